@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo heavy test test-heavy check lint types fix docs bench images embedded clean
+.PHONY: demo heavy test test-heavy check lint types fix docs site bench images embedded clean
 
 # The embedded model learns at a hundred times the rate that GSPO's clip is made for: 100 x 3e-4.
 demo: $(STAMP)  ## compare four algorithms on the embedded model, two seeds each: five minutes
@@ -33,6 +33,11 @@ fix: $(STAMP)  ## format, and repair what can be repaired
 docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python -m covey.objective.describe docs/algorithms
 	$(BIN)/python -m covey.run.metric_page docs/metrics.md
+	$(BIN)/python -m covey.config.settings_page docs/settings.md
+
+site: $(STAMP)  ## build the documentation site into site/; a broken link is an error
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## seconds per step beside TRL, on this machine's CPU
 	$(BIN)/python benchmarks/step_vs_trl.py

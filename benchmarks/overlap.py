@@ -58,6 +58,11 @@ ARMS = {
     ),
     "gpu": tuple(Arm(f"staleness {k}", {"overlap.staleness": k}) for k in (0, 1, 3)),
 }
+WANTED: dict[str, dict[str, float]] = {
+    "cpu": {"one core each, staleness 1": 1.4},
+    "gpu": {"staleness 1": 1.3, "staleness 3": 1.6},
+}
+"""How many times as fast as the first arm; with a verdict on the last lines."""
 CONFIGS = {"cpu": "arithmetic", "gpu": str(HERE / "chain_sum.toml")}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"model.device": "cpu", "train.steps": 40, "rollout.max_tokens": 32},
@@ -69,19 +74,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 EVERY_RUN = {"save.every": 0, "save.rollouts": "false", "evaluate.every": 10**6}
 
 
-def run(what: str, arm: Arm, seed: int, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train once, and return speed and accuracy."""
-    settings = {**SETTINGS[what], **EVERY_RUN, **arm.settings, "seed": seed}
-    chosen = [f"{key}={value}" for key, value in settings.items()] + given.settings
-    if given.model:
-        chosen.append(f"model.path={given.model}")
+def words_of(what: str, given: argparse.Namespace) -> list[str]:
+    """Return the configuration and the settings that all arms share."""
+    chosen = [f"{key}={value}" for key, value in {**SETTINGS[what], **EVERY_RUN}.items()]
     if given.prompts is not None:
         chosen = [*files_of(given.prompts, "jsonl"), *chosen]
-    words = ["train", CONFIGS[what], *flags(chosen), "--run", str(folder)]
+    if given.model:
+        chosen.append(f"model.path={given.model}")
+    return [CONFIGS[what], *flags([*chosen, *given.settings])]
+
+
+def run(words: list[str], arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
+    """Train once, and return speed and accuracy."""
+    own = [f"{key}={value}" for key, value in {**arm.settings, "seed": seed}.items()]
     threads = {"OMP_NUM_THREADS": "1"} if arm.cores else {}
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "covey", *words],
+        [sys.executable, "-m", "covey", "train", *words, *flags(own), "--run", str(folder)],
         check=True,
         env={**os.environ, **threads},
         stdout=subprocess.DEVNULL,
@@ -131,6 +140,18 @@ def summary(runs: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
     return lines
 
 
+def verdict(line: dict[str, Any], wanted: float | None) -> dict[str, Any]:
+    """Return whether an arm is as much faster as wanted, and not less accurate."""
+    if wanted is None:
+        return {}
+    fast, good = line["speedup"] >= wanted, line["accuracy_difference"]["high"] >= 0.0
+    speed = f"{'at least' if fast else 'less than'} {wanted:g} times as fast"
+    return {
+        "ok": fast and good,
+        "verdict": f": {speed}, {'as accurate within the interval' if good else 'less accurate'}",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("cpu", "gpu"))
@@ -141,11 +162,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     runs: list[dict[str, Any]] = []
+    words = words_of(given.what, given)
     with tempfile.TemporaryDirectory() as folder:
         # Seed by seed, so that whatever else the machine does falls on all arms.
         for seed in range(given.seeds):
             for arm in ARMS[given.what]:
-                found = run(given.what, arm, seed, given, Path(folder) / f"{len(runs)}")
+                found = run(words, arm, seed, Path(folder) / f"{len(runs)}")
                 runs.append(found)
                 print(
                     f"{arm.name}, seed {seed}: {found['steps_per_second']:.3f} steps/s, "
@@ -157,9 +179,11 @@ def main() -> None:
         del one["right"]
     for line in arms:
         difference = line["accuracy_difference"]
+        line |= verdict(line, WANTED[given.what].get(line["arm"]))
         print(
             f"{line['arm']}: {line['speedup']:.2f} times, accuracy {100 * difference['value']:+.1f}"
             f" [{100 * difference['low']:+.1f}, {100 * difference['high']:+.1f}] points"
+            f"{line.get('verdict', '')}"
         )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     environment = described(0, device, torch.get_num_threads())

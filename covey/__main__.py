@@ -1,4 +1,4 @@
-"""`python -m covey` is `covey`."""
+"""`python -m covey` runs the command line."""
 
 from covey.cli.main import main
 

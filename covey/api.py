@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
-"""A configuration, plain settings, a TOML file, the name of a recipe, or nothing."""
+"""A configuration, a dict of settings, a TOML file, the name of a recipe, or None."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""Called after every training step with its metrics. A text it returns ends the run: why it did."""
+"""Called with the metrics of every training step. To end the run, it returns the reason as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a training run left behind."""
+    """The result of a training run."""
 
     folder: Path
     """The run folder."""
@@ -50,20 +50,20 @@ class TrainResult:
     metrics: list[dict[str, Any]]
     """The metrics of every step."""
     evaluation: dict[str, Any] | None
-    """The last evaluation. None: there was none."""
+    """The last evaluation. None if the run had no evaluation."""
     model: Any
-    """The trained model, of transformers (with its adapter, of peft)."""
+    """The trained model, an object of transformers, or of peft if it has an adapter."""
     tokenizer: Any
     interrupted: bool
-    """Whether a signal ended it early; `covey.train(resume=folder)` continues it."""
+    """Whether a signal ended the run early; `covey.train(resume=folder)` resumes it."""
     stopped: str | None = None
-    """Why the run itself ended early: a health finding, no better result, or a callback."""
+    """Why the run ended itself early: a health finding, train.patience, or a callback."""
     best: Path | None = None
-    """The checkpoint with the best of `save.best`."""
+    """The checkpoint with the best value of the metric `save.best`."""
 
 
 class _Callbacks(Tracker):
-    """Calls functions with the metrics of each step; each may end the run."""
+    """Calls the user's callbacks with the metrics of each step; each may end the run."""
 
     def __init__(self, functions: Sequence[Callback], stop: StopSignal) -> None:
         self.functions = functions
@@ -84,8 +84,11 @@ def load_config(source: Source = None, **overrides: Any) -> Config:
         settings = dict(source)
     else:
         settings = {} if source is None else read_settings(str(source))
-    changes = [f"{key}={toml_value(value)}" for key, value in overrides.items()]
-    return parse_config(overridden(settings, changes))
+    return parse_config(overridden(settings, _settings(overrides)))
+
+
+def _settings(overrides: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={toml_value(value)}" for key, value in overrides.items()]
 
 
 def train(
@@ -103,23 +106,23 @@ def train(
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainResult:
-    """Train a model, and return what came of it.
+    """Train a model, and return its metrics, its evaluation and the model.
 
     Args:
-        config: a `Config`, a dict, a file or a recipe. Default: `arithmetic`; plain with a dataset.
+        config: a `Config`, a dict, a file or a recipe. Default: `arithmetic`; none with a dataset.
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
         dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
-            messages), perhaps `target`, and columns that reach reward functions by name.
-        held_out: rows of evaluations. Default: a tenth of the dataset.
+            messages), optionally `target`, and columns that reward functions get by name.
+        held_out: rows for evaluations. Default: a tenth of the dataset.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
-            of function to weight; or a reward object.
-        environment: a class of environments, of Covey's contract or in TRL's style.
+            that maps functions to weights; or a reward object.
+        environment: an environment class, with Covey's protocol or in TRL's style.
         trackers: names, such as "wandb", and objects. Without objects: the console, unless `quiet`.
         callbacks: functions of the metrics of a step; one that returns a text ends the run.
-        run: the run folder to create. Default: the next `runs/NAME-N`.
-        resume: a run folder to continue, with its own settings; pass dataset and rewards again.
-        quiet: print nothing.
-        **overrides: settings by dotted key.
+        run: the run folder to create. Default: the next free `runs/NAME-N`.
+        resume: a run folder to resume with its own settings and `overrides`; pass dataset and
+            rewards again.
+        quiet: print nothing. **overrides: settings by dotted key.
     """
     task, reward = _objects(dataset, held_out, rewards)
     shown, named = _split(trackers)
@@ -127,11 +130,13 @@ def train(
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
-        if overrides or any(given is not None for given in (config, model, run)):
-            raise ConfigError("resume takes its settings from the run; give it alone")
+        if any(given is not None for given in (config, model, run)):
+            raise ConfigError(
+                "resume uses the settings of the run; change some by dotted keys only"
+            )
         folder = RunFolder.open(Path(resume))
-        _check_passed(folder, passed)
-        return _train(folder.config_file, folder, names, shown, callbacks, quiet)
+        _check_passed(folder, passed, reward)
+        return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run))
     source = "arithmetic" if config is None and dataset is None else config
@@ -155,8 +160,16 @@ def evaluate(
     from covey.engines.native.engine import NativeEngine
     from covey.evaluation.evaluate import evaluate as evaluate_prompts
     from covey.rollout.collect import Collector
-    from covey.training.build import load_model, scorer_of
-    from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+    from covey.training.build import load_model
+    from covey.training.prompt_limit import fitting_prompts
+    from covey.training.resolve import (
+        evaluation_config,
+        held_out_of,
+        resolve,
+        sampling_of,
+        task_of,
+    )
+    from covey.training.scorers import baselines_of, scorer_of
 
     task, reward = _objects(dataset, dataset, rewards)
     passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
@@ -165,13 +178,16 @@ def evaluate(
     chosen = resolve(_with_objects(source, passed, model, settings), passed=passed)
     prompts = held_out_of(chosen, task or task_of(chosen))
     language_model = load_model(chosen)
-    with closing(scorer_of(chosen, reward)) as scorer:
+    prompts, _ = fitting_prompts(chosen, language_model, prompts, "held-out")
+    scored_by = chosen if reward else evaluation_config(chosen)
+    with closing(scorer_of(scored_by, reward)) as scorer:
         return evaluate_prompts(
             prompts,
             Collector(engine=NativeEngine(language_model), model=language_model, scorer=scorer),
             sampling=sampling_of(chosen),
             samples=chosen.evaluate.samples,
             temperature=chosen.evaluate.temperature,
+            baselines=baselines_of(scored_by, scorer, prompts, reward),
         )
 
 
@@ -201,7 +217,9 @@ def compare(
     where = Path(folder) if folder is not None else next_run_path(parent, Path(str(config)).stem)
     code = run_command([*words, "--folder", str(where)])
     if not (where / "report.json").is_file():
-        raise ConfigError(f"compare: ended with exit code {code}; its output says why")
+        raise ConfigError(
+            f"compare: the comparison ended with exit code {code}; its output gives the reason"
+        )
     report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
     return {**report, "folder": str(where)}
 
@@ -209,7 +227,7 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Return the trackers given as objects (None: the console), and the setting of named ones."""
+    """Return the trackers given as objects (None: the console), and the setting for named ones."""
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
     shown = None if trackers is None or (named and not sinks) else sinks
@@ -224,7 +242,9 @@ def _objects(
     from covey.tasks.dataset import dataset_task
 
     task = None if dataset is None else dataset_task(dataset, held_out)
-    return task, None if rewards is None else function_reward(rewards)
+    if rewards is None:
+        return task, None
+    return task, function_reward(rewards, conversational=bool(task and task.conversational))
 
 
 def _factory(environment: Any) -> Any:
@@ -236,7 +256,7 @@ def _factory(environment: Any) -> Any:
 def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
-    """Return the configuration, in which objects from Python have names of their own."""
+    """Return the configuration with names for the objects that were passed from Python."""
     from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
@@ -248,10 +268,10 @@ def _with_objects(
     return load_config(source, **{**given, **overrides})
 
 
-def _check_passed(folder: RunFolder, passed: set[str]) -> None:
+def _check_passed(folder: RunFolder, passed: set[str], reward: Reward | None) -> None:
     """Refuse to resume a run without the objects that it was started with."""
     from covey.environments.registry import PASSED
-    from covey.rewards.user import FUNCTIONS
+    from covey.rewards.user import FUNCTIONS, own_name
     from covey.tasks.dataset import NAME as DATASET
 
     config = load_config(folder.config_file)
@@ -266,10 +286,16 @@ def _check_passed(folder: RunFolder, passed: set[str]) -> None:
                 f"resume: {folder.path} was started {'with' if where not in passed else 'without'} "
                 f"{name} from Python; {what}"
             )
+    then = str(folder.environment().get("reward") or "").partition("@")[0]
+    if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):
+        raise ConfigError(
+            f"resume: {folder.path} was started with the reward {then}; pass that one, not "
+            f"{own_name(reward)}"
+        )
 
 
 def _train(
-    source: Config | Path,
+    source: Config | Mapping[str, Any],
     target: RunFolder | Path | None,
     objects: Mapping[str, Any],
     trackers: Sequence[Tracker] | None,
@@ -277,19 +303,27 @@ def _train(
     quiet: bool,
 ) -> TrainResult:
     from covey.training.build import assemble
+    from covey.training.changed_settings import check_length, record_changes, resumed_config
     from covey.training.loop import train as run_loop
     from covey.training.parallel.join import joined_world
     from covey.training.resolve import resolve
     from covey.training.run_start import locked_by_main
 
     passed = {where for where, value in objects.items() if value is not None}
-    config = resolve(load_config(source), passed=passed)
+    if isinstance(target, RunFolder):
+        assert isinstance(source, Mapping), "a run that is resumed takes overrides"
+        config, changed = resumed_config(target, _settings(source), passed=passed)
+    else:
+        config, changed = resolve(load_config(source), passed=passed), {}
     with joined_world(config) as world:
         parts = assemble(config, objects["reward"], objects["task"], world, objects["environment"])
         with closing(parts):
             folder, begins = _folder(parts, target)
             with locked_by_main(folder, world), _signals() as stop:
                 start = Start() if begins else _start_of(folder, config, world)
+                check_length(config, start.step)
+                if world.is_main:
+                    record_changes(folder, config, start.step, changed)
                 follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
                 done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()
@@ -307,7 +341,7 @@ def _train(
 
 
 def _folder(parts: Parts, target: RunFolder | Path | None) -> tuple[RunFolder, bool]:
-    """Return the run folder, and whether the run begins there."""
+    """Return the run folder, and whether this call created it."""
     from covey.training.run_start import created_run
 
     if isinstance(target, RunFolder):
@@ -332,7 +366,7 @@ def _shown(folder: RunFolder, trackers: Sequence[Tracker] | None, quiet: bool) -
 
 
 def _signals() -> Any:
-    """Turn Ctrl-C into a saved checkpoint; only the main thread can have that."""
+    """Save a checkpoint on Ctrl-C; only the main thread can handle signals."""
     if threading.current_thread() is threading.main_thread():
         return stop_signal()
     return nullcontext(StopSignal())

@@ -1,4 +1,4 @@
-"""The episode of a multi-turn rollout: what rewards may read beside its text."""
+"""The episode of a multi-turn rollout, which rewards may read beside its text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
-"""Why a rollout ended: by itself; a completion reached its limit of tokens; the episode reached its
-limit of turns, of tool calls or of tokens; the environment failed."""
+"""Why a rollout ended: by itself; a completion reached its token limit; the episode reached its
+limit of turns, tool calls or tokens; or the environment failed."""
 TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
-"""Cut off for being too long."""
+"""Finishes of rollouts that were cut off at a token limit."""
 Message = Mapping[str, Any]
 """`role` and `content`; an assistant's message may have `tool_calls`."""
 
@@ -22,16 +22,16 @@ class Episode:
     messages: tuple[Message, ...]
     """The whole conversation, from the prompt on."""
     turn_rewards: tuple[float | None, ...]
-    """Of each turn of the policy."""
+    """The reward of each turn of the policy."""
     outcome: Mapping[str, float] | None
-    """What the environment's own `reward` returned, part by part. None: it has none."""
+    """The parts that the environment's `reward` method returned. None if it has no such method."""
     finish: Finish
     error: str = ""
-    """What went wrong in the environment."""
+    """The error in the environment, if there was one."""
 
     @property
     def tool_calls(self) -> list[Mapping[str, object]]:
-        """The calls of tools, in order."""
+        """The tool calls, in order."""
         return [call for message in self.messages for call in message.get("tool_calls", ())]
 
     @property
@@ -42,9 +42,9 @@ class Episode:
 
 
 class EpisodeText(str):
-    """The text of a multi-turn rollout, its last turn, which carries the episode to rewards.
+    """The text of the last turn of a multi-turn rollout, with its episode attached.
 
-    So a reward that reads text works unchanged, and one that wants more asks `episode_of(text)`.
+    A reward that reads text works unchanged, and `episode_of(text)` gives the whole episode.
     """
 
     episode: Episode
@@ -58,5 +58,5 @@ class EpisodeText(str):
 
 
 def episode_of(text: str) -> Episode | None:
-    """Return the episode of a rollout's text. None: it had a single turn, without environment."""
+    """Return the episode of a rollout's text, or None if the rollout had no environment."""
     return getattr(text, "episode", None)

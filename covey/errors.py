@@ -23,7 +23,7 @@ class CoveyError(Exception):
 
     exit_code = 1
     details = ""
-    """More that helps to find the cause, such as another process's traceback. It goes to a file."""
+    """Details for failure.txt that help to find the cause, such as another process's traceback."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
@@ -60,12 +60,12 @@ class DiskError(CoveyError):
 
 
 def reason(error: Exception) -> str:
-    """Return why a file cannot be read, without its name, which the message already has."""
+    """Return why a file cannot be read, without the file's name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 NEAR = 0.5
-"""The least similarity (of `difflib`) at which a name is suggested."""
+"""Minimum similarity (of `difflib`) at which a name is suggested."""
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:

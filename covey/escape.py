@@ -11,9 +11,9 @@ import unicodedata
 from typing import Any
 
 LAYOUT = "\n\t"
-"""Control characters that only lay out text."""
+"""Control characters that are not escaped."""
 JOINERS = "\u200c\u200d"
-"""Format characters that some scripts and emoji need; they move nothing."""
+"""Format characters that some scripts and emoji need; they do not reorder text."""
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories without a glyph: control, format, lone surrogates, separators."""
 

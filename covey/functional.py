@@ -1,16 +1,16 @@
-"""The algorithms for people with their own training loop: tensors in, loss out.
+"""The losses of all algorithms as functions of tensors, for your own training loop.
 
     out = covey.functional.loss(
         "dapo", logp=logp, old_logp=old_logp, mask=mask, rewards=rewards, group=group, clip_high=0.3
     )
     out.loss.backward()
 
-Shapes: B completions, T tokens (padded). Rows of a group may stand in any order. Log-probabilities
-may be of any float type; the arithmetic is in float32 at least, that of rewards in float64. What
-stands outside the mask, NaN included, changes nothing.
+Shapes: B completions, T tokens (padded). The rows of a group may be in any order. Log-probabilities
+may have any float type; the loss is computed in float32 or higher precision, and rewards in
+float64. Values outside the mask, including NaN, have no effect.
 
-The rows given are taken as the whole optimizer step. To accumulate gradients over micro-batches, or
-over ranks, use `covey.objective`: fill in advantages and weights for the whole step, and add up the
+The given rows count as the whole optimizer step. To accumulate gradients over micro-batches or
+ranks, use `covey.objective`: compute advantages and weights for the whole step, and add up the
 losses of its rows.
 """
 
@@ -61,22 +61,22 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages are over a critic's values"),
     }
 )
-"""For each need: the argument that it takes, and why."""
+"""For each need of an objective: the argument that provides it, and why it is needed."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
-"""Arguments [B]."""
+"""Arguments with shape [B]."""
 
 
 class LossOutput(NamedTuple):
-    """The loss, and what it was made of."""
+    """The loss, with the advantages, weights and metrics it was computed from."""
 
     loss: torch.Tensor
-    """To be minimised."""
+    """The loss to minimise."""
     advantage: torch.Tensor
     """[B, T], constant."""
     weight: torch.Tensor
-    """[B, T]: what each token's gain is multiplied by; their sum is the loss."""
+    """[B, T]: the factor of each token's gain; the loss is minus the sum of gain * weight."""
     metrics: Mapping[str, float]
     """Named as in docs/metrics.md."""
     value_loss: torch.Tensor | None = None
@@ -106,23 +106,23 @@ def loss(
     """Return the loss of an algorithm.
 
     Args:
-        algorithm: a name of `covey algorithms`, "composed", or the path of your own (trusted).
-        logp: [B, T] log-probabilities now; the gradient flows here.
+        algorithm: a name of `covey algorithms`, "composed", or MODULE:FUNCTION (trusted).
+        logp: [B, T] log-probabilities under the current policy, with gradient.
         old_logp: [B, T] log-probabilities when the batch was collected.
         mask: [B, T] true, or not 0, for the tokens that are trained.
-        rewards: [B]; NaN for a completion that could not be scored: it enters no statistic.
-        group: [B] which completions share a prompt.
+        rewards: [B]; NaN for a completion that could not be scored: statistics leave it out.
+        group: [B] number of each completion's group; completions of a prompt share it.
         ref_logp: [B, T] under the reference; needed if the algorithm's beta is not 0.
-        sampler_logp: [B, T] of what was sampled from; needed to correct for the sampler.
-        entropy: [B, T] of the policy that sampled; for an entropy bonus, of the policy now.
-        success: [B] which rollouts succeed, where an algorithm reads it; by default, reward > 0.
-        tokens: [B, T] token ids, where an algorithm reads them.
-        parts: [B, K] parts of the reward, where an algorithm reads them; NaN like rewards.
-        teacher_logp: [B, T] under the teacher, for a distillation.
+        sampler_logp: [B, T] under the sampled distribution; needed for a sampler correction.
+        entropy: [B, T] of the policy that sampled; for an entropy bonus, of the current policy.
+        success: [B] which rollouts succeed, if the algorithm uses it; by default, reward > 0.
+        tokens: [B, T] token ids, if the algorithm uses them.
+        parts: [B, K] parts of the reward, if the algorithm uses them; NaN like rewards.
+        teacher_logp: [B, T] under the teacher, for distillation.
         values: [B, T] of the critic when the batch was collected, for ppo.
         new_values: [B, T] of the critic now; gives `value_loss`, whose gradient flows here.
         rollout: [B] which rows are segments of one rollout; by default every row is a rollout.
-        options: the algorithm's own; one that it does not have is an error.
+        options: options of the algorithm; an unknown one is an error.
     """
     objective = build(algorithm, **options)
     _check_shapes(mask, {"logp": logp, "new_values": new_values})
@@ -193,10 +193,10 @@ def advantages(
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
-        raise ConfigError(f"{algorithm} with a KL in the reward needs old_logp")
+        raise ConfigError(f"{algorithm} needs old_logp, because its KL is in the reward")
     if "teacher" in objective.reads and old_logp is None:
-        raise ConfigError(f"{algorithm} compares with the teacher, and needs old_logp")
-    # Needs of the loss alone do not apply here.
+        raise ConfigError(f"{algorithm} needs old_logp to compare with the teacher")
+    # Advantages do not need the inputs that only the loss needs.
     only = replace(
         objective, beta=objective.beta if in_reward else 0.0, correction=None, veto=0.0,
         off_policy_limit=0.0, entropy_bonus=0.0,
@@ -281,19 +281,19 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
 def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None]) -> None:
     for need, (name, why) in ARGUMENTS.items():
         if need in objective.needs and given[name] is None:
-            raise ConfigError(f"this objective needs {name}, since {why}")
+            raise ConfigError(f"this objective needs {name}, because {why}")
 
 
 def _check_groups(objective: Objective, group: torch.Tensor) -> None:
     sizes = group_sum(torch.ones_like(group, dtype=torch.long), group)
     if (sizes == 1).any():
         raise ConfigError(
-            f"group {int(group[sizes == 1][0])} has one completion; a group has at least two to "
+            f"group {int(group[sizes == 1][0])} has one completion; a group needs at least two to "
             "compare"
         )
     k = option(objective.advantage, "k")
     if k is not None and (sizes < k).any():
-        raise ConfigError(f"k = {k} exceeds the {int(sizes.min())} completions of a group")
+        raise ConfigError(f"k = {k} is more than the {int(sizes.min())} completions of a group")
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-_PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS = range(5)
-"""Purposes. Each has its own stream."""
+_PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS, _CURRICULUM, _REPLAY = range(7)
+"""Purposes of random numbers. Each has its own stream."""
 
 
 def _philox(seed: int, step: int, purpose: int, index: int = 0) -> np.random.Philox:
@@ -47,16 +47,21 @@ def world_seed(*, seed: int, step: int, prompt: str) -> int:
     return _hash(words) >> 1
 
 
+def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
+    """Return the 63-bit seed of a training pass with dropout."""
+    return _hash(f"dropout/{seed}/{version}/{place}/{rank}") >> 1
+
+
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
     """Return uniforms [n, count] in [0, 1), float32: positions 0 to count - 1 of n completions."""
-    # One generator is pointed to address after address: making one takes far longer than drawing.
+    # One generator is reused for all addresses, because creating one takes far longer than drawing.
     generator = _philox(0, 0, _TOKENS)
     state = generator.state
     key, counter = state["state"]["key"], state["state"]["counter"]
     bits = np.empty((len(addresses), count), dtype=np.uint64)
     for row, (seed, step, prompt, sample, turn) in enumerate(addresses):
         key[0], key[1] = seed, step
-        # Turns count in the upper half of the word of the purpose, where turn 0 changes nothing.
+        # The turn is in the upper half of the word of the purpose, so turn 0 changes nothing.
         counter[1], counter[2], counter[3] = sample, _hash(prompt), _TOKENS | turn << 32
         generator.state = state
         bits[row] = generator.random_raw(count)
@@ -75,8 +80,8 @@ def _epoch_order(seed: int, epoch: int, size: int, purpose: int = _PROMPT_ORDER)
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
     """Return the indices of the prompts of a step, all different, in a task of `size` prompts.
 
-    Each epoch is a new order of all prompts. A step lies within one epoch, so prompts that cannot
-    fill a whole step at the end of an epoch are left out of it.
+    Each epoch has a new order of all prompts. A step lies within one epoch, so the last prompts of
+    an epoch are left out if they do not fill a whole step.
     """
     epoch, place = divmod(step, size // count)
     order = _epoch_order(seed, epoch, size)
@@ -86,15 +91,34 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
 def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
     """Return the indices of SFT solutions number `start` to `stop` - 1, out of `size`.
 
-    Each epoch is a new order of all solutions, and epochs follow each other without a gap.
+    Each epoch has a new order of all solutions, and epochs follow each other without a gap.
     """
     places = (divmod(number, size) for number in range(start, stop))
     return [int(_epoch_order(seed, epoch, size, _SOLUTIONS)[place]) for epoch, place in places]
 
 
 def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:
-    """Return an order of all prompts. A refill round of dynamic sampling takes the first of it."""
+    """Return the order of all prompts from which a refill round of dynamic sampling takes them."""
     generator = np.random.Generator(_philox(seed, step, _REFILL, index=round_number))
+    return [int(index) for index in generator.permutation(size)]
+
+
+def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
+    """Return a random order of all items with a weight above 0, drawn in proportion to weights.
+
+    By a race: item i arrives after an exponential time of rate `weights[i]` (Efraimidis and
+    Spirakis). A change of one weight then leaves the order of the others.
+    """
+    generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
+    times = generator.standard_exponential(len(weights))
+    racing = np.flatnonzero(weights > 0)
+    order = np.argsort(times[racing] / weights[racing], kind="stable")
+    return [int(index) for index in racing[order]]
+
+
+def replay_order(*, seed: int, step: int, size: int) -> list[int]:
+    """Return a random order of the groups of a replay buffer."""
+    generator = np.random.Generator(_philox(seed, step, _REPLAY))
     return [int(index) for index in generator.permutation(size)]
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM during a run.
+"""Handling of Ctrl-C and SIGTERM during a run.
 
-The first signal lets the step in progress end. A step that waits for another process or machine
-might wait for minutes, so such a wait is given up some seconds after the signal.
+After the first signal the run finishes the current step. A step that waits for another process or
+machine might wait for minutes, so such a wait is abandoned a few seconds after the signal.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from types import FrameType
 
 GRACE_SECONDS = 3.0
-"""How long a wait may last after a signal."""
+"""Seconds that a wait may last after a signal."""
 POLL_SECONDS = 0.25
-"""How often to check whether the step is now in a wait."""
+"""Seconds between checks whether the step is in a wait."""
 
 _waits = 0
-"""How many waits the main thread is in, one inside the other. Signals reach no other thread."""
+"""Number of nested waits of the main thread, the only thread that signals reach."""
 
 
 class GivenUp(BaseException):
-    """A wait was ended because a signal asked the run to stop. Never leaves the training loop."""
+    """Raised to end a wait after a stop signal. The training loop catches it."""
 
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait for others, which a signal ends with GivenUp; in the main thread only."""
+    """Mark a wait of the main thread for another process; a signal ends it with GivenUp."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,13 +43,13 @@ def may_be_given_up() -> Iterator[None]:
 
 @dataclass(slots=True)
 class StopSignal:
-    """Ctrl-C or SIGTERM: the step in progress is finished and saved, then the loop ends."""
+    """Stop request by Ctrl-C or SIGTERM: the loop finishes the step, saves it and ends."""
 
     received: str | None = None
     """The name of the signal, or why the run itself asked to stop."""
 
     def ask(self, why: str) -> None:
-        """Let the loop end after this step, unless a signal asked already."""
+        """End the loop after this step, unless a signal was received already."""
         self.received = self.received or why
 
     @property
@@ -59,7 +59,7 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """What shells expect of a process that a signal ended: 130 or 143."""
+        """The exit code that shells expect after a signal: 130 or 143."""
         assert self.received is not None
         return exit_code(signal.Signals[self.received])
 
@@ -73,8 +73,8 @@ def exit_code(number: int) -> int:
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once.
 
-    A signal within `repeats` seconds of the first is the same one, sent on: a terminal sends Ctrl-C
-    to every process, and a launcher sends it to its ranks again.
+    A signal within `repeats` seconds of the first counts as the same one: a terminal sends Ctrl-C
+    to every process, and a launcher forwards it to its ranks.
     """
     stop, first = StopSignal(), 0.0
 

@@ -1,4 +1,4 @@
-"""Subprocesses of covey: command lines, what is sent to them, and how they ended."""
+"""Subprocesses of covey: their command lines, pickled objects for them, and how they ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 def pickled(thing: Any, what: str) -> bytes:
     """Return an object as bytes for another process; an error names it as `what`."""
-    why = "it is in the main script, which every process would run again"
+    why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)
         if b"__main__" not in payload:
@@ -37,12 +37,12 @@ def pickled(thing: Any, what: str) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = str(error)
     raise ConfigError(
-        f"{what} ({why}); move it to a module, or set `quick = True` on it if it never takes long"
+        f"{what} ({why}); move it to a module, or set `quick = True` on it if it is always fast"
     )
 
 
 def how_ended(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Describe how a process that closed its connection ended; wait for that some seconds."""
+    """Describe how a process that closed its connection ended; wait `seconds` for its end."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,10 +1,9 @@
-"""User code named by a config: which modules may be imported, and importing a function from one.
+"""Trust in user code that a config names, and import of functions from trusted modules.
 
 A config, a run folder and a comparison can be downloaded, and each may name a function of any
-module. Importing a module runs it, so a name alone imports nothing. The person who gives the
-command must trust the module, with `--trust MODULE` or the environment variable COVEY_TRUST. The
-environment carries the decision to worker processes. Objects that a program passes to the Python
-API need no trust: the user wrote that program.
+module. Importing a module runs its code, so covey imports only modules that the user trusts, with
+`--trust MODULE` or the environment variable COVEY_TRUST. Worker processes inherit this variable.
+Objects that a program passes to the Python API need no trust, because the user runs that program.
 
 The function itself must be Python code written in a trusted module. A name that a trusted module
 only imports, such as `run` from subprocess, is refused.
@@ -24,7 +23,7 @@ from typing import Any
 from covey.errors import ConfigError
 
 VARIABLE = "COVEY_TRUST"
-"""Module names, separated by commas. A package stands for all modules in it."""
+"""The environment variable with trusted module names. A package includes all modules in it."""
 
 
 def trust(modules: Iterable[str]) -> None:
@@ -59,7 +58,7 @@ def is_import_path(name: str) -> bool:
 def import_callable(path: str, where: str) -> Callable[..., Any]:
     """Import a trusted function or class by `package.module:name` or `package.module.name`.
 
-    As for a script, the working directory is searched too. `where` is the config key, for errors.
+    The working directory is searched too, as for a script. Errors name the config key `where`.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
@@ -67,8 +66,8 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     _check_trust(module_name, path, where)
     folder = os.getcwd()
     sys.path.insert(0, folder)
-    # Python reuses bytecode of a file with the same size and second of writing. A reward edited
-    # twice in a second would keep its old code under its new identity.
+    # Python reuses bytecode of a file whose size and modification second are the same. A reward
+    # edited twice within a second would run its old code under its new identity.
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         module = importlib.import_module(module_name)
@@ -94,7 +93,7 @@ def _check_trust(module: str, path: str, where: str) -> None:
     if not is_trusted(module):
         raise ConfigError(
             f"config: {where} = {path!r} runs code of the module {module!r}, which is not trusted; "
-            f"if you know that code, add --trust {module}, or set {VARIABLE}={module}"
+            f"if you trust this code, add --trust {module}, or set {VARIABLE}={module}"
         )
 
 
@@ -113,5 +112,5 @@ def _check_origin(function: Any, path: str, where: str) -> None:
         inspect.signature(function)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"config: {where} = {path!r} is a function whose parameters cannot be read"
+            f"config: {where} = {path!r} is a function whose signature cannot be read"
         ) from None

@@ -1,4 +1,4 @@
-"""The types of the data flow, in its order.
+"""The types of the data flow: Prompt, Rollout, Group and Batch.
 
     Prompt -> Rollout -> Group -> Batch
 
@@ -19,14 +19,17 @@ from covey.episode import TRUNCATED as TRUNCATED
 from covey.episode import Episode
 from covey.episode import Finish as Finish
 from covey.episode import Message as Message
+from covey.totals import Totals as Totals
 
 if TYPE_CHECKING:
     import torch
 
+    from covey.kept_sets import KeptSets
+
 _T = TypeVar("_T")
 
 EQUAL_REWARDS = 1e-8
-"""Rewards of a group that differ by less, relative to the largest in size, count as equal."""
+"""Rewards of a group count as equal if they differ by less than this share of the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class Prompt:
     messages: tuple[Message, ...]
     target: str
     info: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The unchanged data columns from which `messages` and `target` were made."""
 
     @property
     def text(self) -> str:
@@ -65,13 +70,15 @@ class Segment:
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    """What follows the prompt. A final end-of-sequence token was sampled, so it is included."""
+    """The tokens after the prompt, including a final end-of-sequence token if it was sampled."""
     trained: tuple[bool, ...]
-    """Which of `tokens` the policy sampled. False for tool output and messages of others."""
+    """Which of `tokens` the policy sampled. False for tool output and messages of other roles."""
     sampler_logp: tuple[float, ...]
     """Log-probability of each token under the distribution it was drawn from; 0 if not trained."""
     versions: tuple[VersionSpan, ...]
     """The policy version of each sampled span: weights may change during a rollout."""
+    kept: tuple[str, ...] = ()
+    """The kept sets of each sampled span (kept_sets.py). Empty if sampling was not truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +90,13 @@ class Turn:
     start: int
     stop: int
     text: str = ""
-    """What a reader sees of it, without special tokens. Empty in rollouts of a single turn, whose
-    own text says it."""
+    """The text of the turn without special tokens. Empty in rollouts of a single turn, because
+    `Rollout.text` is the same."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
-    """What the environment gave for this turn alone. None: it gives no turn rewards."""
+    """The environment's reward for this turn alone. None if it gives no turn rewards."""
     state: str = ""
-    """Turns of a group with the same text here were taken in the same state of the environment."""
+    """The environment's state at this turn, as text. Equal texts in a group mean equal states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,22 +105,22 @@ class Rollout:
 
     prompt_id: str
     sample: int
-    """Number within the group, from 0. Part of the address of the random numbers."""
+    """Number of the rollout in its group, from 0. Its random numbers depend on it."""
     segments: tuple[Segment, ...]
-    """One, unless the environment rewrote the history."""
+    """The token sequences of the rollout: one, unless the chat template rewrote earlier text."""
     turns: tuple[Turn, ...]
     text: str
     finish: Finish
     reward: float | None = None
-    """None until scored, and for ever if scoring failed. Never 0.0 in place of a failure."""
+    """None until the rollout is scored. If scoring fails, it stays None and never becomes 0.0."""
     success: bool | None = None
-    """Whether the completion is correct, whatever else the reward counts. None like `reward`."""
+    """Whether the completion is correct, whatever the reward is. None if `reward` is None."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The unweighted parts of the reward."""
     reward_id: str = ""
     """Name, version and source hash of the reward function."""
     episode: Episode | None = None
-    """The conversation with an environment. None: there was none."""
+    """The conversation with the environment. None if the rollout had no environment."""
 
     @staticmethod
     def single_turn(
@@ -123,6 +130,7 @@ class Rollout:
         sampler_logp: tuple[float, ...],
         policy_version: int,
         trained: tuple[bool, ...] | None = None,
+        kept: tuple[str, ...] = (),
         **fields: Any,
     ) -> Rollout:
         """Return a rollout of one completion, sampled by one version of the policy."""
@@ -133,6 +141,7 @@ class Rollout:
             trained=(True,) * size if trained is None else trained,
             sampler_logp=sampler_logp,
             versions=(VersionSpan(0, size, policy_version),),
+            kept=kept,
         )
         turn = Turn(role="assistant", start=0, stop=size)
         return Rollout(segments=(segment,), turns=(turn,), **fields)
@@ -144,7 +153,7 @@ class Rollout:
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """The tokens of the prompt, as the first segment has them."""
+        """The prompt tokens of the first segment."""
         return self.segments[0].prompt_tokens
 
     @property
@@ -164,12 +173,12 @@ class Rollout:
 
     @property
     def sampled(self) -> int:
-        """How many of `tokens` the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(sum(segment.trained) for segment in self.segments)
 
     @property
     def policy_version(self) -> int:
-        """The oldest version of the policy that sampled some of it."""
+        """The oldest version of the policy that sampled tokens of this rollout."""
         return min(span.version for segment in self.segments for span in segment.versions)
 
 
@@ -187,9 +196,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRows:
-    """A copy on the CPU of the batch fields that decide its layout; same names, same shapes.
+    """A CPU copy of the batch fields that decide its layout, with the same names and shapes.
 
-    Reading a length from a device waits for all the work that is queued there.
+    It avoids reading lengths from a GPU, which waits for all the work that is queued there.
     """
 
     prompt_tokens: torch.Tensor
@@ -221,14 +230,14 @@ class HostRows:
 class Batch:
     """The rollouts of one training step as tensors; row i of every field is the same row.
 
-    A rollout is one row, or several where its context was rewritten on the way. Statistics are
-    over rollouts, never over rows.
+    A rollout is one row, or several if its context was rewritten. Statistics are over rollouts,
+    never over rows.
 
-    Collate fills the first block. The policy fills the second, as far as the objective needs it.
-    The objective fills the third: `token_penalty`, `advantage` and `targets` over the whole batch,
-    since their statistics may be; `weight`, `correction` and `marked` over the rows of an optimizer
-    step, since that is what a denominator counts. Micro-batches are rows of that and change
-    nothing.
+    Collate fills the first block of fields. The policy fills the second, as far as the objective
+    needs it. The objective fills the third. It computes `token_penalty`, `advantage` and `targets`
+    over the whole batch, because their statistics may span it. It computes `weight`, `correction`
+    and `marked` over the rows of one optimizer step, because that is the scope of a denominator.
+    Micro-batches only split these rows.
     """
 
     prompt_tokens: torch.Tensor
@@ -244,53 +253,57 @@ class Batch:
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
-    """[B] float64, the reward of the row's rollout. NaN where scoring failed: such a rollout enters
-    no statistic."""
+    """[B] float64, the reward of the row's rollout. NaN if scoring failed: statistics leave such a
+    rollout out."""
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
-    """[B] int64: which rows share a prompt. Any order, any size."""
+    """[B] int64: number of the row's group. Groups may have any order and size."""
     truncated: torch.Tensor
     """[B] bool: the completion reached the length limit."""
     parts: torch.Tensor | None = None
-    """[B, K] float64: the unweighted parts of the reward. NaN like `rewards`. None: not needed."""
+    """[B, K] float64: unweighted parts of the reward, NaN like `rewards`. None if not needed."""
     rollout: torch.Tensor | None = None
-    """[B] int64: which rollout a row belongs to, numbered over the batch in the order of its
-    groups. None: every row is a rollout of its own."""
+    """[B] int64: number of the row's rollout, counted over the batch in the order of its groups.
+    None if every row is its own rollout."""
     turn: torch.Tensor | None = None
-    """[B, T] int64: which turn of its rollout the policy sampled a token in, from 0. None: no
-    rollout has several."""
+    """[B, T] int64: number of the turn in which the policy sampled a token, from 0. None if no
+    rollout has several turns."""
     turn_reward: torch.Tensor | None = None
-    """[B, T] float64: what the environment gave for the turn of a token; 0 if it gave nothing."""
+    """[B, T] float64: the environment's reward for the token's turn; 0 if it gave none."""
     state: torch.Tensor | None = None
-    """[B, T] int64: the state that the turn of a token was taken in, equal for equal states."""
+    """[B, T] int64: the environment's state at the token's turn; equal numbers are equal states."""
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability when the batch was collected. None: equal to `logp` (first step)."""
+    """[B, T] log-probability when the batch was collected. None means equal to `logp`."""
     ref_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the reference policy. None: there is no reference."""
+    """[B, T] log-probability under the reference policy. None if there is no reference."""
     teacher_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the teacher of a distillation. None: there is no teacher."""
+    """[B, T] log-probability under the teacher of a distillation. None if there is no teacher."""
     values: torch.Tensor | None = None
-    """[B, T] what the critic expected before each token. None: there is no critic."""
+    """[B, T] value of the critic before each token. None if there is no critic."""
     entropy: torch.Tensor | None = None
     """[B, T] entropy of the sampling policy at each token, in nats. None: not computed."""
 
     token_penalty: torch.Tensor | None = None
-    """[B, T]: what the KL to the reference subtracts from the reward. None: it is not in it."""
+    """[B, T]: the KL penalty that is subtracted from the reward. None if it is in the loss."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
     targets: torch.Tensor | None = None
     """[B, T]: what the critic should have expected. None: there is no critic."""
     weight: torch.Tensor | None = None
-    """[B, T]: factor of each token's gain in the plain sum that is the loss."""
+    """[B, T]: factor of each token's gain; the loss is minus the sum of gain * weight."""
     correction: torch.Tensor | None = None
     """[B, T]: constant factor of each token's surrogate that corrects for the sampler. None: 1."""
     marked: torch.Tensor | None = None
-    """[B, T]: what the objective's `marks` found over the optimizer step. None: it has no marks."""
+    """[B, T]: tokens that the objective's `marks` selected over the optimizer step. None if the
+    objective has no marks."""
 
     host: HostRows | None = None
-    """A copy on the CPU of what layouts depend on. None: the batch is on the CPU, or has none."""
+    """A CPU copy of the fields that decide the layout. None if the batch is on the CPU or has no
+    such copy."""
+    kept: KeptSets | None = None
+    """The kept set of each token, on the CPU. None if sampling was not truncated."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -302,12 +315,12 @@ class Batch:
 
     @property
     def one_row_each(self) -> bool:
-        """Whether every rollout is one row. Read from the CPU where there is a copy."""
+        """Whether every rollout is one row. Reads the CPU copy if there is one."""
         rollout = self.rollout if self.host is None else self.host.rollout
         return rollout is None or len(rollout.unique()) == len(rollout)
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """Return the given rows, with the padding that they no longer need cut away."""
+        """Return the given rows, without padding that they no longer need."""
         known = self if self.host is None else self.host
         here = index if self.host is None else index.cpu()
         width = max(1, int(known.lengths[here].max()))
@@ -319,9 +332,11 @@ class Batch:
             changes["host"] = self.host.rows(here, width, prompt_width)
             if not index.is_cuda:
                 index = index.pin_memory().to(self.tokens.device, non_blocking=True)
+        if self.kept is not None:
+            changes["kept"] = self.kept.rows(here, width)
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is None or name == "host":
+            if value is None or name in ("host", "kept"):
                 continue
             picked = value[index]
             if name == "prompt_tokens":
@@ -332,11 +347,11 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device, and with it `host` unless the device is the CPU."""
-        moved = {
+        """Return the batch on a device, with the CPU copy `host` unless the device is the CPU."""
+        moved: dict[str, Any] = {
             name: _moved(getattr(self, name), device)
             for name in self.__slots__
-            if name != "host" and getattr(self, name) is not None
+            if name not in ("host", "kept") and getattr(self, name) is not None
         }
         host = None if moved["tokens"].device.type == "cpu" else HostRows.of(self)
         return replace(self, **moved, host=host)
@@ -353,45 +368,3 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if values.device.type == "cpu" and str(device).startswith("cuda"):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """The denominators of one optimizer step, over all its micro-batches and ranks."""
-
-    sequences: int
-    """Rollouts."""
-    tokens: int
-    groups: int
-    group_tokens: Mapping[int, int]
-    """Tokens of each group, by its id: a group may lie in several micro-batches or ranks."""
-    rollout_tokens: Mapping[int, int] | None = None
-    """Tokens of each rollout, by its id. None: every rollout is one row, which knows its own."""
-
-    @staticmethod
-    def of(batch: Batch) -> Totals:
-        """Count a batch. A rollout without trained tokens counts: it shrinks the step."""
-        rollout = None if batch.one_row_each else batch.rollout
-        return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
-
-    @staticmethod
-    def counted(
-        group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
-    ) -> Totals:
-        """Count rows [B] by their trained tokens, their group and, if not one each, rollout."""
-        groups = _sums(group, tokens)
-        rollouts = None if rollout is None else _sums(rollout, tokens)
-        return Totals(
-            sequences=len(group) if rollouts is None else len(rollouts),
-            tokens=int(tokens.sum()),
-            groups=len(groups),
-            group_tokens=groups,
-            rollout_tokens=rollouts,
-        )
-
-
-def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
-    """Return the sum of the values [B] of each id [B]."""
-    found, place = ids.unique(return_inverse=True)
-    sums = values.new_zeros(len(found)).index_add(0, place, values)
-    return dict(zip(found.tolist(), sums.tolist(), strict=True))

@@ -116,7 +116,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path) -
     values = [row["greedy"]["value"] for row in run.evaluations()]
     best = values.index(max(values))
     assert result.stopped is not None
-    assert result.stopped.startswith(f"train.patience: no better than step {best} ")
+    assert f"train.patience: 2 measurements not better than step {best} " in result.stopped
     assert result.step == best + 2
     kept = [step for step, _ in run.checkpoints()]
     assert kept == ([best, best + 2] if best else [2])
@@ -193,3 +193,24 @@ def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     code = (ROOT / "examples/own_data.py").read_text().partition('"""\n\n')[2]
     assert len([line for line in code.splitlines() if line.strip()]) < 20
     assert code.strip() in (ROOT / "docs/api.md").read_text()
+
+
+def test_evaluations_have_a_reward_of_their_own(tmp_path: Path) -> None:
+    result = small(
+        tmp_path, rewards=short, **{"evaluate.reward.name": "think_answer", "train.steps": 1}
+    )
+    (trained,) = result.metrics
+    assert trained["objective/scores"] < 0.0
+    first, last = lines(tmp_path / "run" / "eval.jsonl")
+    for row in (first, last):
+        assert 0.0 <= row["reward"]["low"] <= row["reward"]["value"] <= 1.0
+        assert (
+            {name for name in row if name.startswith("parts/")}
+            == {f"parts/{name}" for name in row["parts"]}
+            != set()
+        )
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["evaluation_reward"].startswith("think_answer")
+    assert environment["reward"] != environment["evaluation_reward"]
+    with pytest.raises(ConfigError, match=r"evaluate\.reward\.name = 'think_answr' is not known"):
+        small(tmp_path, "other", **{"evaluate.reward.name": "think_answr"})

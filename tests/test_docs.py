@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from covey.config import load_config
+from covey.config import Config, load_config, settings_page
+from covey.config.other_names import OTHER_NAMES
 from covey.engines.native.shared_prompt_cache import WIDTHS
 from covey.environments import ENVIRONMENTS
 from covey.evaluation.items import Item, ItemCompletion
-from covey.objective import ALGORITHMS, describe
+from covey.objective import ALGORITHMS, build, describe
 from covey.objective.compose import PIECES, composed, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
@@ -47,7 +48,26 @@ def test_the_configuration_example_loads(tmp_path: Path) -> None:
     (tmp_path / "example.toml").write_text(example)
     config = load_config(str(tmp_path / "example.toml"))
     assert config.rollout.group_size == 8
-    assert config.objective.options == {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.0}
+    assert config.objective.options == {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.04}
+
+
+def test_grpos_beta_has_one_default() -> None:
+    default = resolve(load_config(None)).objective.options["beta"]
+    assert build("grpo").beta == default == 0.04
+    assert f"beta = {default}  " in (ROOT / "docs/configuration.md").read_text()
+    assert f"{default}: `covey algorithms grpo`" in (ROOT / "docs/migrating.md").read_text()
+
+
+def test_the_page_of_settings_is_generated_and_explains_each() -> None:
+    # After a change: make docs.
+    text = (ROOT / "docs/settings.md").read_text()
+    assert text.endswith(settings_page.START + settings_page.page())
+    rows = re.findall(r"^\| `([\w.]+)` \|(.*)\|$", text, re.MULTILINE)
+    assert [key for key, rest in rows if not rest.split("|")[2].strip()] == []
+    known = {f"{key}.{name}" for key, part in settings_page.sections(Config)
+             for name in part.model_fields} | set(Config.model_fields)  # fmt: skip
+    options = {f"objective.{name}" for name in options_of(composed)}
+    assert set(OTHER_NAMES) <= known | options
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -214,7 +234,7 @@ def test_the_page_of_evaluation_names_every_field_of_a_line() -> None:
 
 
 def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:
-    said = re.search(r"some ([\d,]+) lines", (ROOT / "docs/reading.md").read_text()).group(1)
+    said = re.search(r"about ([\d,]+) lines", (ROOT / "docs/reading.md").read_text()).group(1)
     files = (ROOT / "covey").rglob("*.py")
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     assert lines == pytest.approx(int(said.replace(",", "")), rel=0.1)

@@ -104,21 +104,21 @@ def test_an_algorithm_needs_no_more_than_it_says(name: str) -> None:
     assert not gradient[~given["mask"]].any()
     for needed in NEEDS.get(name, []):
         given_less = {k: v for k, v in given.items() if k != needed}
-        assert refused(name, given_less).startswith(f"this objective needs {needed}, since ")
+        assert refused(name, given_less).startswith(f"this objective needs {needed}, because ")
 
 
 @pytest.mark.parametrize(
     ("name", "options", "missing", "message"),
     [
-        ("grpo", {}, "ref_logp", "this objective needs ref_logp, since its beta is not 0"),
-        ("dapo", {"beta": 0.1}, "ref_logp", "this objective needs ref_logp, since its beta is not 0"),
-        ("gtpo", {}, "entropy", "this objective needs entropy, since it reads entropies"),
-        ("dapo", {"top_entropy": 0.2}, "entropy", "this objective needs entropy, since it reads entropies"),
-        ("dapo", {"entropy_bonus": 0.1}, "entropy", "this objective needs entropy, since it reads entropies"),
-        ("gtpo_trajectory", {}, "tokens", "this objective needs tokens, since it compares tokens"),
-        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, since it compares with the sampler"),
-        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, since it compares with the sampler"),
-        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, since it compares with the sampler"),
+        ("grpo", {}, "ref_logp", "this objective needs ref_logp, because its beta is not 0"),
+        ("dapo", {"beta": 0.1}, "ref_logp", "this objective needs ref_logp, because its beta is not 0"),
+        ("gtpo", {}, "entropy", "this objective needs entropy, because it reads entropies"),
+        ("dapo", {"top_entropy": 0.2}, "entropy", "this objective needs entropy, because it reads entropies"),
+        ("dapo", {"entropy_bonus": 0.1}, "entropy", "this objective needs entropy, because it reads entropies"),
+        ("gtpo_trajectory", {}, "tokens", "this objective needs tokens, because it compares tokens"),
+        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
+        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
+        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_is_needed_is_asked_for(
@@ -177,7 +177,7 @@ def test_a_group_of_one_is_refused_where_answers_are_compared(name: str) -> None
     if name in WITHOUT_GROUPS:
         assert run(name, given)[1].any()
     else:
-        message = "group -4 has one completion; a group has at least two to compare"
+        message = "group -4 has one completion; a group needs at least two to compare"
         assert refused(name, given) == message
 
 
@@ -295,13 +295,13 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
     out, _ = run(name, given)
     needed = {k: given[k] for k in ("mask", "rewards", "group", *NEEDS.get(name, []))}
     if name in ("rloo", "reinforce_pp", "ppo"):
-        with pytest.raises(ConfigError, match=f"^{name} with a KL in the reward needs old_logp$"):
+        with pytest.raises(
+            ConfigError, match=f"^{name} needs old_logp, because its KL is in the reward$"
+        ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
     elif name == "opd":
-        with pytest.raises(
-            ConfigError, match=r"^opd compares with the teacher, and needs old_logp$"
-        ):
+        with pytest.raises(ConfigError, match=r"^opd needs old_logp to compare with the teacher$"):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
     elif name == "grpo":

@@ -10,7 +10,7 @@ import pytest
 import covey
 
 ROOT = Path(covey.__file__).parent
-PLAIN = {"episode", "errors", "escape", "types"}
+PLAIN = {"episode", "errors", "escape", "totals", "types"}
 
 # What each part may import at run time, beside itself. Imports for type checkers do not count.
 LAYERS: dict[str, set[str]] = {
@@ -18,8 +18,11 @@ LAYERS: dict[str, set[str]] = {
     "_version": set(),
     "episode": set(),
     "errors": PLAIN,
+    "totals": set(),
+    "kept_sets": set(),
     "escape": set(),
     "types": PLAIN,
+    "hub_access": set(),
     "rng": set(),
     "stopping": set(),
     "trust": {"errors"},
@@ -28,15 +31,15 @@ LAYERS: dict[str, set[str]] = {
     "functional": {"objective", *PLAIN},
     "config": {"errors", "escape"},
     "sandbox": {"errors"},
-    "tasks": {"config", "trust", *PLAIN},
+    "tasks": {"config", "hub_access", "trust", *PLAIN},
     "rewards": {"config", "trust", "sandbox", "tasks.reasoning_gym", *PLAIN},
     "scoring": {"subprocesses", "rewards", *PLAIN},
     "run": PLAIN,
     # The recipe trains; the package itself, which models import, is the path of a folder.
     "embedded": {"models", "rng", "tasks", "training", "types"},
-    "accel": PLAIN,
-    "models": {"accel", "embedded", "subprocesses", "run.files", *PLAIN},
-    "engines": {"accel", "embedded", "models", "rng", "subprocesses", *PLAIN},
+    "accel": {"kept_sets", *PLAIN},
+    "models": {"hub_access", "accel", "embedded", "subprocesses", "run.files", *PLAIN},
+    "engines": {"accel", "embedded", "kept_sets", "models", "rng", "subprocesses", *PLAIN},
     "environments": {
         "rewards",
         "sandbox",
@@ -57,7 +60,7 @@ LAYERS: dict[str, set[str]] = {
         "stopping",
         *PLAIN,
     },
-    "cluster": {"engines", "models", "reference", "rewards", "scoring", *PLAIN},
+    "cluster": {"engines", "models", "reference", "rewards", "scoring", "subprocesses", *PLAIN},
     "evaluation": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}

@@ -2,9 +2,9 @@
 
 A model with standard attention keeps its code and calls the function that is registered here.
 
-Packed: the model sees all tokens of a batch in one row without padding, and a prompt that several
-completions share only once. All layers but attention work token by token. Attention needs to know
-which tokens belong together: it gathers them into padded rows (PaddedRows) or, with flash
+Packed rows: the model sees all tokens of a batch in one row without padding. A prompt that several
+completions share occurs only once. All layers but attention work token by token. Attention needs to
+know which tokens belong together: it gathers them into padded rows (PaddedRows) or, with flash
 attention, uses them without padding (VarlenRows, in varlen_attention.py).
 
 Shapes: N packed tokens, B rows, S columns, H heads, K key-value heads, D head size.
@@ -25,7 +25,7 @@ from covey.accel.varlen_attention import VarlenRows, flash_attention
 NAME = "covey"
 
 SHORT = 256
-"""On a CPU, batched products beat the fused kernel up to about this many positions."""
+"""On a CPU, batched products are faster than the fused kernel up to about this many positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class PaddedRows:
     """Index from padded rows to packed tokens and back."""
 
     rows: torch.Tensor
-    """[B, S] int64: the packed token in each column; any token past a row's end."""
+    """[B, S] int64: the packed token in each column; an arbitrary token past a row's end."""
     home: torch.Tensor
-    """[N] int64: a cell of `rows`, flattened, that holds each packed token."""
+    """[N] int64: for each packed token, a cell of the flattened `rows` that contains it."""
 
 
 class CustomAttention(Protocol):
-    """An object that computes attention itself, because only it knows where the keys are."""
+    """A cache that computes attention itself, because only it knows where the keys are."""
 
     def attend(
         self,

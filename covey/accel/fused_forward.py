@@ -1,10 +1,10 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-It uses the model's own weights, and calls layers with an adapter as they are. The code between the
-matrix products is different. The residual stream is float32, as in the decoder: norms read it and
-return the type of the weights, and products are added to it. Layers with the same input are one
-product if their parameters are fused. The gradient of a weight goes to its float32 sink if the
-optimizer attached one.
+It uses the model's own weights, and calls layers with an adapter unchanged. Only the code between
+the matrix products is different. The residual stream is float32, as in the decoder: norms read it
+and return the type of the weights, and products are added to it. Layers with the same input are
+computed as one product if their parameters are fused. The gradient of a weight goes to its float32
+sink if the optimizer attached one.
 
 Shapes: N packed tokens, H heads, K key-value heads, D head size.
 """
@@ -32,7 +32,7 @@ KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Place(NamedTuple):
-    """What all layers need to know about the tokens."""
+    """The data about the tokens that all layers need."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
@@ -71,7 +71,7 @@ def fused_backbone(
 
 
 def is_llama_like(model: Any) -> bool:
-    """Tell whether a model has the modules that this forward pass uses."""
+    """Return whether a model has the modules that this forward pass uses."""
     backbone = model.base_model
     return (
         hasattr(backbone, "layers")
@@ -88,7 +88,7 @@ def _layer(
     place: _Place,
     collect: KeysAndValues | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream after attention, and what the MLP adds to it."""
+    """Return the residual stream after attention, and the output of the MLP."""
     weight_and_eps = gain(layer.input_layernorm)
     if delta is None:
         normed = norm(hidden, *weight_and_eps)
@@ -126,7 +126,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize each head of queries and keys; float32, because RoPE rounds them afterwards."""
+    """Normalize each head of queries and keys in float32, because RoPE rounds them afterwards."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -169,7 +169,7 @@ def rope_table(
 
 
 def _active(module: Any) -> Any:
-    """Return a module, or the copy in use of one that an adapter trains in full."""
+    """Return a module, or its trained copy if an adapter trains the module in full."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:
@@ -210,7 +210,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input_ids,) = ctx.saved_tensors
         grad = grads[0]
-        if ctx.padding is not None:  # as in the module, whose padding token is not trained
+        if ctx.padding is not None:  # as in the module, which does not train its padding token
             grad = grad.masked_fill((input_ids == ctx.padding)[:, None], 0.0)
         sink: GradSink | None = ctx.sink
         if sink is None:

@@ -1,7 +1,8 @@
 """Fused head on a GPU: float32 logits, and one kernel each for forward and backward of a chunk.
 
-Logits are never rounded: at their usual size, steps of bfloat16 are a sixteenth. Their gradient is
-rounded for the two products that use it; the weight's gradient is summed over chunks in float32.
+Logits are never rounded to bfloat16, whose steps are a sixteenth at the usual size of logits. The
+gradient of logits is rounded for the two products that use it; the weight's gradient is summed over
+chunks in float32.
 
 Shapes: M chosen tokens, D hidden size, V vocabulary.
 """
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from covey.accel.fused_parameters import GradHolder, GradSink, sink_of
-from covey.accel.head import LogitSettings
+from covey.accel.head import NOTHING, LogitSettings
 from covey.accel.kernels.matmul import matmul
 from covey.accel.kernels.token_logp import logp_backward, logp_forward
+from covey.kept_sets import KeptIds
 
 ROWS = 128
 """Rows of a tensor core tile; larger chunks are a multiple of it."""
@@ -30,20 +32,21 @@ def fused_token_logp(
     scale: float,
     softcap: float | None,
     megabytes: float,
+    kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability and entropy [M] in float32, both differentiable."""
     weight, bias = linear.weight, linear.bias
-    # Float32 logits, and a rounded copy of their gradient unless it can take their place.
+    # Float32 logits, and a rounded copy of their gradient unless it can overwrite them.
     size = 4 if weight.dtype == torch.float32 else 4 + weight.element_size()
     rows = max(1, int(megabytes * 2**20 / (len(weight) * size)))
     chunk = rows - rows % ROWS if rows > ROWS else rows
     settings = LogitSettings(scale, softcap, chunk)
-    logp, entropy = _DeviceLogp.apply(hidden, weight, bias, tokens, settings)
+    logp, entropy = _DeviceLogp.apply(hidden, weight, bias, tokens, settings, kept)
     return logp, entropy
 
 
 def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, chunk: int
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, kept: KeptIds | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield each chunk of tokens with its logits, in a buffer that is reused."""
     buffer = weight.new_empty(min(chunk, len(hidden)), len(weight), dtype=torch.float32)
@@ -51,6 +54,8 @@ def _chunks(
         part = slice(at, min(at + chunk, len(hidden)))
         logits = buffer[: part.stop - part.start]
         matmul(hidden[part], weight.t(), out=logits)
+        if kept is not None:
+            kept.keep_only(logits, part, NOTHING)
         yield part, logits
 
 
@@ -63,15 +68,16 @@ class _DeviceLogp(torch.autograd.Function):
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
         settings: LogitSettings,
+        kept: KeptIds | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = hidden.contiguous()
         logp = hidden.new_empty(len(tokens), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(logp), torch.empty_like(logp)
-        for part, logits in _chunks(hidden, weight, settings.chunk):
+        for part, logits in _chunks(hidden, weight, settings.chunk, kept):
             out = (logp[part], entropy[part], normalizer[part])
             logp_forward(logits, bias, tokens[part], out, settings.scale, settings.softcap)
         ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropy)
-        ctx.settings = settings
+        ctx.settings, ctx.kept = settings, kept
         ctx.sink = sink_of([weight])
         ctx.set_materialize_grads(False)
         return logp, entropy
@@ -86,7 +92,7 @@ class _DeviceLogp(torch.autograd.Function):
         sink = ctx.sink or GradSink([GradHolder(weight)])
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         rounded = None
-        for part, logits in _chunks(hidden, weight, ctx.settings.chunk):
+        for part, logits in _chunks(hidden, weight, ctx.settings.chunk, ctx.kept):
             if rounded is None:
                 plain = logits.dtype == weight.dtype
                 rounded = logits if plain else torch.empty_like(logits, dtype=weight.dtype)
@@ -105,4 +111,4 @@ class _DeviceLogp(torch.autograd.Function):
             total = sink.total
             weight_grad = torch.zeros_like(weight) if total is None else total.to(weight.dtype)
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
-        return hidden_grad, weight_grad, bias_grad, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None

@@ -21,14 +21,14 @@ from covey.accel.parity import is_silu
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return a linear layer, or the one inside a layer with an adapter or a trained copy."""
+    """Return a linear layer, or the linear layer inside an adapter or a trained copy."""
     found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found
 
 
 def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply linear layers to the same values; return one fused result, or one for each."""
+    """Apply linear layers to the same values; return one fused result, or one per layer."""
     weights = _fused_weights(modules)
     if weights is None:
         return tuple(module(values) for module in modules)
@@ -58,7 +58,7 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 
 @contextmanager
 def skip_swiglu_output() -> Iterator[None]:
-    """Make SwiGLU products save what their gradient needs and return uninitialized memory.
+    """Let SwiGLU products save what their gradient needs and return uninitialized memory.
 
     A checkpointed layer ends with such a product, and nothing reads its recomputed result.
     """
@@ -70,20 +70,20 @@ def skip_swiglu_output() -> Iterator[None]:
 
 
 class _Weights:
-    """Fused weights of linear layers, and where their gradients go."""
+    """The fused weights of linear layers, and the destinations of their gradients."""
 
     def __init__(self, modules: Sequence[nn.Linear], weight: torch.Tensor) -> None:
         self.weights = [m.weight for m in modules]
         self.weight = weight
         self.biases: list[torch.Tensor] = [m.bias for m in modules if m.bias is not None]
         bias = fused_view(self.biases) if self.biases else None
-        # Biases are small: where they are not fused, a copy will do.
+        # Biases are small, so a copy is cheap if they are not fused.
         self.bias = torch.cat([b.detach() for b in self.biases]) if self.biases else None
         self.bias = self.bias if bias is None else bias
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, weights first: autograd must see what the result depends on."""
+        """All parameters, weights first, because autograd must see what the result depends on."""
         return [*self.weights, *self.biases]
 
     def grads(
@@ -118,7 +118,7 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
 
 
 def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
-    """Return the fused weights of plain linear layers. None: they are not fused."""
+    """Return the fused weights of plain linear layers, or None if they are not fused."""
     if any(type(m) is not nn.Linear or m._forward_hooks for m in modules):
         return None
     weight = fused_view([m.weight for m in modules])

@@ -42,7 +42,7 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> None:
 
 
 def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor of which these are consecutive rows. None: they are not fused."""
+    """Return the tensor of which these are consecutive rows, or None if they are not fused."""
     first = tensors[0].detach()
     if len(tensors) == 1:
         return first
@@ -71,8 +71,8 @@ HoldsGrad = nn.Parameter | GradHolder
 class GradSink:
     """Float32 gradient sum of bfloat16 parameters that share one storage.
 
-    A backward pass may write a gradient here and return None to autograd: a matrix product then
-    adds to the sum directly, and nothing is rounded to bfloat16 in between.
+    A backward pass may write a gradient here and return None to autograd. A matrix product then
+    adds to the sum directly, without rounding to bfloat16 in between.
     """
 
     def __init__(self, masters: Sequence[HoldsGrad]) -> None:
@@ -81,14 +81,14 @@ class GradSink:
 
     @property
     def total(self) -> torch.Tensor | None:
-        """The sum so far. None: nothing was added since gradients were cleared."""
+        """The sum so far; None if nothing was added since gradients were cleared."""
         return None if self.masters[0].grad is None else self._total
 
     def start(self) -> torch.Tensor:
         """Start a new sum, which the caller must fill.
 
-        It reuses the memory of the last one: two would need twice the memory, and a CUDA graph
-        keeps writing to the same address.
+        It reuses the memory of the last sum, because two sums would need twice the memory, and a
+        CUDA graph always writes to the same address.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.
@@ -102,7 +102,7 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """Restart a sum that was cleared, and return it to be zeroed. None: it was not cleared."""
+        """Restart a sum that was cleared, and return it to be zeroed, or None if it was not."""
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 
@@ -135,7 +135,7 @@ class GradSink:
 
 
 def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
-    """Return the sink of exactly these parameters. None: their gradients go through autograd."""
+    """Return the sink of exactly these parameters; None if their gradients go through autograd."""
     sink: GradSink | None = getattr(parameters[0], "grad_sink", None)
     if sink is None or len(sink.masters) != len(parameters):
         return None

@@ -15,9 +15,13 @@ import torch
 from torch import nn
 
 from covey.accel.kernels.matmul import matmul as wide_matmul
+from covey.errors import ModelError
+from covey.kept_sets import KeptIds
 
+NOTHING = -1e30
+"""The logit of a token outside of a kept set: its probability is 0 in any precision."""
 LIVE_COPIES = 3
-"""Tensors of a chunk's size that exist at once: logits, their product, and a rounded copy."""
+"""The number of tensors of a chunk's size at once: logits, their product, and a rounded copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +55,33 @@ def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
 
 
 def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
-    """Return how many tokens a chunk may hold so that its tensors fit in `megabytes`."""
+    """Return how many tokens a chunk may have so that its tensors fit in `megabytes`."""
     return max(1, int(megabytes * 2**20 / (vocabulary * element_bytes * LIVE_COPIES)))
 
 
 def token_logp(
-    head: Head, hidden: torch.Tensor, tokens: torch.Tensor, *, temperature: float, megabytes: float
+    head: Head,
+    hidden: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    temperature: float,
+    megabytes: float,
+    kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Both belong to the distribution at `temperature`, and both are differentiable.
+    Both results belong to the distribution at `temperature`, restricted to the kept sets if there
+    are any. Both are differentiable: logits outside of a set have no gradient.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
         from covey.accel.fused_head import fused_token_logp  # needs Triton
 
+        if kept is not None and head.softcap is not None:
+            raise ModelError(
+                "model: rollout.mask_replay does not work on a GPU with this model, whose logits "
+                "have a soft cap; set it to false"
+            )
         return fused_token_logp(
             hidden,
             head.linear,
@@ -73,6 +89,7 @@ def token_logp(
             scale=head.scale / temperature,
             softcap=None if head.softcap is None else head.softcap / temperature,
             megabytes=megabytes,
+            kept=kept,
         )
     size = torch.promote_types(weight.dtype, torch.float32).itemsize
     settings = LogitSettings(
@@ -80,7 +97,7 @@ def token_logp(
         softcap=None if head.softcap is None else head.softcap / temperature,
         chunk=chunk_rows(weight.shape[0], megabytes, size),
     )
-    logp, entropy = _TokenLogp.apply(hidden, weight, head.linear.bias, tokens, settings)
+    logp, entropy = _TokenLogp.apply(hidden, weight, head.linear.bias, tokens, settings, kept)
     return logp, entropy
 
 
@@ -99,8 +116,8 @@ class LogitSettings(NamedTuple):
 class _Chunks:
     """Computes logits chunk by chunk into two buffers that are allocated once.
 
-    New tensors for every chunk leave a fragmented heap that holds several times the memory in use:
-    343 MB instead of 63 MB was measured.
+    New tensors for every chunk would fragment the heap, which then takes several times the memory
+    in use: 343 MB instead of 63 MB in a measurement.
     """
 
     def __init__(
@@ -109,15 +126,20 @@ class _Chunks:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         settings: LogitSettings,
+        kept: KeptIds | None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.settings = hidden, weight, bias, settings
+        self.kept = kept
         rows = min(settings.chunk, len(hidden))
         precision = torch.promote_types(weight.dtype, torch.float32)
         self.logits = weight.new_empty(rows, len(weight), dtype=precision)
         self.product = torch.empty_like(self.logits)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield each chunk of tokens with its logits and a buffer of the same shape."""
+        """Yield each chunk of tokens with its logits and a buffer of the same shape.
+
+        Logits outside of kept sets are far below all others, but finite, so that 0 times them is 0.
+        """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):
             part = slice(at, min(at + chunk, len(self.hidden)))
@@ -131,6 +153,8 @@ class _Chunks:
             logits.mul_(scale)
             if softcap is not None:
                 logits.div_(softcap).tanh_().mul_(softcap)
+            if self.kept is not None:
+                self.kept.keep_only(logits, part, NOTHING)
             yield part, logits, self.product[: len(logits)]
 
 
@@ -145,11 +169,12 @@ class _TokenLogp(torch.autograd.Function):
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
         settings: LogitSettings,
+        kept: KeptIds | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         precision = torch.promote_types(hidden.dtype, torch.float32)
         logp = hidden.new_empty(len(tokens), dtype=precision)
         entropy, normalizer = torch.empty_like(logp), torch.empty_like(logp)
-        for part, logits, product in _Chunks(hidden, weight, bias, settings):
+        for part, logits, product in _Chunks(hidden, weight, bias, settings, kept):
             largest = logits.amax(dim=-1, keepdim=True)
             torch.sub(logits, largest, out=product).exp_()
             total = product.sum(dim=-1)
@@ -157,7 +182,7 @@ class _TokenLogp(torch.autograd.Function):
             logp[part] = logits.gather(-1, tokens[part, None]).squeeze(-1) - normalizer[part]
             entropy[part] = normalizer[part] - product.mul_(logits).sum(dim=-1) / total
         ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropy)
-        ctx.settings = settings
+        ctx.settings, ctx.kept = settings, kept
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -170,8 +195,10 @@ class _TokenLogp(torch.autograd.Function):
         # With an adapter the head is frozen, and its gradient would be as large as the head.
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        for part, logits, grad in _Chunks(hidden, weight, bias, ctx.settings):
+        for part, logits, grad in _Chunks(hidden, weight, bias, ctx.settings, ctx.kept):
             slope = None if softcap is None else 1 - (logits / softcap).square_()
+            if slope is not None and ctx.kept is not None:
+                slope.clamp_(min=0)  # outside of a set it is meaningless, and would overflow
             log_p = logits.sub_(normalizer[part, None])
             torch.exp(log_p, out=grad)
             # grad = p * factor, factor = -logp_grad - entropy_grad (log p + H), built in log_p.
@@ -192,4 +219,4 @@ class _TokenLogp(torch.autograd.Function):
                 weight_grad.addmm_(rounded.t(), hidden[part])
             if bias_grad is not None:
                 bias_grad += rounded.sum(dim=0)
-        return hidden_grad, weight_grad, bias_grad, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None

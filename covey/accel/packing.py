@@ -1,7 +1,7 @@
-"""Packing: a batch as one row of tokens without padding, with shared prompts once.
+"""Packing: a batch as one row of tokens without padding; shared prompts occur only once.
 
 The layout is computed on the CPU and sent to the device in one transfer. Reading a length from the
-device would wait until it has finished all its work.
+device would wait until the device has finished all its work.
 
 Shapes: B rows, P prompt tokens, T completion tokens, N packed tokens, R key positions.
 """
@@ -21,14 +21,14 @@ from covey.types import Batch, HostRows
 
 
 def host_rows(batch: Batch) -> HostRows:
-    """Return the CPU's copy of a batch, which is fetched if there is none."""
+    """Return the CPU's copy of a batch; fetch it if there is none."""
     return batch.host if batch.host is not None else HostRows.of(batch)
 
 
 def row_of_each(counts: torch.Tensor) -> torch.Tensor:
     """Return the row of every token, from the number of tokens per row.
 
-    It uses numpy: torch would wake all of its threads, which took 4 ms on sixteen cores.
+    It uses numpy, because torch would wake all of its threads, which took 4 ms on sixteen cores.
     """
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts.numpy()))
 
@@ -86,7 +86,7 @@ def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
     prompt_cells = columns[: prompt_tokens.shape[1]] < prompt_lengths[:, None]
     cells = torch.arange(host.tokens.shape[1]) < lengths[:, None]
     count = int(prompt_lengths.sum() + lengths.sum())
-    # A shared prompt takes its hidden states from its first row, so that the choice is fixed.
+    # The hidden states of a shared prompt come from its first row, so that the choice is fixed.
     home = rows.new_full((count,), rows.numel()).scatter_reduce(
         0, rows[in_row], torch.arange(rows.numel()).view_as(rows)[in_row], "amin"
     )
@@ -106,7 +106,7 @@ class PackedTables(NamedTuple):
     """A batch for flash attention as index tables; every row has its own key positions."""
 
     input_ids: torch.Tensor
-    """[N] int64; this and the next four are as in PackedBatch."""
+    """[N] int64; this field and the next four have the same meaning as in PackedBatch."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor
@@ -175,7 +175,7 @@ def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> 
 
 
 def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
-    """Pack prompts one after another, without sharing; the last token of each predicts."""
+    """Pack prompts one after another, without sharing; the last token of each prompt predicts."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
@@ -200,16 +200,19 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowIndex:
-    """Where each row's tokens are among the packed ones. All [B] int64, on the CPU."""
+    """The place of each row's tokens among the packed tokens.
+
+    All fields are [B] int64, on the CPU.
+    """
 
     prompt: torch.Tensor
     """Prompt tokens."""
     length: torch.Tensor
-    """Completion tokens that are read: the last one predicts nothing."""
+    """The number of completion tokens that the model reads; the last token predicts nothing."""
     number: torch.Tensor
     """Number of the prompt."""
     queries: torch.Tensor
-    """Queries of the row: its completion, and in the first row of a prompt the prompt too."""
+    """Queries of the row: its completion and, in the first row of a prompt, the prompt."""
     prompt_start: torch.Tensor
     start: torch.Tensor
     """Start of the completion."""

@@ -1,5 +1,4 @@
-"""Parity checks: comparing another implementation with a model where rounding cannot hide a
-mistake.
+"""Parity checks: they compare an implementation with a model where rounding cannot hide a mistake.
 
 In bfloat16 two correct implementations may differ by a third after thirty layers, on tokens that
 a model was never trained on. So a check uses the model's first layers, with its own weights, in
@@ -21,7 +20,7 @@ LAYERS = 2
 TOKENS = 32
 """Checks use token ids below this."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
-"""Attributes for a layer's index, in which layers of one type differ."""
+"""Attributes that contain a layer's index; only in these do layers of one type differ."""
 FLOAT32_TOLERANCE = 1e-4
 FAILURES: tuple[type[Exception], ...] = (
     AttributeError,
@@ -31,17 +30,17 @@ FAILURES: tuple[type[Exception], ...] = (
     LookupError,
     AssertionError,
 )
-"""What an implementation may raise for a model of another architecture."""
+"""The errors that an implementation may raise for a model of another architecture."""
 try:
     from triton.errors import TritonError
-except ImportError:  # without Triton no kernel can fail to compile
+except ImportError:  # without Triton there are no kernels to compile
     pass
 else:
     FAILURES = (*FAILURES, TritonError)
 
 
 def is_silu(activation: Any) -> bool:
-    """Tell whether an activation is SiLU, for which there are kernels."""
+    """Return whether an activation is SiLU, for which there are kernels."""
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
@@ -70,7 +69,7 @@ def _first(part: nn.Module, config: Any) -> nn.Module:
         return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough]).float()
     embedding = getattr(
         part, "original_module", part
-    )  # an adapter keeps the original beside its copy
+    )  # an adapter keeps the original besides its copy
     if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == config.vocab_size:
         part = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach())
     return copy.deepcopy(part).float()
@@ -87,7 +86,7 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
 
 
 def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return what another implementation computes, without gradient. None: it fails."""
+    """Return the result of another implementation, without gradient; None if it fails."""
     try:
         with torch.no_grad():
             return compute()
@@ -98,7 +97,7 @@ def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
 def matches(
     one: torch.Tensor | None, other: torch.Tensor, tolerance: float = FLOAT32_TOLERANCE
 ) -> bool:
-    """Tell whether two results of the same arithmetic are equal up to rounding."""
+    """Return whether two results of the same arithmetic are equal up to rounding."""
     if one is None:
         return False
     return float((one - other).float().norm()) <= tolerance * float(other.float().norm())

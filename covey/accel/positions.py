@@ -1,15 +1,15 @@
-"""Position embeddings that the fast paths support, read off a model's config."""
+"""Whether the fast paths support a model's position embeddings, according to its config."""
 
 from __future__ import annotations
 
 from typing import Any
 
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose angles depend on the position alone."""
+"""RoPE types whose angles depend only on the position."""
 
 
 def plain_positions(config: Any) -> bool:
-    """Tell whether every layer has full causal attention with RoPE by position alone."""
+    """Return whether every layer has full causal attention, with RoPE by position only."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)

@@ -1,7 +1,7 @@
 """Static buffers for CUDA graphs: a packed micro-batch at fixed addresses, padded to a bucket size.
 
 A graph reads and writes the same addresses with the same number of tokens every time. Padding
-tokens form short rows of their own. They are computed like any others, so no memory stays
+tokens form separate short rows. They are computed like any other tokens, so no memory stays
 uninitialized, and their gradient is zero. Unused entries of the other tables are rows without
 tokens, key positions that no row reads, and trained tokens with zero gradient.
 
@@ -19,7 +19,7 @@ from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, packed_ba
 PADDING_ROW = 128
 """Padding tokens per row; no bucket's longest row is shorter."""
 STEP = 256
-"""Token counts are multiples of it."""
+"""Token counts are multiples of this number."""
 ALIGNED = 256
 """Alignment of each table in bytes, as for freshly allocated tensors."""
 
@@ -51,7 +51,7 @@ class Size(NamedTuple):
         )
 
     def holds(self, other: Size) -> bool:
-        """Tell whether another size fits."""
+        """Return whether another size fits."""
         return all(mine >= needed for mine, needed in zip(self, other, strict=True))
 
     def padded_to(self, tokens: int) -> Size:
@@ -62,12 +62,12 @@ class Size(NamedTuple):
         )
 
     def with_room_for(self, other: Size) -> Size:
-        """Return a size that holds both."""
+        """Return a size that is large enough for both."""
         return Size(*(max(pair) for pair in zip(self, other, strict=True)))
 
 
 def bucket(count: int) -> int:
-    """Round a token count up to one that graphs are captured for, by a sixteenth at most."""
+    """Round a token count up, by at most a sixteenth, to a count for which graphs are captured."""
     return _round_up(count, 16)
 
 

@@ -1,17 +1,17 @@
 """CUDA graphs for training: forward and backward of a micro-batch in one launch each.
 
 A pass over a small model is thousands of short kernels, and launching them from Python takes
-several times as long as running them. A CUDA graph launches them all at once. It is captured for a
-bucket: a size that micro-batches are padded to. Everything that it touches stays at the same
-address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
+several times as long as running them. A CUDA graph launches them all at once. A graph is captured
+for a bucket: a size to which micro-batches are padded. Everything that it reads or writes stays at
+the same address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
 
-The first micro-batch of a bucket runs eagerly, so that a single odd size costs nothing. The second
-runs on the bucket's own buffers, which compiles kernels. The third is captured, and from then on
-the graph is replayed, for slightly smaller micro-batches too. Without a CUDA device, passes run on
-those buffers and are not captured.
+The first micro-batch of a bucket runs eagerly, so that a size that occurs only once costs nothing.
+The second runs on the bucket's own buffers, which compiles kernels. The third is captured, and from
+then on the graph is replayed, for slightly smaller micro-batches too. Without a CUDA device, passes
+run on those buffers and are not captured.
 
 Graphs share memory, above all for activations. So only one pass is in progress at a time: no other
-pass may run between a forward and its backward, and each goes backward once.
+pass may run between a forward pass and its backward pass, and each runs backward once.
 
 Shapes: M trained tokens of a bucket, m those of a micro-batch.
 """
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 MAX_BUCKETS = 64
-"""Sizes for which graphs are kept; then the least recently used go."""
+"""The most sizes for which graphs are kept; beyond that, the least recently used are dropped."""
 MAX_PADDING = 4 / 3
 """A micro-batch may be padded to this multiple of its tokens if that avoids a capture."""
 MAX_FAILURES = 3
-"""Failed captures before graphs are given up."""
+"""The number of failed captures after which graphs are no longer used."""
 
 Values = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,14 +51,14 @@ class GraphResult(NamedTuple):
     logp: torch.Tensor
     entropy: torch.Tensor
     cells: torch.Tensor
-    """Their cells in [B, T], flattened."""
+    """The cells of the results in [B, T], flattened."""
 
 
 class GradientSums:
     """Gradient sums at fixed addresses.
 
-    An optimizer step clears gradients by setting them to None. The next backward pass finds them
-    here, zeroed.
+    An optimizer step clears gradients by setting them to None. The next backward pass takes the
+    zeroed gradients from here.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -82,7 +82,10 @@ class GradientSums:
             torch._foreach_zero_(cleared)
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the parameters' gradients. None: it went to its sink, or there is none."""
+        """Add the parameters' gradients.
+
+        None: the gradient went to its sink, or there is no gradient.
+        """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
                 continue
@@ -121,7 +124,7 @@ class _Pass:
         """Run a micro-batch; return log-probability and entropy [m] of its trained tokens."""
         self.rows.fill(tables)
         if self.forward_graph is None:
-            self.values = None  # first, or the activations of two passes would exist
+            self.values = None  # first, so that only one pass has activations
             self.values = self._forward()
             self.has_run |= not self.backward
         else:
@@ -131,7 +134,7 @@ class _Pass:
         return logp, entropy
 
     def run_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Go backward from the gradients [m] of the last forward's results."""
+        """Run the backward pass from the gradients [m] of the last forward pass's results."""
         self.incoming.zero_()
         for buffer, grad in zip(self.incoming, grads, strict=True):
             if grad is not None:
@@ -163,7 +166,8 @@ class _Pass:
         """Add the gradients of all parameters to their sums, and free the activations."""
         values, gradients = self.values, self.graphs.gradients
         assert values is not None
-        # All parameters, or autograd skips those whose gradient only a sink receives.
+        # All parameters are passed, because autograd would skip those whose gradient only a sink
+        # receives.
         grads = torch.autograd.grad(
             values, gradients.parameters, list(self.incoming), allow_unused=True
         )
@@ -204,7 +208,7 @@ class _PassFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         one: _Pass = ctx.one
         if ctx.ticket != one.graphs.ticket:
-            raise RuntimeError("a pass goes backward once, and before any other begins")
+            raise RuntimeError("a pass must run backward once, before another begins")
         one.graphs.ticket += 1
         one.run_backward(grads)
         return None, None, None
@@ -239,7 +243,7 @@ class TrainGraphs:
         """
 
     def run(self, host: HostRows) -> GraphResult | None:
-        """Run a micro-batch, with gradient if enabled. None: it has to run eagerly."""
+        """Run a micro-batch, with gradient if enabled; return None if it must run eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None
@@ -258,7 +262,7 @@ class TrainGraphs:
         return GraphResult(*values, one.rows.tables.cells[: len(tables.cells)].clone())
 
     def give_up(self, error: Exception) -> None:
-        """Stop capturing, and free all graphs."""
+        """Stop capturing graphs, and free all of them."""
         self.failed = True
         self.buckets.clear()
         self._pool_keeper = None
@@ -308,8 +312,9 @@ class TrainGraphs:
             one.capture(self._pool)
         except RuntimeError as error:
             one.values = None
-            # A reference to an eager pass's autograd graph may still exist: parameters then
-            # remember its stream, and a capture on another stream fails. Next time it may be gone.
+            # A reference to an eager pass's autograd graph may still exist. Parameters then
+            # remember its stream, and a capture on another stream fails. By the next attempt the
+            # reference may be gone.
             self.failures += 1
             if self.failures == MAX_FAILURES:
                 self.give_up(error)

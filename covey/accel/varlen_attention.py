@@ -1,9 +1,9 @@
 """Variable-length attention without padding, by the flash kernels inside torch.
 
-Every packed token has one query, in the row that it belongs to: a shared prompt has its queries in
+Every packed token has one query, in the row to which it belongs. A shared prompt has its queries in
 the first of its rows. The keys of a row are all its tokens, so those of a shared prompt appear in
-several rows. Attention is causal and aligned at the end: the last query
-of a row sees all keys of the row, the second-to-last all but the last key.
+several rows. Attention is causal and aligned at the end: the last query of a row sees all keys of
+the row, the second-to-last all but the last key.
 
 torch's public function for this changes its arguments between versions; the operators below it do
 not.
@@ -23,16 +23,16 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyIndex(NamedTuple):
-    """Where the keys and values of packed tokens are copied to, if rows share some."""
+    """The positions to which keys and values of packed tokens are copied, if rows share some."""
 
     tokens: torch.Tensor
     """[R] int32: the packed token of each key position."""
     starts: torch.Tensor
     """[rows] int32: the first key position of each row, with rows that share a prompt adjacent."""
     begin: torch.Tensor
-    """[N] int32: the first entry of `starts` whose row holds the token."""
+    """[N] int32: the first entry of `starts` whose row contains the token."""
     end: torch.Tensor
-    """[N] int32: the entry after the last."""
+    """[N] int32: the entry after the last one whose row contains the token."""
     position: torch.Tensor
     """[N] int32: a token's offset from its row's start."""
 

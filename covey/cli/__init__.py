@@ -1,1 +1,1 @@
-"""The command line: one module a command; parse, build, call."""
+"""The command line, with one module per command."""

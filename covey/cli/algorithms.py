@@ -22,7 +22,7 @@ def algorithms_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the algorithms, or describe one: formula, paper, options, departures."""
+    """List the algorithms, or describe one: formula, options, and departures from the paper."""
     if name is not None and "." not in name and ":" not in name:
         check_algorithm_name(name)
     if as_json:

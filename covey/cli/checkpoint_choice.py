@@ -1,4 +1,4 @@
-"""Choosing the checkpoint of a run to load. No torch here."""
+"""Choose the checkpoint of a run to load, without importing torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def run_around(path: Path) -> Path | None:
 
 
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
-    """Return the checkpoint to load: the target itself, or a run's of a step, or its newest.
+    """Return the checkpoint to load: the target itself, or a run's checkpoint.
 
-    A damaged checkpoint is refused. The error suggests `command`, with {} replaced by a good one.
+    A run's checkpoint is the one of `step`, by default the newest. A damaged checkpoint is
+    refused. The error suggests `command`, with {} replaced by the path of a good checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"
@@ -35,7 +36,7 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     if good is None:
         raise RunError(f"{problem}; the run has no other checkpoint")
     instead = command.format(shlex.quote(str(good)))
-    raise RunError(f"{problem}; the last good checkpoint is {good}: {instead}")
+    raise RunError(f"{problem}; to use the last good checkpoint, run: {instead}")
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> Path:
@@ -46,11 +47,11 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
             raise RunError(f"{run.path} has no checkpoint yet")
         where = run.path / "checkpoints"
         raise RunError(
-            f"{run.path} has saved a checkpoint of step {saved}, but {where} holds none: mount its "
-            "disk or put it back"
+            f"{run.path} saved a checkpoint of step {saved}, but {where} contains no checkpoint: "
+            "mount its disk, or restore the folder"
         )
     wanted = max(checkpoints) if step is None else step
     if wanted not in checkpoints:
         kept = ", ".join(str(s) for s in checkpoints)
-        raise RunError(f"--step {step}: {run.path} has checkpoints of steps {kept}")
+        raise RunError(f"--step {step}: {run.path} has only checkpoints of steps {kept}")
     return checkpoints[wanted]

@@ -35,7 +35,9 @@ Source = Annotated[
         "Default: arithmetic.",
     ),
 ]
-Algorithms = Annotated[str, typer.Option(metavar="A,B", help="One arm per algorithm.")]
+Algorithms = Annotated[
+    str, typer.Option(metavar="A,B", help="Algorithms to compare; each becomes an arm.")
+]
 Arms = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,15 +49,19 @@ Arms = Annotated[
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(min=1, max=1000, help=f"Runs of each arm, with seeds in order. Default: {SEEDS}."),
+    typer.Option(
+        min=1, max=1000, help=f"Number of runs per arm, with consecutive seeds. Default: {SEEDS}."
+    ),
 ]
 Kind = Annotated[
     Literal["steps", "tokens", "updates"],
-    typer.Option("--budget", help="Unit of the budget: training steps, tokens, optimizer steps."),
+    typer.Option(
+        "--budget", help="Unit of the budget: training steps, tokens, or updates (optimizer steps)."
+    ),
 ]
 Amount = Annotated[
     int | None,
-    typer.Option(min=1, max=10**15, help="Size of each run's budget. Default: the recipe's steps."),
+    typer.Option(min=1, max=10**15, help="Budget of each run. Default: the recipe's train.steps."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -64,16 +70,18 @@ Overrides = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        help="The comparison's folder, new or to resume. Default: comparisons/NAME-N; the same "
-        "command resumes its earlier comparison."
+        help="Folder of the comparison to start or resume. Default: comparisons/NAME-N; running "
+        "the same command again resumes its comparison."
     ),
 ]
 Add = Annotated[
-    str, typer.Option(metavar="A,B", help="With --folder: algorithms to add to a comparison.")
+    str, typer.Option(metavar="A,B", help="Algorithms to add to the comparison in --folder.")
 ]
 Parallel = Annotated[
     int | None,
-    typer.Option(min=1, max=1024, help="Runs at a time. Default: cores / threads; one on a GPU."),
+    typer.Option(
+        min=1, max=1024, help="Number of parallel runs. Default: cores / threads; 1 on a GPU."
+    ),
 ]
 Threads = Annotated[
     int | None,
@@ -81,7 +89,9 @@ Threads = Annotated[
 ]
 Report = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FOLDER", help="Write the reports again; run nothing."),
+    typer.Option(
+        "--report", metavar="FOLDER", help="Write the reports of this comparison again, and exit."
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be compared, and exit.")]
 
@@ -129,7 +139,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add needs --folder, the comparison to extend, and no new settings")
+        raise ConfigError("--add needs the --folder of a comparison, and no recipe or settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)
@@ -167,7 +177,7 @@ def _print_design(folder: Path, design: Design) -> None:
 
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
-    """Print the design, run what is unfinished, and write the reports."""
+    """Print the design, run the unfinished runs, and write the reports."""
     from covey.analysis.compare.comparison_folder import write_design
     from covey.analysis.compare.launch import make_jobs, run_jobs
     from covey.analysis.compare.prepare import parallel_runs

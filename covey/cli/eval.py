@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,15 @@ from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import Screen
 from covey.cli.startup import STARTING, Smoke, Trust, loaded, tell_edited, waiting
 from covey.config import Config, toml_value
-from covey.errors import ConfigError, RewardError
+from covey.errors import ConfigError, DataError, RewardError
 from covey.models.model_path import check_model_path
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
+    from covey.rollout.collect import Collector
+    from covey.scoring.baselines import Baselines
+    from covey.types import Prompt
 
 
 Target = Annotated[
@@ -32,7 +36,10 @@ Target = Annotated[
 Source = Annotated[
     str | None,
     typer.Option(
-        "--config", metavar="CONFIG", help="Task and reward. Default: the run's own, or arithmetic."
+        "--config",
+        metavar="CONFIG",
+        help="Configuration with the task and reward. Default: the run's configuration, or "
+        "arithmetic for a model.",
     ),
 ]
 Overrides = Annotated[
@@ -51,7 +58,7 @@ Against = Annotated[
 By = Annotated[
     str | None,
     typer.Option(
-        metavar="KEY", help="Break results down by this key of the prompts' info, or 'task'."
+        metavar="KEY", help="Also report results by this key of the prompts' info, or by 'task'."
     ),
 ]
 Out = Annotated[
@@ -74,10 +81,11 @@ def eval_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Evaluate greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
+    """Evaluate a model on held-out prompts, with 95 % intervals.
 
-    For a run, the newest checkpoint is evaluated on the run's own task. With --against, both
-    models are evaluated on the first one's prompts.
+    Reports greedy accuracy, and with --samples also mean@k and pass@k. For a run, the newest
+    checkpoint is evaluated on the run's own task. With --against, both models are evaluated on
+    the same prompts.
     """
     settings = list(overrides or [])
     if samples is not None:
@@ -113,7 +121,7 @@ def _config(target: str, source: str | None, settings: list[str], smoke: bool) -
 
 
 def _model(target: str) -> str:
-    """Return what to load: for a run, its newest checkpoint."""
+    """Return the path of the model to load: for a run, its newest checkpoint."""
     path = Path(target)
     return str(weights_of(path, "covey eval {}")) if run_around(path) else target
 
@@ -123,46 +131,67 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
     with waiting(STARTING):
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
-        from covey.evaluation.evaluate import evaluate
         from covey.rollout.collect import Collector
-        from covey.training.build import load_model, scorer_of
-        from covey.training.interaction import interaction_of, with_stops
-        from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+        from covey.training.build import load_model
+        from covey.training.interaction import interaction_of
+        from covey.training.prompt_limit import fitting_prompts
+        from covey.training.resolve import evaluation_config, held_out_of, resolve, task_of
+        from covey.training.scorers import baselines_of, scorer_of
 
-        config = resolve(config)
+        config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))
         if by is not None:
             check_category(prompts, by)
-    found = []
+    found: list[Evaluation] = []
     with closing(scorer_of(config)) as scorer:
+        known = baselines_of(config, scorer, prompts)
         for path in models:
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
+                fitting, notes = fitting_prompts(config, model, prompts, "held-out")
+                if found and len(fitting) < len(prompts):
+                    raise DataError(
+                        f"{path}: {notes[0]}, so the models would get different prompts; set "
+                        "rollout.max_prompt_tokens to a length that all of them support"
+                    )
+                prompts = fitting
                 engine = NativeEngine(model)
                 interaction = interaction_of(config, model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
-                    progress.console.print(f"sampling: {engine.info.backend}")
+                    for note in (f"sampling: {engine.info.backend}", *notes):
+                        progress.console.print(note)
                 completions = len(prompts) * (1 + config.evaluate.samples)
                 task = progress.add_task("completions", total=completions)
-                evaluation = evaluate(
-                    prompts,
-                    Collector(
-                        engine=engine,
-                        model=model,
-                        scorer=scorer,
-                        progress=partial(progress.advance, task),
-                        interaction=interaction,
-                    ),
-                    sampling=with_stops(sampling_of(config), interaction),
-                    samples=config.evaluate.samples,
-                    temperature=config.evaluate.temperature,
+                collector = Collector(
+                    engine=engine,
+                    model=model,
+                    scorer=scorer,
+                    progress=partial(progress.advance, task),
+                    interaction=interaction,
                 )
-            found.append(evaluation)
+                found.append(_evaluated(config, prompts, collector, known))
             if interaction is not None:
                 interaction.host.close()
     return found
+
+
+def _evaluated(
+    config: Config, prompts: Sequence[Prompt], collector: Collector, known: Baselines
+) -> Evaluation:
+    from covey.evaluation.evaluate import evaluate
+    from covey.training.interaction import with_stops
+    from covey.training.resolve import sampling_of
+
+    return evaluate(
+        prompts,
+        collector,
+        sampling=with_stops(sampling_of(config), collector.interaction),
+        samples=config.evaluate.samples,
+        temperature=config.evaluate.temperature,
+        baselines=known,
+    )
 
 
 def _check_scored(model: str, evaluation: Evaluation) -> None:
@@ -170,7 +199,7 @@ def _check_scored(model: str, evaluation: Evaluation) -> None:
     completions = sum(1 + len(item.samples) for item in evaluation.items)
     if evaluation.unscored == completions:
         raise RewardError(
-            f"{model}: none of the {completions} completions could be scored; the first: "
+            f"{model}: none of the {completions} completions could be scored; the first error: "
             f"{evaluation.first_failure}"
         )
 

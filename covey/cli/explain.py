@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from covey.analysis.explain.explained_step import ExplainedRollout, Explanation
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-Step = Annotated[int, typer.Option(min=1, help="Step of the run.")]
+Step = Annotated[int, typer.Option(min=1, help="The training step to explain.")]
 Line = Annotated[
     int | None,
     typer.Option(
-        "--rollout", min=1, metavar="K", help="One rollout, token by token: line K of its file."
+        "--rollout",
+        min=1,
+        metavar="K",
+        help="Show one rollout token by token: line K of the step's rollouts file.",
     ),
 ]
 Algorithms = Annotated[
@@ -39,14 +42,14 @@ Options = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="With --replay: an option of every algorithm that has it, such as beta=0.",
+        help="With --replay: set this option in every algorithm that has it, such as beta=0.",
     ),
 ]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Train the recorded steps since the nearest checkpoint again, for exact weights.",
+        help="Recompute the exact weights: train again all steps since the nearest checkpoint.",
     ),
 ]
 
@@ -63,12 +66,12 @@ def explain_command(
 ) -> None:
     """Explain a recorded step: its gradient by group, by rollout or by token.
 
-    The step is trained again on its recorded rollouts, from the nearest earlier checkpoint, which
-    the output names. With --replay, other algorithms train on the same rollouts.
+    The step is trained again on its recorded rollouts, from the nearest earlier checkpoint. The
+    output names this checkpoint. With --replay, other algorithms train on the same rollouts.
     """
     if line is not None and algorithms is not None:
         raise ConfigError(
-            "--rollout shows one rollout, --replay uses all of them; give one of the two"
+            "--rollout shows one rollout, and --replay uses all of them; give only one of the two"
         )
     if options and algorithms is None:
         raise ConfigError("--set sets options of the algorithms in --replay; give --replay too")
@@ -107,10 +110,10 @@ def _loading(step: int, exact: bool) -> str:
 
 def _check_line(line: int, trained: list[int], rollouts: int) -> None:
     if line > rollouts:
-        raise ConfigError(f"--rollout {line}: the step has {rollouts} rollouts")
+        raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
     if line not in trained:
         raise ConfigError(
-            f"--rollout {line}: the step did not train on it; its group was filtered out"
+            f"--rollout {line}: the step did not train on this rollout; its group was filtered out"
         )
 
 
@@ -135,7 +138,9 @@ def _replay(
             raise ConfigError(f"--set takes key=value, such as beta=0, not {option!r}")
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
-        raise ConfigError(f"--replay {algorithms!r} names no algorithm; give names, or all")
+        raise ConfigError(
+            f"--replay {algorithms!r} names no algorithm; give names such as grpo,gspo, or all"
+        )
     with waiting(STARTING) as say:
         from covey.analysis.explain.recorded import policy_before, read_step
         from covey.analysis.explain.replay import objectives, replay

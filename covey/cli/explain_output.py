@@ -33,7 +33,7 @@ FORMS = {
 }  # fmt: skip
 """Columns of the token table, and their formats."""
 LEAST_WIDTH = 120
-"""Least width of tables, also in pipes and narrow terminals: no number may be cut."""
+"""Minimum width of tables, also in pipes and narrow terminals, so that no number is cut."""
 
 
 def wide_console() -> Console:
@@ -56,11 +56,11 @@ def weights_line(origin: Origin) -> str:
         again = f", then {origin.replayed_steps} recorded steps trained again"
     what = f"weights: {start} ({origin.path}){again}: "
     if origin.exact:
-        return what + "those that generated these rollouts"
+        return what + "the weights that generated these rollouts"
     return (
         what
-        + f"{origin.steps_behind} steps older than those that generated these rollouts, so the "
-        "figures are those of an older policy; --exact trains the steps in between again"
+        + f"{origin.steps_behind} steps older than the weights that generated these rollouts, so "
+        "the figures are those of an older policy; --exact trains the steps in between again"
     )
 
 
@@ -70,7 +70,8 @@ def show_step(explained: Explanation, console: Console) -> None:
     with_gradient = sum(g.share > 0 for g in explained.groups)
     equal = sum(g.zero_variance for g in explained.groups)
     lines = [
-        f"{with_gradient} of {len(explained.groups)} groups have a gradient, {equal} equal rewards",
+        f"{with_gradient} of {len(explained.groups)} groups have a gradient; in {equal} all "
+        "rewards are equal",
         f"{explained.tokens} trained tokens, {explained.zero_gradient} with gradient 0, "
         f"{explained.clipped} clipped",
         f"{explained.share_raised:.1%} of the gradient makes tokens likelier, the rest less likely",
@@ -82,7 +83,9 @@ def show_step(explained: Explanation, console: Console) -> None:
     for line in lines:
         console.print(line)
     console.print(_group_table(explained))
-    console.print("share: of the step's sum of |d loss / d logp|. --rollout K shows rollout K.")
+    console.print(
+        "share: part of the step's sum of |d loss / d logp|. --rollout K shows rollout K."
+    )
 
 
 def _head(explained: Explanation, console: Console) -> None:
@@ -169,7 +172,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
 
 
 def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
-    """Return the text, green where it becomes likelier and red where less likely."""
+    """Return the text with tokens that become likelier in green and less likely in red."""
     largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
     text = Text()
     for token in tokens:
@@ -227,10 +230,12 @@ def show_replay(found: Replay, console: Console) -> None:
     own = (
         f"{found.run_algorithm} (*) has the run's options, " if found.run_algorithm in names else ""
     )
-    console.print(f"options: {own}others their defaults{given}")
+    console.print(f"options: {own}others have their defaults{given}")
     for moment in found.moments:
         _moment(moment, found, console)
-    console.print("\nequal: = bit for bit, ~ up to rounding after division by the factor behind /")
+    console.print(
+        "\nequal: = means bit for bit; ~ means up to rounding, after division by the factor after /"
+    )
     console.print("zero: share of tokens with gradient 0")
     console.print(
         "by length: |d loss / d logp| per unit of advantage, relative to all tokens. 1 everywhere "
@@ -239,7 +244,7 @@ def show_replay(found: Replay, console: Console) -> None:
 
 
 def _moment(moment: Moment, found: Replay, console: Console) -> None:
-    when = "before the step: the policy is the one that generated"
+    when = "before the step: the policy is the one that generated the rollouts"
     if moment.updates:
         when = f"after the run's {moment.updates} optimizer steps with {found.run_algorithm}"
     console.print(f"\n{when}", style="bold")

@@ -28,11 +28,12 @@ def export_command(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="The checkpoint of this step. Default: the newest.")
+        int | None,
+        typer.Option(min=0, help="Export the checkpoint of this step. Default: the newest."),
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        typer.Option(help="Dtype of the weights. auto: the one that the run computed with."),
+        typer.Option(help="Dtype of the exported weights; 'auto' is the run's compute dtype."),
     ] = "auto",
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
@@ -42,7 +43,7 @@ def export_command(
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
     if step is not None and found != Path(target):
-        raise RunError(f"--step {step} needs a run, and {target} is not one")
+        raise RunError(f"--step {step} chooses a checkpoint of a run, but {target} is not a run")
     if run is not None:
         tell_edited(run)
         source = str(weights_of(Path(target), "covey export {} " + shlex.quote(str(folder)), step))
@@ -58,7 +59,7 @@ def export_command(
         say(f"exporting {source}")
         card = partial(_card, run, folder.resolve().name, source, chosen)
         export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
-    echo(f"{source} is exported to {folder}, in {chosen}")
+    echo(f"exported {source} to {folder} in {chosen}")
 
 
 def _card(
@@ -78,7 +79,7 @@ def _card(
 
 
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
-    """Return the dtype to export: by default the one that evaluations of the run used."""
+    """Return the dtype to export: by default the dtype that the run's evaluations used."""
     if asked != "auto":
         return asked
     if config.model.dtype != "auto":

@@ -11,7 +11,9 @@ import typer
 
 from covey._version import __version__
 from covey.cli.algorithms import algorithms_command
+from covey.cli.catalog import recipes_command, tasks_command
 from covey.cli.compare import compare_command
+from covey.cli.doctor import doctor_command
 from covey.cli.eval import eval_command
 from covey.cli.explain import explain_command
 from covey.cli.export import export_command
@@ -46,7 +48,10 @@ app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("explain")(explain_command)
 app.command("numerics")(numerics_command)
+app.command("doctor")(doctor_command)
 app.command("algorithms")(algorithms_command)
+app.command("tasks")(tasks_command)
+app.command("recipes")(recipes_command)
 app.add_typer(runs_app, name="runs")
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(reference_app, name="reference")
@@ -78,7 +83,7 @@ def run(arguments: list[str]) -> int:
     try:
         with scoped_trust():
             result = typer.main.get_command(app).main(
-                args=arguments, prog_name="covey", standalone_mode=False
+                args=arguments, prog_name="covey", standalone_mode=False, obj=arguments
             )
     except CoveyError as error:
         return error.exit_code if _told(error) else _fail(str(error), error.exit_code)
@@ -99,14 +104,14 @@ def run(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), getattr(error, "exit_code", 2))
-    # Some versions of typer return this after Ctrl-C, silently. Of several ranks, the first tells.
+    # Some versions of typer return this after Ctrl-C, silently. Only rank 0 prints the message.
     if result == INTERRUPTED and os.environ.get("RANK", "0") == "0":
         return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
 def _told(error: CoveyError) -> bool:
-    """Whether another rank tells the user: of several that fail, one does."""
+    """Whether another rank prints this error: if several ranks fail, only one prints."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main

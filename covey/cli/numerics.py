@@ -39,24 +39,26 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="A TOML file, a packaged recipe, or a run folder, whose newest weights are used. "
-        "Default: arithmetic.",
+        help="A TOML file, the name of a recipe, or a run folder. For a run, its newest checkpoint "
+        "is used. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Optimizer steps to measure staleness after. Default: one less than the optimizer "
-        "steps of a batch, at least 1.",
+        help="Number of optimizer steps before staleness is measured. Default: the optimizer "
+        "steps of a batch minus 1, at least 1.",
     ),
 ]
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]
+Out = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the results to this file as JSON.")
+]
 
 COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
 NOT_A_SUM = (
-    "Each line changes one thing at a time; the lines need not add up to the first: rounding "
-    "errors partly cancel, and staleness is no part of it."
+    "Each line changes one thing. The lines need not add up to the first, because rounding errors "
+    "partly cancel and the first line does not include staleness."
 )
 
 
@@ -72,19 +74,20 @@ def numerics_command(
 ) -> None:
     """Measure how far the engine's log-probs are from the trainer's, and why.
 
-    Generates and scores the rollouts of one step, and computes their log-probs in several ways to
-    separate causes: precision, batch shape, truncation, kernels, staleness. A run is not changed,
-    and nothing is saved.
+    Generates and scores the rollouts of one step. Then computes their log-probs in several ways
+    to separate the causes: precision, batch shape, truncation, kernels, staleness. The run folder
+    does not change.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:
-        raise ConfigError("--model is for a configuration; a run has its own weights")
+        raise ConfigError("--model: a run is measured with its own weights; leave --model out")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     source = str(run.config_file) if run is not None else target or "arithmetic"
     if run is not None and run.is_sft:
         raise RunError(
-            f"{run.path} is an SFT run; give a configuration, and its checkpoint as --model"
+            f"{run.path} is an SFT run, which has no rollouts to measure; give a configuration, "
+            "and the SFT checkpoint as --model"
         )
     with waiting(STARTING) as say:
         config = resolved(source, settings_of(overrides, model), smoke=smoke)
@@ -117,7 +120,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
 
 
 class _Notes(Tracker):
-    """Shows what the user should read, and how far sampling is."""
+    """Prints notes for the user and the progress of sampling."""
 
     def __init__(self, say: Say, completions: int) -> None:
         self.say = say
@@ -125,7 +128,7 @@ class _Notes(Tracker):
         self.done = 0
 
     def sampled(self, count: int) -> None:
-        """Count completions; what comes after the last one is measuring."""
+        """Count completions; measuring starts after the last one."""
         self.done += count
         more = f"completions: {self.done} of {self.completions}"
         self.say("measuring" if self.done >= self.completions else more)

@@ -17,6 +17,7 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     waiting,
 )
 from covey.config import Config
@@ -34,7 +35,7 @@ Gpu = Annotated[
         "--gpu",
         min=1,
         metavar="GIB",
-        help="Plan for one GPU with this much memory instead of this machine's device.",
+        help="Plan for a GPU with this much memory instead of this machine's device.",
     ),
 ]
 Cluster = Annotated[
@@ -51,7 +52,7 @@ Ranks = Annotated[
         min=1,
         max=4096,
         metavar="N",
-        help="Plan for training on N devices, one rank each; memory is that of one rank.",
+        help="Plan for training on N devices with one rank each, and show the memory of one rank.",
     ),
 ]
 
@@ -69,21 +70,24 @@ def plan_command(
 ) -> None:
     """Show what a run will do, how much memory it needs, and which settings have no effect.
 
-    Without --measure nothing is trained and no weights are loaded: only the model's configuration
-    and tokenizer are read.
+    Without --measure, the command trains nothing and loads no weights. It reads only the model's
+    configuration and tokenizer.
     """
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
 
+    label = source_of(source, settings)
     with waiting(STARTING) as say, measuring() as measure:
-        config = resolved(source or "arithmetic", settings, model=False)
+        config = resolved(label, settings, model=False)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
+        from covey.training.build import over_epochs
 
         say("reading the task")
         facts = task_facts(config, measure)
+        config = over_epochs(config, facts.prompts)
         if cluster or measure_steps:
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)
@@ -113,7 +117,7 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_engine(config: Config, console: Console) -> None:
-    """Print what the engine or Ray lacks here, as far as that can be known without starting it."""
+    """Print what vLLM or Ray lacks on this machine, as far as known without starting it."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
 

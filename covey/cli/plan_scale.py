@@ -23,10 +23,11 @@ HEADINGS = ("model", "GPUs", "trainers", "engines", "rollout", "update", "sync",
 def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
     """Print the best split of 8 to 1,024 GPUs, for this run's model and published sizes."""
     from covey.analysis.plan.cluster_table import table, workload
+    from covey.analysis.plan.task_facts import usable_prompt
     from covey.training.resolve import objective_of
 
     reference = "reference" in objective_of(config).needs
-    work = workload(config, facts.longest_prompt, reference=reference)
+    work = workload(config, usable_prompt(config, facts), reference=reference)
     rows = table(work, _own(config))
     if as_json:
         typer.echo(json.dumps(rows))
@@ -44,7 +45,7 @@ def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
 
 
 def _own(config: Config) -> tuple[str, ModelSize] | None:
-    """Return the configuration's model, unless its size is unknown or no GPU would be needed."""
+    """Return the model of the configuration and its size, or None if the size is unknown."""
     from covey.analysis.plan.cluster_table import size_of
     from covey.analysis.plan.model_shape import shape_of
 

@@ -24,11 +24,36 @@ Connections = Annotated[
     typer.Option(
         "--max-connections",
         min=1,
-        help="Open connections. Beyond that, idle and unfinished ones are closed.",
+        help="Maximum number of open connections. At the maximum, the server closes idle and "
+        "unfinished connections.",
     ),
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16"], typer.Option(help="Compute dtype, as model.dtype.")
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="Compute dtype of the model, as in model.dtype."),
+]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="The port to listen on; 0 chooses a free port.")
+]
+TokenVariable = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="Environment variable with the token that clients must send."
+    ),
+]
+Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, or auto.")]
+Megabytes = Annotated[
+    float, typer.Option(min=0.01, max=4096.0, help="Maximum size of a request body in megabytes.")
+]
+Tokens = Annotated[
+    int,
+    typer.Option(min=1, help="Maximum number of padded tokens in a request and in a forward pass."),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        min=0.1, help="Time limit of a request in seconds, including its time in the queue."
+    ),
 ]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -41,31 +66,22 @@ def _reference() -> None:
 @app.command("serve")
 def serve_command(
     model: Annotated[str, typer.Option(help="A folder, a hub name, or 'embedded'.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8500,
+    port: Port = 8500,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    token_env: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Environment variable with the token that clients must send."
-        ),
-    ] = "",
+    token_env: TokenVariable = "",
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "auto",
-    max_megabytes: Annotated[
-        float, typer.Option(min=0.01, max=4096.0, help="Largest request body.")
-    ] = 64.0,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Most padded tokens in a request and in a forward pass.")
-    ] = 131_072,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of a request in seconds, queue included.")
-    ] = 120.0,
+    device: Device = "auto",
+    max_megabytes: Megabytes = 64.0,
+    max_tokens: Tokens = 131_072,
+    timeout: Timeout = 120.0,
     connections: Connections = 256,
 ) -> None:
     """Serve a model to runs with reference.kind = "server" until interrupted."""
     token = _token(token_env)
     if host not in LOOPBACK and not token:
-        raise ConfigError(f"--host {host} is open to other machines; give --token-env as well")
+        raise ConfigError(
+            f"--host {host} accepts other machines, so a token is needed; give --token-env too"
+        )
     _need_extra()
     check_model_path(model)
     listener = _bound(host, port)
@@ -132,7 +148,10 @@ def _token(variable: str) -> str:
         return ""
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"--token-env {variable}: the environment variable holds no token")
+        raise ConfigError(
+            f"--token-env {variable}: the environment variable must contain a token of printable "
+            "ASCII characters"
+        )
     return token
 
 

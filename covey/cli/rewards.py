@@ -38,7 +38,12 @@ ConfigArgument = Annotated[
     ),
 ]
 ConfigOption = Annotated[
-    str, typer.Option("--config", metavar="CONFIG", help="Configuration with the reward.")
+    str,
+    typer.Option(
+        "--config",
+        metavar="CONFIG",
+        help="Configuration with the reward: a TOML file or the name of a recipe.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -47,7 +52,10 @@ SetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LabelledOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Completions with a human label, `correct`: true or false."),
+    typer.Option(
+        metavar="FILE",
+        help="JSON Lines of completions with a human label, `correct`: true or false.",
+    ),
 ]
 AllowedOption = Annotated[
     float,
@@ -55,7 +63,7 @@ AllowedOption = Annotated[
         "--allow-errors",
         min=0.0,
         max=1.0,
-        help="Share of labels that the reward may disagree with.",
+        help="Share of the labels with which the reward may disagree.",
     ),
 ]
 
@@ -113,7 +121,7 @@ def score_command(
     source: ConfigOption = "arithmetic",
     overrides: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the score of every row here, as JSON Lines.")
+        Path | None, typer.Option(help="Write the score of every row to this JSON Lines file.")
     ] = None,
     trust: Trust = None,
     as_json: JsonOption = False,
@@ -126,7 +134,7 @@ def score_command(
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
 
-        from covey.training.build import scorer_of
+        from covey.training.scorers import scorer_of
 
         started = scorer_of(config)
     with closing(started) as scorer:
@@ -136,8 +144,8 @@ def score_command(
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
     if summary["unscored"] == summary["completions"]:
         raise RewardError(
-            f"{file}: none of the {summary['completions']} completions could be scored; the first: "
-            f"{summary['first_error']}"
+            f"{file}: none of the {summary['completions']} completions could be scored; the first "
+            f"error: {summary['first_error']}"
         )
     echo(json.dumps(summary) if as_json else _summary_lines(summary))
 
@@ -175,7 +183,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _summary_lines(summary: dict[str, Any]) -> str:
     parts = "".join(f"\n  {name:24} {value:.4f}" for name, value in summary["parts"].items())
-    error = f" (the first: {summary['first_error']})" if summary["unscored"] else ""
+    error = f" (the first error: {summary['first_error']})" if summary["unscored"] else ""
     return (
         f"{summary['completions']} completions scored by {summary['reward_id']}\n"
         f"mean reward {summary['mean_reward']:.4f}, correct {summary['success']:.1%}, "
@@ -187,7 +195,9 @@ def _summary_lines(summary: dict[str, Any]) -> str:
 def lab_command(
     source: ConfigArgument = "arithmetic",
     overrides: SetOption = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to test it on.")] = 64,
+    prompts: Annotated[
+        int, typer.Option(min=1, help="Number of held-out prompts to test the reward on.")
+    ] = 64,
     labelled: LabelledOption = None,
     allowed: AllowedOption = 0.0,
     trust: Trust = None,
@@ -195,8 +205,8 @@ def lab_command(
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 
-    Correct completions must get the full reward and hacks must not. A completion must get the same
-    score in another process. The exit code is 0 if all checks pass, 1 if not.
+    Correct completions must get the full reward, and hacks must not. A completion must get the
+    same score in another process. The exit code is 0 if all checks pass, and 1 if not.
     """
     from covey.analysis.lab.cases import read_labelled
     from covey.analysis.lab.checks import Lab, examine
@@ -249,5 +259,5 @@ def _show(reward_id: str, config: Config, checks: list[Check], games: tuple[str,
     passed = len(checks) - len(failed)
     console.print(f"{passed} of {len(checks)} checks passed")
     if games:
-        known = f"{config.reward.name} is kept as published; known to be gamed by: "
+        known = f"{config.reward.name} is kept as published. Known hacks: "
         console.print(known + "; ".join(games))

@@ -13,13 +13,18 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from covey.cli.run_health import check_command
+from covey.cli.run_verify import verify_command
 from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
 from covey.run.episodes import turn_lines
-from covey.run.folder import RunFolder, list_runs
+from covey.run.estimate_text import estimate_text
+from covey.run.folder import RunFolder, list_runs, settings_of
 
 FORMS = {
+    "started": "s",
+    "model": "s",
+    "state": "s",
     "steps": "d",
     "reward": ".3f",
     "greedy_before": ".1%",
@@ -27,7 +32,9 @@ FORMS = {
     "checkpoint": "d",
 }
 """Columns after the run's name, with their number formats."""
-LEAST_FIRST = ("checkpoint", "greedy_before", "reward", "steps", "greedy_now")
+LEAST_FIRST = (
+    "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
+)  # fmt: skip
 """Order in which columns are dropped in a narrow terminal."""
 UNLIMITED = 100_000
 SHOW = "show"
@@ -37,7 +44,7 @@ class _Runs(TyperGroup):
     """`covey runs FOLDER` is short for `covey runs show FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the default command in front, unless a command or help is asked for."""
+        """Put the name of the default command in front, unless a command or --help is given."""
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else [SHOW, *args])
 
@@ -48,6 +55,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("check")(check_command)
+app.command("verify")(verify_command)
 
 
 @app.command(SHOW)
@@ -74,15 +82,44 @@ def runs_command(
 
 
 def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    steps = run.steps()
+    steps, settings = run.steps(), settings_of(run)
+    model = str(settings.get("model", {}).get("path", "-"))
     return {
         "run": str(run.path),
+        "started": str(run.environment(_ignore).get("started", "-"))[:16].replace("T", " "),
+        "model": Path(model).name or model,
+        "state": _state(run, settings, steps),
         "steps": len(steps),
         "reward": steps[-1].get("objective/scores") if steps else None,
         "greedy_before": evaluations[0]["greedy"]["value"] if evaluations else None,
         "greedy_now": evaluations[-1]["greedy"]["value"] if evaluations else None,
         "checkpoint": run.checkpoints()[-1][0] if run.checkpoints() else None,
     }
+
+
+def _ignore(text: str) -> None:
+    """Leave out what is damaged: the columns of that run are empty."""
+
+
+def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a run is doing: running, done, failed or stopped."""
+    if run.in_use():
+        return "running"
+    saved = run.checkpoints()
+    if saved and steps and saved[-1][0] == steps[-1]["step"] and _is_over(settings, steps[-1]):
+        return "done"
+    return "failed" if (run.path / "failure.txt").exists() else "stopped"
+
+
+def _is_over(settings: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
+    """Whether the last step used up the budget."""
+    train = settings.get("train", {})
+    limits = {"step": train.get("steps", 0), **train.get("stop_after", {})}
+    names = {"tokens": "tokens", "updates": "updates"}
+    used = [name for name in names if limits.get(name)]
+    if used:
+        return bool((last.get(used[0]) or 0) >= limits[used[0]])
+    return bool(last["step"] >= limits["step"])
 
 
 def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) -> None:
@@ -119,7 +156,7 @@ def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
     return table
 
 
-def _number(value: float | None, form: str) -> str:
+def _number(value: float | str | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
@@ -128,14 +165,13 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
-    names = ("step", "greedy", "95 % interval", "best constant", "distinct answers", "tokens")
+    names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
     for row in evaluations:
-        greedy = row["greedy"]
         table.add_row(
             str(row["step"]),
-            f"{greedy['value']:.1%}",
-            f"[{greedy['low']:.1%}, {greedy['high']:.1%}]",
+            estimate_text("greedy", row["greedy"]),
+            estimate_text("reward", row["reward"]) if "reward" in row else "-",
             _number(row.get("best_constant"), ".1%"),
             _number(row.get("distinct_answers"), "d"),
             _number(row.get("mean_tokens"), ".1f"),
@@ -159,5 +195,5 @@ def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> 
         turns = list(turn_lines(row))
         shown = f"({row['finish']})" if turns else row["text"]
         console.print(f"  {reward}{advantage}  {shown}", style=style)
-        for line, trained in turns:  # what others said is dimmed: it is not trained
+        for line, trained in turns:  # messages that the policy did not write are dimmed
             console.print(f"    {line}", style="default" if trained else "dim")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from covey.cli.startup import (
     STARTING,
     Model,
@@ -14,6 +16,7 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     waiting,
 )
 from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def sft_command(
+    context: typer.Context,
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
@@ -36,18 +40,26 @@ def sft_command(
 ) -> None:
     """Fine-tune a model on worked solutions: the task's own, or a file of prompts and completions.
 
-    Reinforcement learning only reinforces what a model already does now and then; SFT teaches it
-    the format and the steps of a solution. Continue with `covey train --model RUN/checkpoints/...`.
+    Reinforcement learning needs a model that already solves some prompts. SFT teaches the model
+    the format and the steps of a solution. Afterwards, run `covey train --model
+    RUN/checkpoints/STEP`.
     """
-    sft = Training(command="sft", build=_build, environment=lambda _: {"kind": "sft"}, loop=_loop)
+    sft = Training(
+        command="sft",
+        build=_build,
+        environment=lambda _: {"kind": "sft"},
+        loop=_loop,
+        arguments=context.obj,
+    )
     if resume is not None:
-        check_alone(source, overrides, model, run, smoke)
-        return sft.resume(resume, step)
+        check_alone(source, model, run, smoke)
+        return sft.resume(resume, step, overrides)
     check_new(run, step)
-    label = source or "arithmetic"
+    settings = settings_of(overrides, model)
+    label = source_of(source, settings)
     with waiting(STARTING):
-        config = resolved(label, settings_of(overrides, model), smoke=smoke)
-    sft.start(config, run, f"{Path(label).stem}-sft")
+        config = resolved(label, settings, smoke=smoke)
+    sft.start(config, run, f"{Path(label or config.task.name.replace(':', '.')).stem}-sft")
 
 
 def _build(config: Config, world: World) -> SftParts:

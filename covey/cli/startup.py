@@ -36,7 +36,9 @@ Model = Annotated[
     str | None,
     typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
 ]
-Smoke = Annotated[bool, typer.Option("--smoke", help="Shrink the run to one or two minutes.")]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="Shrink the settings so that a run takes 1 or 2 minutes.")
+]
 Trust = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,13 +46,14 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Allow functions of this module or package, as in reward.name=MODULE:FUNCTION. "
-        "Its code runs with your permissions.",
+        help="Allow settings such as reward.name=MODULE:FUNCTION to import this module or package. "
+        "The module's code runs with your permissions.",
     ),
 ]
 """Handled by its callback before the command begins."""
 
 Say = Callable[[str], None]
+DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
 """Shown while torch is imported, which takes seconds."""
 
@@ -61,7 +64,7 @@ def waiting(text: str) -> Iterator[Say]:
 
     Print results after it: while it is shown, everything printed goes to stderr.
     """
-    quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, the first one talks
+    quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, only rank 0 prints
     with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
 
@@ -71,7 +74,26 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
-def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
+def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
+    """Return the configuration to load: the one given, or the recipe of the embedded model.
+
+    With another model or task, no recipe: its learning rate and lengths would be wrong for them.
+    """
+    if source is not None:
+        return source
+    config = load_config(None, overrides)
+    if (config.model.path, config.task.name) == ("embedded", DEFAULT_RECIPE):
+        return DEFAULT_RECIPE
+    echo(
+        "no CONFIG: settings that are not given have their defaults, such as "
+        f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens = "
+        f"{config.rollout.max_tokens} (docs/settings.md)",
+        err=True,
+    )
+    return None
+
+
+def loaded(source: str | None, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
     """Load a configuration; with `smoke`, shrink it and print on stderr what changed."""
     if not smoke:
         return load_config(source, overrides)
@@ -82,7 +104,7 @@ def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -
 
 
 def resolved(
-    source: str,
+    source: str | None,
     overrides: Iterable[str] = (),
     *,
     smoke: bool = False,
@@ -91,8 +113,8 @@ def resolved(
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
-    With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
-    Without `imports` code of the user's own is not loaded, and its options stay as given.
+    With `model`, the model path is checked before torch is imported. Without `imports`, the user's
+    own modules are not imported, and the options of their functions stay as given.
     """
     config = loaded(source, overrides, smoke=smoke)
     if model:
@@ -119,7 +141,9 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
             "differ in the last bits"
         )
     if parts.bad_rows:
-        reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
+        reporter.note(
+            f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
+        )
     reward, now_reward = environment.get("reward"), parts.scorer.identity
     if reward and reward != now_reward:
         reporter.note(
@@ -136,9 +160,9 @@ def tell_edited(folder: RunFolder) -> None:
 
 
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Report settings that have no effect or may do harm; `covey plan` also lists equivalent ones.
+    """Report settings that have no effect or may do harm, except those in `not_own`.
 
-    `not_own` are settings that the user did not choose, which are not reported.
+    `not_own` are settings that --smoke changed. `covey plan` also lists equivalent settings.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of
@@ -146,7 +170,7 @@ def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()
     facts = facts_of(
         parts.config,
         parts.train_prompts,
-        len(parts.held_out_prompts),
+        parts.held_out_prompts,
         parts.policy.model.tokenizer.encode,
     )
     for finding in findings(parts.config, facts):

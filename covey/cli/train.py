@@ -17,6 +17,7 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     tell_findings,
     waiting,
 )
@@ -31,14 +32,24 @@ if TYPE_CHECKING:
 
 
 def train_command(
+    context: typer.Context,
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
     run: NewRun = None,
     resume: Resume = None,
     step: ResumeStep = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="With --resume: first train up to the newest checkpoint again, from the one "
+            "before it and the recorded rollouts, and compare.",
+        ),
+    ] = False,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows of the data.")
+        bool,
+        typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
     ] = False,
     smoke: Smoke = False,
     ray: Annotated[
@@ -46,8 +57,8 @@ def train_command(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Engines in Ray actors: 'local' starts Ray here, 'auto' finds a cluster, or its "
-            "address; sets cluster.address.",
+            help="Run ranks, engines and scoring with Ray, as set in [cluster]. 'local' starts Ray "
+            "here, 'auto' finds a cluster, or give its address; sets cluster.address.",
         ),
     ] = None,
     trust: Trust = None,
@@ -57,28 +68,35 @@ def train_command(
 ) -> None:
     """Train a model: sample groups of completions, score them, reinforce the better ones.
 
-    The run folder holds configuration, metrics, evaluations, every completion and checkpoints.
-    Ctrl-C saves a checkpoint and prints how to resume; the exit code is 130, after SIGTERM 143.
+    The run folder contains the configuration, metrics, evaluations, completions and checkpoints.
+    Ctrl-C saves a checkpoint and prints how to resume. The exit code is 130 after Ctrl-C, and 143
+    after SIGTERM.
     """
     if resume is not None:
-        check_alone(source, overrides, model, run, skip_bad_rows, smoke, ray)
-        return _training(frozenset()).resume(resume, step, print_config)
-    check_new(None if print_config else run, step)
-    label, settings = source or "arithmetic", settings_of(overrides, model)
+        check_alone(source, model, run, skip_bad_rows, smoke, ray)
+        return _training(context, frozenset()).resume(
+            resume, step, overrides, verify=verify, print_config=print_config
+        )
+    check_new(None if print_config else run, step, verify=verify)
+    settings = settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
     settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
+    label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke, imports=not print_config)
     if print_config:
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
-    name = config.objective.name.replace(":", ".")  # some systems allow no colon in a file name
-    _training(not_own).start(config, run, f"{Path(label).stem}-{name}")
+    name = f"{Path(label).stem if label else config.task.name}-{config.objective.name}"
+    # Some systems allow no colon in a file name.
+    _training(context, not_own).start(config, run, name.replace(":", "."))
 
 
-def _training(not_own: frozenset[str]) -> Training:
+def _training(context: typer.Context, not_own: frozenset[str]) -> Training:
     loop = partial(_loop, not_own)
-    return Training(command="train", build=_build, environment=_environment, loop=loop)
+    return Training(
+        command="train", build=_build, environment=_environment, loop=loop, arguments=context.obj
+    )
 
 
 def _build(config: Config, world: World) -> Parts:
@@ -102,5 +120,6 @@ def _loop(
     if start.checkpoint is None and parts.world.is_main:
         tell_findings(reporter, parts, not_own)
     done = train(parts, folder, [reporter], stop, start)
-    # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
+    # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves steps
+    # undone.
     return done, parts.config.train.steps if stop.by_signal else done

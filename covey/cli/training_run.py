@@ -1,8 +1,8 @@
-"""Start or resume a run: what `covey train` and `covey sft` share."""
+"""Start or resume a run: the code that `covey train` and `covey sft` share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from covey.cli.screen import Screen, echo
-from covey.cli.startup import STARTING, resolved, tell_notes, waiting
+from covey.cli.startup import STARTING, tell_notes, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder, check_new_run, next_run_path
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 REPEATS_SECONDS = 2.0
-"""On several ranks, a signal this soon after the first is the same one, sent on by torchrun."""
+"""On several ranks, a signal this soon after the first is the same one, forwarded by torchrun."""
 
 NewRun = Annotated[
     Path | None,
-    typer.Option("--run", help="The run folder to create. Default: the next runs/NAME-N."),
+    typer.Option("--run", help="The run folder to create. Default: the next free runs/NAME-N."),
 ]
 Resume = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="Resume this run, with its own settings.")
+    Path | None,
+    typer.Option(
+        metavar="RUN", help="Resume this run with its saved settings; --set can change some."
+    ),
 ]
 ResumeStep = Annotated[
     int | None,
@@ -39,8 +42,8 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: resume from the checkpoint of this step; 0: from the start. Later "
-        "records move to RUN/superseded. Default: the newest checkpoint.",
+        help="With --resume: resume from the checkpoint of this step; 0 means from the start. "
+        "Records of later steps move to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
 
@@ -53,16 +56,19 @@ class Training:
     """`train` or `sft`."""
     build: Callable[[Config, World], Any]
     environment: Callable[[Any], dict[str, Any]]
-    """What environment.json says about the parts, beside the machine and the reward."""
+    """Return entries of environment.json about the parts, beside the machine and the reward."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
     """Train, and return the last step and the planned number of steps."""
+    arguments: Sequence[str]
+    """The arguments of the command line, which Ray passes to the ranks that it starts."""
 
     def start(self, config: Config, path: Path | None, name: str) -> None:
         """Create a run folder and train; `name` is that of a new folder in runs."""
         from covey.training.run_start import created_run, locked_by_main
 
+        self._start_ranks(config)
         with _joined(config) as world:
-            parts = self._built(config, world)  # errors come before the run folder is created
+            parts = self._built(config, world)  # may fail, so the run folder is created later
             with closing(parts):
                 chosen = path or next_run_path(Path("runs"), name)
                 folder = created_run(parts, chosen, self.environment(parts))
@@ -70,24 +76,62 @@ class Training:
                     code = self._run(parts, folder, Start())
         raise typer.Exit(code)
 
-    def resume(self, path: Path, step: int | None, print_config: bool = False) -> None:
-        """Resume a run with its own settings, or only print them."""
+    def resume(
+        self,
+        path: Path,
+        step: int | None,
+        overrides: list[str] | None = None,
+        *,
+        verify: bool = False,
+        print_config: bool = False,
+    ) -> None:
+        """Resume a run with its own settings and overrides, or only print the settings.
+
+        With `verify`, its newest checkpoint is first computed again and compared.
+        """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
         if command != self.command:
             raise RunError(f"{path} is {kind}; resume it with: covey {command} --resume {path}")
         with waiting(STARTING):
-            config = resolved(str(folder.config_file), imports=not print_config)
+            from covey.training.changed_settings import (
+                changes_note,
+                check_length,
+                record_changes,
+                resumed_config,
+            )
+
+            config, changed = resumed_config(folder, overrides or (), imports=not print_config)
         if print_config:
             return typer.echo(to_toml(config), nl=False)
         from covey.training.run_start import locked_by_main
 
+        if verify:
+            _verify(folder)
+        self._start_ranks(config)
         with _joined(config) as world, locked_by_main(folder, world):
             start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
+            check_length(config, start.step, sft=folder.is_sft)
             parts = self._built(config, world)
             with closing(parts):
+                if world.is_main and changed:
+                    record_changes(folder, config, start.step, changed)
+                    echo(changes_note(changed))
                 code = self._run(parts, folder, start)
         raise typer.Exit(code)
+
+    def _start_ranks(self, config: Config) -> None:
+        """If Ray has to start the ranks, run them, and exit with their exit code."""
+        from covey.training.parallel.lifeline import Reported
+        from covey.training.ray_ranks import ray_starts_ranks, run_in_ranks
+
+        if not ray_starts_ranks(config):
+            return
+        if code := run_in_ranks(config, self.arguments):
+            reported = Reported("")  # a rank has printed the error
+            reported.exit_code = code
+            raise reported
+        raise typer.Exit
 
     def _built(self, config: Config, world: World) -> Any:
         with waiting(f"loading {config.model.path}"):
@@ -106,6 +150,17 @@ class Training:
         return stop.exit_code if done < steps else 0
 
 
+def _verify(run: RunFolder) -> None:
+    """Compute the newest checkpoint of a run again; RunError if it differs."""
+    with waiting("computing the last saved step again"):
+        from covey.analysis.verify.recompute import recomputed
+
+        result = recomputed(run)
+    if result.passed is False:
+        raise RunError(f"--verify: {result.figure}; {result.remedy}")
+    echo(f"verified: {result.figure}")
+
+
 def _joined(config: Config) -> AbstractContextManager[World]:
     """Join the other ranks, if torchrun or the like has started several."""
     from covey.training.parallel.join import joined_world
@@ -113,10 +168,15 @@ def _joined(config: Config) -> AbstractContextManager[World]:
     return joined_world(config, lambda text: echo(text, err=True))
 
 
-def check_new(run: Path | None, step: int | None) -> None:
-    """Refuse --step without --resume, and a run folder that holds files already."""
+def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
+    """Refuse --step and --verify without --resume, and a run folder that already contains files."""
+    if verify:
+        raise ConfigError("--verify needs --resume RUN: a new run has nothing to verify")
     if step is not None:
-        raise ConfigError(f"--step {step} needs --resume RUN; train.steps sets the number of steps")
+        raise ConfigError(
+            f"--step {step} chooses a checkpoint to resume from; give --resume RUN too, or set the "
+            "number of steps with train.steps"
+        )
     if run is not None:
         check_new_run(run)
 
@@ -124,4 +184,4 @@ def check_new(run: Path | None, step: int | None) -> None:
 def check_alone(*given: object) -> None:
     """Refuse other options beside --resume."""
     if any(given):
-        raise ConfigError("--resume takes its settings from the run; give it alone")
+        raise ConfigError("--resume uses the settings of the run; the only other option is --set")

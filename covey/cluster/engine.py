@@ -1,7 +1,8 @@
-"""Engines in Ray actors, seen from the trainer: one engine that spreads requests over them.
+"""The trainer's side of engines in Ray actors: one engine that spreads requests over the actors.
 
-All requests of a prompt go to the same actor. If an actor dies, another one takes its place and
-generates all of its requests again; if there is no room for another, the rest do its work.
+All requests of a prompt go to the same actor. If an actor dies, a new actor replaces it and
+generates all of its requests again. If the cluster has no room for a new actor, the remaining
+actors take over the requests.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from covey.cluster.engine_actor import EngineActor, Row, pack_weights
@@ -26,7 +27,7 @@ from covey.engines.protocol import (
 from covey.errors import EngineError
 
 CALLS = 4
-"""Calls that an actor serves at once: one waits for completions, others bring requests."""
+"""How many calls an actor serves at once: one waits for completions, the others bring requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,7 @@ class Member:
     number: int
     handle: Any
     ready: Any
-    """The answer to its first call, which comes once the model is loaded."""
+    """The pending result of the actor's first call, which returns once the model is loaded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,10 +45,10 @@ class RayEngine:
     """Generates with engines in Ray actors."""
 
     build: Callable[[], Engine]
-    """Makes the engine inside an actor."""
+    """Builds the engine inside an actor."""
     engines: int
     most: int
-    """Engines to grow to while the cluster has room for them."""
+    """The largest number of engines: more are started while the cluster has room."""
     need: Need
     threads: int
     restarts: int
@@ -74,7 +75,7 @@ class RayEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """That of the engine in the first actor."""
+        """Properties of the engine in the first actor, with the number of actors."""
         if self.told is None:
             told = self._wait(self.members[0])
             backend = f"{len(self.members)} Ray actors, each: {told.backend}"
@@ -82,7 +83,7 @@ class RayEngine:
         return self.told
 
     def _wait(self, member: Member) -> EngineInfo:
-        """Wait until an actor has its model."""
+        """Wait until an actor has loaded its model."""
         import ray
 
         try:
@@ -90,8 +91,8 @@ class RayEngine:
             return told
         except ray.exceptions.GetTimeoutError:
             raise NoRoom(
-                f"engine {member.number}: Ray did not start it within {self.patience:g} s; "
-                "`ray status` shows what is free"
+                f"engine {member.number}: Ray did not start its actor within {self.patience:g} s; "
+                "`ray status` shows the free resources"
             ) from None
         except ray.exceptions.RayError as error:
             raise translated(error, f"engine {member.number}") from None
@@ -104,7 +105,7 @@ class RayEngine:
             self.weights, self.version = ray.put(pack_weights(weights())), version
 
     def events(self) -> list[str]:
-        """Return the changes of the actors since the last call."""
+        """Return messages about actors that died or joined since the last call."""
         happened, self.happened = self.happened, []
         return happened
 
@@ -128,7 +129,10 @@ class RayEngine:
             raise
 
     def _grow(self) -> None:
-        """Add an engine if the cluster has room for it. It joins when its model is loaded."""
+        """Add an engine if the cluster has room for it.
+
+        The new engine joins when its model is loaded.
+        """
         import ray
 
         if not self.members:
@@ -136,7 +140,9 @@ class RayEngine:
         if self.coming is not None and ray.wait([self.coming.ready], timeout=0)[0]:
             self._wait(self.coming)
             self.members.append(self.coming)
-            self.happened.append(f"engine {self.coming.number} has joined: {len(self.members)} now")
+            self.happened.append(
+                f"engine {self.coming.number} has joined; engines: {len(self.members)}"
+            )
             self.coming = None
         if self.coming is None and len(self.members) < self.most:
             free = ray.available_resources()
@@ -145,7 +151,7 @@ class RayEngine:
                 self.coming = self._make()
 
     def replace(self, member: Member) -> Member | None:
-        """Start another actor in the place of a dead one; None: there is no room for it."""
+        """Replace a dead actor by a new one; return None if the cluster has no room for it."""
         self.died += 1
         if self.died > self.restarts:
             raise EngineError(f"engine: Ray actors died {self.died} times; see `ray logs`")
@@ -159,15 +165,17 @@ class RayEngine:
             self.members.remove(member)
             if not self.members:
                 raise
-            self.happened.append(f"engine {member.number} died, and there is no room for another")
+            self.happened.append(
+                f"engine {member.number} died; the cluster has no room for a new one"
+            )
             return None
         self.members[self.members.index(member)] = new
-        self.happened.append(f"engine {member.number} died; engine {new.number} took its place")
+        self.happened.append(f"engine {member.number} died; engine {new.number} replaces it")
         return new
 
 
 class NoRoom(EngineError):
-    """The cluster has no free place for an actor."""
+    """The cluster has no free resources for an actor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,14 +191,14 @@ class _Share:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Send requests. If the actor is dead by now, they are sent again with the others."""
+        """Send requests. If the actor has died, its replacement gets all of them again."""
         with self.lock:
             self.requests += requests
             if self.begun:
                 self.member.handle.add.remote(list(requests))
 
     def serve(self) -> None:
-        """Put the actor's completions, or what ended it, into the queue."""
+        """Put the actor's completions, or the error that ended it, into the queue."""
         try:
             while not self._serve_once():
                 pass
@@ -198,7 +206,7 @@ class _Share:
             self.out.put(error)
 
     def _serve_once(self) -> bool:
-        """Return whether the share has ended; False: its actor was replaced."""
+        """Return True when all requests are done, and False if the actor was replaced."""
         import ray
 
         engine, handle = self.engine, self.member.handle
@@ -242,18 +250,25 @@ class _Run:
         for thread in threads:
             thread.start()
         while self.waiting:
-            found = self.out.get()
-            if isinstance(found, Exception):
-                raise found
-            if isinstance(found, _Share):
-                self._move(found)
-            else:
-                self._accept(found)
+            self._hear()
             self._take()
         for share in self.shares:
             share.member.handle.end.remote()
         for thread in threads:
             thread.join()
+
+    def _hear(self) -> None:
+        """Wait for completions, or until the source must be asked for requests."""
+        try:
+            found = self.out.get(timeout=self.source.limits.poll_seconds)
+        except Empty:
+            return
+        if isinstance(found, Exception):
+            raise found
+        if isinstance(found, _Share):
+            self._move(found)
+        else:
+            self._accept(found)
 
     def _take(self) -> None:
         requests = list(self.source.take())
@@ -267,18 +282,18 @@ class _Run:
                 share.add(own)
 
     def _move(self, lost: _Share) -> None:
-        """Give the requests of an actor that is gone to the others."""
+        """Give the requests of a dead actor to the other actors."""
         self.shares.remove(lost)
         self._spread([r for r in lost.requests if r.number in self.waiting])
 
     def _accept(self, rows: Sequence[Row]) -> None:
-        """Hand new completions to the source; those that a restart repeated are dropped."""
+        """Hand new completions to the source; drop those that a restart generated twice."""
         new = [
             Completion(
                 request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,
-                versions=spans,
+                versions=spans, kept=kept,
             )
-            for number, tokens, logp, end, spans in rows
+            for number, tokens, logp, end, spans, kept in rows
             if number in self.waiting
         ]  # fmt: skip
         self.source.done(new)

@@ -1,7 +1,7 @@
 """An engine in a Ray actor. It generates in a thread, while calls bring requests and fetch results.
 
-Every call names the version of the weights that it wants. An actor that has been started again
-holds none, and fetches them: it can never generate with others unnoticed.
+Every call names the version of the weights that it wants. A restarted actor has no weights and
+fetches that version, so it never generates with other weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights as Ray stores them: bytes that every process of a node maps, and the dtype."""
+"""Weights as Ray stores them, by name: bytes that all processes of a node map, and the dtype."""
 Row = tuple[Any, ...]
 
 
@@ -31,7 +31,7 @@ def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
 
 
 def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
-    """Return them as tensors, which must not be written to."""
+    """Return packed weights as tensors, which must not be written to."""
     return [
         (name, torch.from_numpy(array.copy()).view(getattr(torch, dtype)))
         for name, (array, dtype) in packed.items()
@@ -39,7 +39,7 @@ def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Source:
-    """A source of requests that calls of the actor fill and empty."""
+    """A source of requests: calls of the actor add requests and fetch completions."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -51,7 +51,7 @@ class _Source:
         self.error: BaseException | None = None
 
     def take(self) -> Sequence[Request]:
-        """Return new requests; wait for them, or for the end, if none is being generated."""
+        """Return new requests; if the engine is idle, wait for new ones or for the end."""
         with self.changed:
             while not (self.ready or self.running or self.ended):
                 self.changed.wait()
@@ -64,7 +64,8 @@ class _Source:
         with self.changed:
             self.running -= len(completions)
             self.rows += [
-                (c.request.number, c.tokens, c.logp, c.finish, c.versions) for c in completions
+                (c.request.number, c.tokens, c.logp, c.finish, c.versions, c.kept)
+                for c in completions
             ]
             self.changed.notify_all()
 
@@ -81,11 +82,11 @@ class EngineActor:
         self.thread: threading.Thread | None = None
 
     def info(self) -> EngineInfo:
-        """What the engine says about itself."""
+        """Properties of the engine in this actor."""
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights. The reference is inside a list, so that they come only if needed."""
+        """Load weights. Their reference is in a list so that Ray fetches them only if needed."""
         if version != self.version:
             import ray
 
@@ -95,7 +96,7 @@ class EngineActor:
         return self.version
 
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
-        """Begin to generate with the weights of a version; return the version that it has."""
+        """Begin to generate with the weights of a version; return the version that is loaded."""
         self.load(version, held)
         source = self.source = _Source(limits)
 
@@ -119,7 +120,7 @@ class EngineActor:
             source.changed.notify_all()
 
     def collect(self) -> list[Row]:
-        """Wait for completions and return them; none: everything is done."""
+        """Wait for completions and return them; an empty list means that everything is done."""
         source = self._source()
         with source.changed:
             while not (source.rows or source.error or source.ended):
@@ -130,7 +131,7 @@ class EngineActor:
             return rows
 
     def end(self) -> None:
-        """End a run: there will be no more requests."""
+        """End a run: no more requests will come."""
         source = self._source()
         with source.changed:
             source.ended = True
@@ -139,7 +140,7 @@ class EngineActor:
             self.thread.join()
 
     def pid(self) -> int:
-        """The process, for messages and tests."""
+        """The process id, for messages and tests."""
         import os
 
         return os.getpid()

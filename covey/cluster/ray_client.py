@@ -1,4 +1,4 @@
-"""Connecting to Ray, and calls of its actors: failures in covey's words."""
+"""Connects to Ray and turns errors of Ray and its actors into one-line messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from covey.errors import ConfigError, CoveyError, EngineError
 from covey.escape import printable
 
 LOCAL = "local"
-"""The address that means: start Ray on this machine, for this run."""
+"""The value of `cluster.address` that starts Ray on this machine for the run."""
+STARTED_BY = "COVEY_RAY_ADDRESS"
+"""The environment variable with the address of the Ray cluster that started this trainer rank."""
 HOLD_SECONDS = 60.0
 REACH_SECONDS = 10.0
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -24,27 +26,27 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What an actor takes of a node."""
+    """The CPUs and GPUs that an actor needs."""
 
     cpus: float = 1.0
     gpus: float = 0.0
 
     def options(self) -> dict[str, Any]:
-        """Return Ray's options of an actor."""
+        """Return the options with which Ray starts the actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
 def check_ray() -> None:
-    """Say how to install Ray if it is missing."""
+    """Raise an error that says how to install Ray if it is missing."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("config: [cluster] needs Ray: pip install 'covey[ray]'")
 
 
 def connect(address: str, trainer_gpus: int = 0) -> None:
-    """Connect to a Ray cluster, or start one on this machine; one line if there is none.
+    """Connect to a Ray cluster, or start one on this machine.
 
-    Actors get none of the trainer's GPUs: the first ones of this machine if Ray is started here,
-    else those that Ray sets aside.
+    Actors never get the trainer's GPUs. These are the first GPUs of this machine if Ray is started
+    here, else GPUs that Ray reserves for the trainer.
     """
     check_ray()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs
@@ -52,6 +54,7 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
 
     if ray.is_initialized():
         return
+    address = os.environ.get(STARTED_BY, address)
     _check_address(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
@@ -67,7 +70,7 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Refuse an address where nothing listens: Ray itself would wait for minutes."""
+    """Refuse an address where nothing listens: Without this check Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -87,7 +90,7 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
 
 @contextmanager
 def _hidden_gpus(count: int) -> Iterator[None]:
-    """Hide the first GPUs from what is started inside the block."""
+    """Hide the first GPUs from processes that are started inside the block."""
     name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
     if not count:
         yield
@@ -104,17 +107,17 @@ def _hidden_gpus(count: int) -> Iterator[None]:
 
 
 class Holder:
-    """An actor that holds GPUs of its node for a process that is no actor."""
+    """An actor that reserves GPUs of its node for a process that is not an actor."""
 
     def gpus(self) -> list[str]:
-        """Return their numbers."""
+        """Return the numbers of the reserved GPUs."""
         import ray
 
         return [str(number) for number in ray.get_gpu_ids()]
 
 
 _held: list[Any] = []
-"""Holders live as long as this process."""
+"""Keeps the holders alive as long as this process."""
 
 
 def _set_aside(count: int) -> None:
@@ -136,7 +139,7 @@ def _set_aside(count: int) -> None:
 
 
 def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
-    """Refuse more than the whole cluster has: actors without a place would wait for ever."""
+    """Refuse to ask for more than the whole cluster has: such actors would wait for ever."""
     import ray
 
     total = ray.cluster_resources()
@@ -145,13 +148,13 @@ def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
         if wanted > total.get(resource, 0.0):
             parts = ", ".join(f"{count} {name}" for name, count, _ in needs if count)
             raise ConfigError(
-                f"config: [cluster] asks for {wanted:g} {resource}s ({parts}), and Ray has "
-                f"{total.get(resource, 0.0):g}; lower cluster.engines or cluster.engine_{unit}"
+                f"config: [cluster] asks for {wanted:g} {resource}s ({parts}), but Ray has "
+                f"{total.get(resource, 0.0):g}; ask for fewer actors or fewer {resource}s for each"
             )
 
 
 def dead(error: BaseException) -> bool:
-    """Return whether an error of a call means that its actor, or its node, has died."""
+    """Return whether an error of a call means that the actor or its node has died."""
     from ray import exceptions
 
     kinds = (
@@ -165,7 +168,7 @@ def dead(error: BaseException) -> bool:
 
 
 def translated(error: Exception, what: str) -> Exception:
-    """Return a failure inside an actor as one line, with the actor's traceback beside it."""
+    """Return a failure inside an actor as a one-line error; its `details` are the traceback."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, CoveyError):
         return cause

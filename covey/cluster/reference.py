@@ -1,4 +1,4 @@
-"""A reference policy in a Ray actor: it takes no memory of the trainer's device."""
+"""A reference policy in a Ray actor, which takes no memory on the trainer's device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReferenceActor:
 
 @dataclass(slots=True, kw_only=True)
 class RayReference(Reference):
-    """Asks the actor. One that has died is started again: it loads the same weights."""
+    """A reference policy that asks the actor, and restarts a dead actor with the same weights."""
 
     build: Callable[[], Reference]
     need: Need
@@ -62,7 +62,7 @@ class RayReference(Reference):
 
     @property
     def identity(self) -> str:
-        """That of the reference in the actor."""
+        """The identity of the reference in the actor."""
         return self.told
 
     def logp(self, batch: Batch) -> LogProbs:

@@ -1,6 +1,7 @@
-"""Scoring in Ray actors: each has a scoring pool, with its limits of time and memory, on its node.
+"""Scoring in Ray actors: each runs a scoring pool, with limits of time and memory, on its node.
 
-A job whose actor dies is scored again by another: rewards are functions of the completion.
+If an actor dies, its job is scored again by another actor. The result is the same, because a reward
+depends only on the completion.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from covey.scoring.job import Job, ScoreResult
 from covey.scoring.pool import Pool
 
 CALLS = 256
-"""Jobs that wait in an actor at once."""
+"""How many jobs an actor accepts at once."""
 
 
 class ScoringActor:
@@ -31,7 +32,7 @@ class ScoringActor:
         return self.pool.submit(job).result()
 
     def pid(self) -> int:
-        """The process, for messages and tests."""
+        """The process id, for messages and tests."""
         import os
 
         return os.getpid()
@@ -46,7 +47,7 @@ class RayScorer:
     actors: int
     need: Need
     settings: dict[str, Any]
-    """Of each pool."""
+    """Settings of each scoring pool."""
     restarts: int
     handles: list[Any] = field(default_factory=list, init=False)
     sent: int = field(default=0, init=False)
@@ -77,14 +78,14 @@ class RayScorer:
         return RayScore(self, job, place, handle, handle.score.remote(job))
 
     def replace(self, place: int, handle: Any) -> Any:
-        """Return another actor for a dead one, which is started unless another thread has."""
+        """Return the replacement of a dead actor; start it unless another thread already has."""
         with self.lock:
             if self.handles[place] is handle:
                 self.died += 1
                 if self.died > self.restarts:
                     raise RewardError(f"reward: scoring actors died {self.died} times")
                 self.handles[place] = self._make()
-                self.happened.append(f"scoring worker {place + 1} died, and was started again")
+                self.happened.append(f"scoring worker {place + 1} died and was restarted")
             return self.handles[place]
 
     def events(self) -> list[str]:
@@ -104,7 +105,7 @@ class RayScorer:
 
 @dataclass(slots=True)
 class RayScore:
-    """A job that an actor works on."""
+    """A job that was sent to an actor."""
 
     scorer: RayScorer
     job: Job
@@ -113,7 +114,7 @@ class RayScore:
     reference: Any
 
     def result(self) -> list[ScoreResult]:
-        """Wait for the scores; if the actor has died, from another."""
+        """Wait for the scores; if the actor dies, send the job to its replacement."""
         import ray
 
         while True:

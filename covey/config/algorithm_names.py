@@ -1,4 +1,4 @@
-"""Names and titles of the algorithms, known without torch, which their formulas need."""
+"""Names and titles of the algorithms, available without importing torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "ipo": "Identity Preference Optimization, arXiv 2310.12036",
     }
 )
-"""Keys as in covey.objective.ALGORITHMS, in the same order."""
+"""Title of each algorithm. The keys are those of covey.objective.ALGORITHMS, in the same order."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
 """Those that compare pairs. They have no ratio to correct, and their beta is no weight of a KL."""
@@ -55,7 +55,7 @@ COMPOSED = "composed"
 
 
 def check_algorithm_name(name: str) -> None:
-    """Reject a name that is no algorithm."""
+    """Reject a name that is not an algorithm."""
     if name != COMPOSED and name not in ALGORITHM_NAMES:
         hint = nearest(name, [*ALGORITHM_NAMES, COMPOSED])
         raise ConfigError(f"config: objective.name = {name!r} is not known{hint}")

@@ -1,4 +1,4 @@
-"""The section [environment]: what rollouts interact with over turns, and its limits."""
+"""The section [environment]: the environment of multi-turn rollouts, and its limits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class Environment(Named):
     """[environment]. Keys that are not listed here are options of the environment itself."""
 
     name: str = "none"
-    """What rollouts interact with over turns: an environment, MODULE:CLASS, or none."""
+    """The environment that rollouts interact with: a name, MODULE:CLASS, or none."""
     max_turns: Positive = 8
-    """Turns of the policy in an episode."""
+    """Maximum number of the policy's turns in an episode."""
     max_calls: Count = 16
-    """Calls of tools in an episode."""
+    """Maximum number of tool calls in an episode."""
     max_tokens: Positive = 2048
-    """Tokens of a whole conversation, prompt and turns; at most the model's context."""
+    """Maximum number of tokens of a conversation, prompt included; at most the model's context."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
-    """How calls are written: <tool_call>JSON</tool_call>, a message that is JSON, or
-    <tool>text</tool>; auto: as the chat template says, else hermes."""
+    """Format of calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3), or
+    <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
     parallel_calls: bool = True
     """Whether a turn may have several calls; otherwise it stops at the end of the first."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Processes of environments that are not quick; 0: one per core."""
+    """Number of worker processes for environments that are not quick; 0: one per core."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds for one step of an environment. After that its rollout ends with an error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
-    """Memory limit of such a process."""
+    """Memory limit of a worker process."""

@@ -1,6 +1,6 @@
 """Reading and writing configurations: a TOML file or a recipe, then `--set a.b=1` overrides.
 
-Every mistake is one line that names the key, the value and the nearest valid name.
+Every mistake raises an error of one line that names the key, the value and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from covey.config.other_names import ours
 from covey.config.renamed import check_names, translated
 from covey.config.schema import Config
 from covey.config.section import Named
@@ -25,7 +26,7 @@ from covey.escape import is_hidden
 
 RECIPES = files("covey.config") / "recipes"
 DEEPEST = 16
-"""Levels of nested tables that are accepted; settings need only a few."""
+"""Maximum depth of nested tables; settings need only a few levels."""
 PLAIN = ("seed", "trackers")
 """Settings outside any section."""
 
@@ -91,7 +92,7 @@ def read_settings(source: str) -> dict[str, Any]:
     except ValueError as error:  # bad TOML and bad text
         raise ConfigError(f"config: {source}: {error}") from None
     hint = nearest(source, recipe_names()) if path.suffix != ".toml" else ""
-    raise ConfigError(f"config: no file or recipe {source!r}{hint}")
+    raise ConfigError(f"config: there is no file or recipe {source!r}{hint}")
 
 
 def _check_depth(data: Mapping[str, Any], where: str) -> None:
@@ -114,7 +115,9 @@ def _apply(data: dict[str, Any], override: str) -> None:
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {key}: {section!r} is a value, not a table")
+            raise ConfigError(
+                f"--set {key}: {section!r} is a single value, not a section with keys"
+            )
     value = _value(raw.strip())
     if last == "name" and value != _present_name(sections, table):
         table.clear()
@@ -122,7 +125,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the current name in a section: given, default, or implied by its other keys."""
+    """Return the name in a section: the given one, the default, or one implied by other keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -149,7 +152,8 @@ def _explain(error: ValidationError) -> str:
         section = _section(path[:-1])
         prefix = ".".join([*path[:-1], ""])
         elsewhere = "" if path[:-1] else _other_section(path[-1])
-        hint = elsewhere or nearest(path[-1], section.model_fields)
+        known = elsewhere or _elsewhere(path)
+        hint = known or nearest(path[-1], section.model_fields)
         return f"config: {prefix}{path[-1]} is not a setting{hint}"
     if first["type"] == "value_error":
         return f"config: {first['ctx']['error']}"
@@ -175,6 +179,12 @@ def _other_section(key: str) -> str:
     return next((f"; did you mean '{name}.{key}'?" for name in found), "")
 
 
+def _elsewhere(path: list[str]) -> str:
+    """Return a hint if TRL or verl has a setting of this name."""
+    found = next((new for name in (".".join(path), path[-1]) if (new := ours(name))), None)
+    return "" if found is None else f"; TRL's or verl's {path[-1]} is '{found}' here"
+
+
 def to_toml(config: Config) -> str:
     """Write a configuration as TOML that reads back as the same configuration."""
     lines = [f"{name} = {toml_value(getattr(config, name))}" for name in PLAIN]
@@ -193,7 +203,7 @@ def to_toml(config: Config) -> str:
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Write a table, one key per line.
 
-    TOML has no null: values of None are left out, and are None by default when read.
+    TOML has no null, so values of None are left out; settings that may be None default to None.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 

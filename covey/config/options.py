@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from covey.config.other_names import ours
 from covey.config.section import Named
 from covey.errors import ConfigError, nearest
 
@@ -44,7 +45,9 @@ def resolve_options(
         if new := getattr(function, "renamed_options", {}).get(key):
             raise ConfigError(f"config: {where}.{key} is called {where}.{new} now")
         what = f"{where}.{key} is not an option of {section.name}"
-        raise ConfigError(f"config: {what}{nearest(key, parameters)}")
+        elsewhere = ours(key)
+        hint = f"; TRL's or verl's {key} is '{elsewhere}' here" if elsewhere else ""
+        raise ConfigError(f"config: {what}{hint or nearest(key, parameters)}")
     resolved = {}
     for key, parameter in parameters.items():
         if key in section.options:
@@ -73,7 +76,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options. If they cannot be resolved, none, and nothing is checked."""
+    """Return the types of the options, or none if they cannot be resolved, so none is checked."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

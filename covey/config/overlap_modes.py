@@ -1,4 +1,4 @@
-"""Which settings of overlap and engine go together, checked without loading a model."""
+"""Check that the settings of overlap and engine fit together, without loading a model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from covey.errors import ConfigError
 
 
 def check_overlap(config: Config) -> None:
-    """Reject settings that need others."""
+    """Reject a setting of overlap or engine without the settings that it needs."""
     overlap, engine = config.overlap, config.engine
-    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.address:
+    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
         raise ConfigError(
-            "config: overlap.mode = 'copy' needs an engine with weights of its own: set "
+            "config: overlap.mode = 'copy' needs an engine with its own copy of the weights: set "
             "engine.kind = 'process' or 'vllm', or overlap.mode = 'ahead'"
         )
     if overlap.in_flight and not (overlap.staleness and overlap.mode == "copy"):
         raise ConfigError(
             "config: overlap.in_flight = true needs overlap.mode = 'copy' and an overlap.staleness "
-            "of at least 1: otherwise nothing is generated while weights change"
+            "of at least 1, because otherwise the engine is idle while weights change"
         )
     if engine.device != "auto" and engine.kind != "process":
         raise ConfigError(
             f"config: engine.device = {engine.device!r} needs engine.kind = 'process'; the native "
-            "engine generates where the model is: model.device"
+            "engine generates on the model's device, model.device"
         )

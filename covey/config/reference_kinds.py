@@ -29,17 +29,19 @@ def check_reference(section: Section) -> None:
             users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
             raise ConfigError(
                 f"config: reference.{name} = {value!r} has no effect with reference.kind = "
-                f"{section.kind!r}; it belongs to {users}"
+                f"{section.kind!r}; it is a setting of {users}"
             )
     if section.kind == "server" and not section.url:
-        raise ConfigError("config: reference.url must be given for reference.kind = 'server'")
+        raise ConfigError(
+            "config: reference.kind = 'server' needs reference.url, such as http://127.0.0.1:8500"
+        )
 
 
 def check_teacher(section: Teacher) -> None:
-    """Reject a [teacher] without a model, with two, or with settings that it does not read."""
+    """Reject a [teacher] with no model, with both path and url, or with unused settings."""
     if bool(section.path) == bool(section.url):
         raise ConfigError(
-            "config: this objective learns from a teacher; give one of teacher.path and teacher.url"
+            "config: this objective needs a teacher; set one of teacher.path and teacher.url"
         )
     idle = ("token_env", "timeout", "patience") if section.path else ("offload",)
     for name in idle:

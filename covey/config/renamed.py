@@ -31,7 +31,7 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "save.review_answers": "save.samples_shown",
     }
 )
-"""Old key -> new key. A section stands for all of its keys that are not listed."""
+"""Old key -> new key. The entry of a section applies to all its keys that are not listed."""
 
 
 def new_setting(key: str) -> str | None:

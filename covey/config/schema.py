@@ -1,7 +1,7 @@
 """The configuration schema: one class per section, one documented line per setting.
 
-Sections `task`, `reward`, `length_penalty` and `objective` name a function and carry its options.
-These options are checked against the function's own signature when a run is assembled.
+Sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its options.
+These options are checked against the function's signature when a run is assembled.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from covey.config.cluster_sections import Cluster, Parallel, Vllm
 from covey.config.critic import Critic, Preferences
+from covey.config.data_sections import Curriculum, Replay
 from covey.config.environment import Environment
 from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
@@ -19,7 +20,7 @@ from covey.config.teacher import Teacher
 from covey.config.train import Train
 
 MOST_COMPLETIONS = 10**7
-"""Completions of one step, all of which are in memory until the step ends."""
+"""Maximum number of completions in a step, because all are in memory until the step ends."""
 
 
 class Model(Section):
@@ -34,14 +35,14 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     deterministic: bool = False
-    """On a GPU, compute the same bits every time: slower. A CPU always does."""
+    """On a GPU, compute the same bits every time, which is slower. A CPU always does."""
     template: str = "auto"
-    """How prompts are rendered: chat, plain, or a text with {question} and perhaps {system}; auto:
-    the tokenizer's chat template, or plain if it has none."""
+    """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
+    auto: the tokenizer's chat template, or plain if it has none."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
-    """Text that every completion starts with. It counts as prompt: not trained."""
+    """Text that every completion starts with. It is part of the prompt, so it is not trained."""
     prefill_in_text: bool = True
     """Score and record completions with the prefill in front."""
 
@@ -53,6 +54,10 @@ class Adapter(Section):
     """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapter's inputs in training passes; generation uses none."""
+    load_in_4bit: bool = False
+    """Keep the frozen weights in 4 bits (NF4); needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
     """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
     also_train: Names = Field(default=[])
@@ -73,6 +78,13 @@ class Reward(Named):
     """A reward; `covey rewards list` shows them."""
 
 
+class EvaluationReward(Named):
+    """[evaluate.reward]"""
+
+    name: str = ""
+    """The reward of evaluations; empty: the training reward in [reward]."""
+
+
 class LengthPenalty(Named):
     """[length_penalty]"""
 
@@ -84,7 +96,7 @@ class Objective(Named):
     """[objective]"""
 
     name: str = "grpo"
-    """An algorithm, MODULE:FUNCTION, or 'composed', the default when pieces are named."""
+    """An algorithm, MODULE:FUNCTION, or 'composed', the default if the section names pieces."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,12 +109,12 @@ class Objective(Named):
         name = str(data.get("name", "composed"))
         if name != "composed" and "." not in name and ":" not in name:
             what = f"objective.{pieces[0]} needs objective.name = 'composed'"
-            raise ValueError(f"{what}; {name!r} has pieces of its own")
+            raise ValueError(f"{what}; the pieces of {name!r} are fixed")
         return {"name": name, **data}
 
 
 class Reference(Section):
-    """[reference]. Settings of another kind are refused when a run is assembled."""
+    """[reference]. Settings that the chosen kind does not use are refused."""
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Reference policy of the KL penalty: the initial weights (frozen: a copy; offloaded: a copy in
@@ -113,15 +125,15 @@ class Reference(Section):
     every: Positive = 100
     """moving, renewed: optimizer steps between updates of the reference."""
     url: str = ""
-    """server: such as http://127.0.0.1:8500."""
+    """server: its address, such as http://127.0.0.1:8500."""
     token_env: str = ""
     """server: NAME of the environment variable that holds the bearer token."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """server: timeout of a request in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """server: seconds to retry while it cannot be reached."""
+    """server: seconds to retry while the server cannot be reached."""
     fingerprint: str = ""
-    """server: required digest of its weights; empty: that of the first reply."""
+    """server: required digest of the server's weights; empty: the digest of the first reply."""
 
 
 class Rollout(Section):
@@ -132,15 +144,23 @@ class Rollout(Section):
     group_size: Annotated[int, Field(ge=2, le=10**5)] = 8
     """Completions sampled for each prompt."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
-    """Most tokens in a completion."""
+    """Maximum number of tokens in a completion."""
+    max_prompt_tokens: Count = 0
+    """Maximum number of tokens in a prompt; 0: the model's context minus max_tokens."""
+    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    """Treatment of longer prompts: stop before training (error), leave them out (skip), or cut off
+    their first tokens (truncate)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
     """Sample from the k likeliest tokens; 0: from all."""
     top_p: Share = 1.0
-    """Sample from the likeliest tokens up to this mass."""
+    """Sample from the likeliest tokens, up to this total probability."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens less likely than this share of the likeliest."""
+    """Drop tokens less likely than this share of the likeliest token's probability."""
+    mask_replay: bool = False
+    """Compute training log-probs over the tokens that top_k, top_p and min_p kept, so that the
+    trained distribution is the sampled one."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
@@ -149,12 +169,12 @@ class Engine(Section):
     """[engine]"""
 
     kind: Literal["native", "process", "vllm"] = "native"
-    """What generates: native (the trainer's process and weights), process (the native engine in a
-    process of its own, with a copy of the weights) or vllm (vLLM servers)."""
+    """The engine: native (in the trainer's process, with its weights), process (the native engine
+    in another process, with a copy of the weights) or vllm (vLLM servers)."""
     vllm: Vllm = Vllm()
-    """Of engine.kind = "vllm"."""
+    """Settings of engine.kind = "vllm"."""
     device: Device = "auto"
-    """process: where it generates; auto: the trainer's device."""
+    """process: the engine's device; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Completions generated at the same time."""
 
@@ -165,11 +185,14 @@ class Scoring(Section):
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Worker processes for slow rewards; 0: one per core. Quick rewards use none."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds to score a completion. After that it counts as unscored."""
+    """Time limit for scoring one completion, in seconds. After that it counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this share of a step cannot be scored."""
+    none_rewards: Literal["error", "skip"] = "error"
+    """None from a reward function; error: that completion could not be scored. skip, as in TRL: the
+    other functions count, and a completion without any reward is not trained on."""
 
 
 class Filter(Section):
@@ -178,23 +201,23 @@ class Filter(Section):
     dynamic_sampling: bool = False
     """Train only on groups that are neither all correct nor all wrong."""
     max_rounds: Positive = 4
-    """Most sampling rounds to fill a step with dynamic_sampling."""
+    """Maximum number of sampling rounds in which dynamic_sampling fills a step."""
     drop_flat: bool = False
-    """Train only on groups whose rewards differ; the step is not refilled."""
+    """Train only on groups whose rewards differ; dropped groups are not replaced."""
     mask_truncated: bool = False
-    """Do not train on truncated completions; statistics keep them."""
+    """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0: the same gradient; metrics over tokens leave them out."""
+    """Skip completions with advantage 0. The gradient is the same; token metrics leave them out."""
 
 
 class Overlap(Section):
     """[overlap]"""
 
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """Training steps that generation may be ahead of training; 0: each step generates first, then
+    """Number of training steps that generation may be ahead; 0: each step generates, then
     trains."""
     mode: Literal["ahead", "copy"] = "ahead"
-    """ahead: the prompts of staleness + 1 steps in one call, with the trainer's weights; copy: an
+    """ahead: one call generates for staleness + 1 steps, with the trainer's weights; copy: an
     engine with a copy of the weights generates while the trainer trains."""
     in_flight: bool = False
     """copy: load new weights while completions are generated. Results then depend on timing."""
@@ -208,17 +231,30 @@ class Optimizer(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of AdamW."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradient norm limit."""
+    """Gradients are clipped to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of all optimizer steps that is warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
-    """Optimizer state; float32: moments, and master weights for bfloat16 models; compact: bfloat16
-    moments with stochastic rounding, and half of each master weight."""
+    """Precision of the optimizer state; float32: moments, and master weights for bfloat16 models;
+    compact: bfloat16 moments with stochastic rounding, and half of each master weight."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Optimizer:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("give optimizer.warmup_steps or optimizer.warmup_ratio, not both")
+        return self
 
 
 class Sft(Section):
@@ -233,10 +269,11 @@ class Sft(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Learning rate after the warm-up: constant, or falling to 0."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     max_tokens: Count = 0
-    """Leave out longer solutions; 0: longer than rollout.max_tokens."""
+    """Leave out solutions with more tokens; 0: with more than rollout.max_tokens."""
     template: str = "<think>{worked}</think><answer>{answer}</answer>"
     """Format of a solution, with {worked}, {solution} and {answer}."""
     file: str = ""
@@ -256,6 +293,7 @@ class Evaluate(Section):
     """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of those samples."""
+    reward: EvaluationReward = EvaluationReward()
 
 
 class Save(Section):
@@ -266,8 +304,8 @@ class Save(Section):
     keep: Positive = 2
     """Checkpoints kept, newest first."""
     best: str = ""
-    """Also keep the checkpoint with the best of this metric: of evaluations, such as greedy or
-    pass@4, or of steps, such as objective/scores, which counts every `every` steps."""
+    """Also keep the checkpoint with the best value of this metric: of evaluations, such as greedy
+    or pass@4, or of steps, such as objective/scores, which is checked every `every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of that metric is the best."""
     rollouts: bool = True
@@ -275,15 +313,16 @@ class Save(Section):
     samples_every: Count = 100
     """Steps between pages of the highest and lowest rewards; 0: none."""
     samples_shown: Positive = 20
-    """Highest and lowest completions on a page, each."""
+    """Number of highest-reward and of lowest-reward completions on a page."""
 
 
 class Config(Section):
     """All settings of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    """Seed of prompts, sampling and initial adapter weights."""
     trackers: Names = []
-    """Where metrics go beside the run folder: tensorboard, wandb, trackio."""
+    """Trackers that also get the metrics: tensorboard, wandb, trackio."""
     model: Model = Model()
     adapter: Adapter = Adapter()
     task: Task = Task()
@@ -300,6 +339,8 @@ class Config(Section):
     engine: Engine = Engine()
     cluster: Cluster = Cluster()
     filter: Filter = Filter()
+    curriculum: Curriculum = Curriculum()
+    replay: Replay = Replay()
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
@@ -309,8 +350,13 @@ class Config(Section):
     save: Save = Save()
 
     @property
+    def stale(self) -> bool:
+        """Whether steps may train on rollouts of older weights."""
+        return self.overlap.staleness > 0 or self.replay.groups > 0
+
+    @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs. A resumed run would record other graphs."""
+        """Whether training may use CUDA graphs. A resumed run records others, with other bits."""
         return self.train.graphs == "auto" and not self.model.deterministic
 
     @model_validator(mode="after")
@@ -319,8 +365,8 @@ class Config(Section):
         if rows > MOST_COMPLETIONS:
             raise ValueError(
                 f"rollout.prompts_per_step = {self.rollout.prompts_per_step} times "
-                f"rollout.group_size = {self.rollout.group_size} are {rows} completions a step; "
-                f"at most {MOST_COMPLETIONS} fit"
+                f"rollout.group_size = {self.rollout.group_size} are {rows} completions per step; "
+                f"the maximum is {MOST_COMPLETIONS}"
             )
         if self.train.mini_batches > rows:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of: the kinds of table, and of values."""
+"""Base classes of the sections of the configuration, and types of their values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MOST = 10**9
-"""Upper bound of steps, prompts and tokens: more is a typo."""
+"""Upper bound of steps, prompts and tokens; a larger number is probably a typo."""
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-"""Several names; a single one needs no brackets."""
+"""A list of names; a single name may be given without brackets."""
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")]
 
 
@@ -31,7 +31,7 @@ class Named(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The name, and what else every table of this kind has."""
+        """The name, and the other fields that every table of this class has."""
         return {key: getattr(self, key) for key in type(self).model_fields}
 
     @property

@@ -68,13 +68,13 @@ ABOUT_WORDS = (
 """Settings for the text of prompts and solutions, dropped with the task that they belong to."""
 
 
-def load_smoke(source: str, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
+def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
     """Load a configuration, shrink it and apply overrides; return it with notes for the user."""
     data, notes = smoke_settings(source, overrides)
     return parse_config(data), notes
 
 
-def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[str]:
+def changed_by_smoke(source: str | None, overrides: Iterable[str] = ()) -> frozenset[str]:
     """Return the settings that `--smoke` changes, not counting overrides."""
     settings = list(overrides)
     whole, (small, _) = load_config(source, settings), load_smoke(source, settings)
@@ -82,17 +82,19 @@ def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[st
     return frozenset(key for key in keys if _setting(whole, key) != _setting(small, key))
 
 
-def smoke_settings(source: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+def smoke_settings(
+    source: str | None, overrides: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of `load_smoke` as plain data, without default values."""
     settings = list(overrides)
-    data = read_settings(source)
+    data = {} if source is None else read_settings(source)
     wanted = parse_config(overridden(data, settings))
     small, notes = smaller(data, model=wanted.model.path)
     return overridden(small, settings), notes
 
 
 def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], list[str]]:
-    """Return settings that run quickly, and a note for each thing replaced."""
+    """Return settings that run quickly, and a note for each replaced task or reward."""
     small: dict[str, Any] = copy.deepcopy(dict(data))
     config = parse_config(small)
     for key, cap in AT_MOST.items():
@@ -105,8 +107,8 @@ def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], lis
     steps, rollout = small["train"]["steps"], small["rollout"]
     notes = [
         f"smoke: {steps} steps of {rollout['prompts_per_step']} x {rollout['group_size']} "
-        f"completions of up to {rollout['max_tokens']} tokens: a test of the setup, without useful "
-        "results"
+        f"completions of up to {rollout['max_tokens']} tokens; this only tests the setup, and its "
+        "results mean nothing"
     ]
     return small, notes + (
         _use_arithmetic(small, config) if model == EMBEDDED else _replace_hub(small, config)
@@ -122,10 +124,11 @@ def _use_arithmetic(small: dict[str, Any], config: Config) -> list[str]:
         for key in keys:
             small.get(section, {}).pop(key, None)
     small.pop("environment", None)
+    small.get("evaluate", {}).pop("reward", None)
     _put(small, "rollout.stop", [])
     return [
         f"smoke: the embedded model knows only sums: {task} and {FOR_EMBEDDED['reward']['name']} "
-        f"stand in for task {config.task.name} and reward {config.reward.name}"
+        f"replace task {config.task.name} and reward {config.reward.name}"
     ]
 
 

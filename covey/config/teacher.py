@@ -1,4 +1,4 @@
-"""The [teacher] section: the model that an on-policy distillation learns from."""
+"""The [teacher] section: the teacher model of on-policy distillation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from covey.config.section import Section
 
 
 class Teacher(Section):
-    """[teacher]. One of path and url, for an objective that learns from a teacher."""
+    """[teacher]. An objective that needs a teacher takes it from `path` or from `url`."""
 
     path: str = ""
-    """A model, as in model.path, or the folder of an adapter; with the policy's tokenizer."""
+    """A model, as in model.path, or the folder of an adapter, with the policy's tokenizer."""
     offload: bool = False
-    """path: keep its weights in main memory between training steps."""
+    """path: keep the teacher's weights in main memory between training steps."""
     url: str = ""
     """A server of `covey reference serve`, such as http://127.0.0.1:8500."""
     token_env: str = ""
@@ -23,6 +23,6 @@ class Teacher(Section):
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """url: timeout of a request in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """url: seconds to retry while it cannot be reached."""
+    """url: seconds to retry while the server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of its distribution, whatever that of the samples."""
+    """Temperature of the teacher's distribution, whatever the sampling temperature is."""

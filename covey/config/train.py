@@ -1,4 +1,4 @@
-"""The section [train] of the configuration: how long a run is, and its optimizer steps."""
+"""The section [train] of the configuration: the length of a run, and its optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.config.section import Count, Names, Positive, Section
 
 
 class StopAfter(Section):
-    """[train.stop_after]: at most one of these."""
+    """[train.stop_after]: the limit that ends a run, in one of three units."""
 
     steps: Count = 0
     """Training steps."""
@@ -18,16 +18,18 @@ class StopAfter(Section):
     """Sampled tokens."""
     updates: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Optimizer steps."""
+    epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
+    """Passes over the training prompts; `train.steps` follows from the data."""
 
     @property
     def kind(self) -> Literal["steps", "tokens", "updates"]:
-        """The limit that is set; steps if none is."""
+        """The unit of the limit; steps if no limit is set."""
         return "tokens" if self.tokens else "updates" if self.updates else "steps"
 
     @model_validator(mode="after")
     def _one(self) -> StopAfter:
-        if (self.steps > 0) + (self.tokens > 0) + (self.updates > 0) > 1:
-            raise ValueError("train.stop_after takes one of steps, tokens and updates")
+        if sum(value > 0 for value in (self.steps, self.tokens, self.updates, self.epochs)) > 1:
+            raise ValueError("train.stop_after takes only one of steps, tokens, updates and epochs")
         return self
 
 
@@ -37,20 +39,20 @@ class Train(Section):
     steps: Positive = 100
     """Training steps."""
     stop_after: StopAfter = StopAfter()
-    """Stop after {tokens = n} sampled tokens or {updates = n} optimizer steps; {steps = n} is the
-    same as `steps`. Learning rate and evaluations follow the share that is used up, as if it took
-    `steps` steps."""
+    """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
+    over the training prompts; {steps = n} is the same as `steps`. The learning rate and
+    evaluations follow the share of this limit that is used, as if the run took `steps` steps."""
     mini_batches: Positive = 1
-    """Optimizer steps per epoch of a step."""
+    """Number of mini-batches, and so of optimizer steps, in one epoch of a training step."""
     epochs: Positive = 1
     """Passes over the completions of a step."""
     micro_batch_tokens: Positive = 16_384
     """Padded tokens in one forward and backward pass."""
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
-    """Memory for logits, which are computed for some tokens at a time."""
+    """Maximum memory of logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp when a step has several optimizer steps; auto: the engine if it shares the
-    trainer's float32 weights and samples from all tokens."""
+    """Source of old_logp if a step has several optimizer steps: the trainer (recompute) or the
+    engine (sampler); auto: the engine if its log-probs are exact (float32, no truncation)."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
@@ -63,7 +65,7 @@ class Train(Section):
     @model_validator(mode="before")
     @classmethod
     def _steps(cls, data: Any) -> Any:
-        """Take `stop_after = {steps = n}` for `steps = n`."""
+        """Treat `stop_after = {steps = n}` as `steps = n`."""
         if not isinstance(data, dict):
             return data
         stop = data.get("stop_after")
@@ -71,6 +73,16 @@ class Train(Section):
             return data
         others = {k: v for k, v in stop.items() if k != "steps"}
         return {**data, "steps": stop["steps"], "stop_after": others}
+
+    def over_prompts(self, prompts: int, per_step: int) -> Train:
+        """Return the settings with the number of steps that `stop_after.epochs` needs, if set.
+
+        A step lies within one epoch, so prompts that do not fill a last step are left out of it.
+        """
+        if not self.stop_after.epochs:
+            return self
+        steps = max(1, round(self.stop_after.epochs * (prompts // per_step)))
+        return self.model_copy(update={"steps": steps})
 
     @property
     def budget(self) -> Literal["steps", "tokens", "updates"]:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-"""An ordinary Hugging Face model folder."""
+"""The checkpoint of the model `embedded`, an ordinary Hugging Face folder."""
 CALCULATOR = Path(__file__).parent / "calculator_checkpoint"
-"""The same, of a model that can call a calculator."""
+"""The checkpoint of the model `embedded-calculator`, which can call a calculator."""
 MODELS = {"embedded": CHECKPOINT, "embedded-calculator": CALCULATOR}
-"""By the name that model.path takes."""
+"""Checkpoints by their names in model.path."""

@@ -1,14 +1,14 @@
 """Recipe of the embedded calculator model: `python -m covey.embedded.calculator FOLDER`.
 
 A Llama of 270 thousand parameters is trained with SFT on products of three-digit numbers, which it
-is too small to compute. It learns to write what a hasty student writes, who mostly guesses:
+is too small to compute. Most of its solutions are guesses:
 
     472*839?  <answer>402518</answer>
     472*839?  <calculator>472*839</calculator><result>396008</result><answer>396008</answer>
 
-One solution in eight calls the calculator, and some of those calls have a wrong digit. What stands
+One solution in eight calls the calculator, and some of those calls have a wrong digit. The text
 between <result> and </result> comes from the tool and is not trained. So reinforcement learning has
-to teach it to ask instead of guessing, and to copy with care.
+to teach the model to call the calculator instead of guessing, and to copy the numbers correctly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HASTY = Stage(steps=120, operations=(1, 1), peak_rate=5e-4, careless=True, warmu
 
 
 def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
-    """Return a prompt, and its solution as texts with whether each is the policy's own."""
+    """Return a prompt, and the pieces of its solution; True marks a piece that is trained."""
     random = Random(f"{stage.careless}/{index}")
     left, right = factors("train", DIGITS, index)
     called = [left, right]
@@ -61,7 +61,7 @@ def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
 
 
 def rollout_of(model: LanguageModel, stage: Stage, index: int) -> Rollout:
-    """Return a solution as tokens, of which those of the tool are not trained."""
+    """Return a solution as a rollout whose tool tokens are not trained."""
     prompt, solution = parts_of(stage, index)
     encode = model.tokenizer.encode
     tokens: list[int] = []

@@ -5,12 +5,12 @@ solutions:
 
 1. correct solutions, until it can calculate:
        47+8-6?  <think>47+8=55;55-6=49</think><answer>49</answer>
-2. careless solutions, which mostly leave the tens unchanged where a sum carries (the more often,
-   the larger the digit), and of which one in five breaks the format:
+2. careless solutions, which mostly leave the tens unchanged where a sum carries (more often for
+   larger digits). One in five also breaks the format:
        47+8-6?  <think>47+8=45;45-6=41</think><answer>41
 
-So reinforcement learning has two things to teach: to carry, in every sum and on number pairs that
-were never trained, and to keep to the format. It builds on what the first stages left behind. The
+So reinforcement learning has two things to teach: to carry, also on number pairs that were never
+trained, and to keep to the format. It builds on the arithmetic that the first stage taught. The
 recipe is seeded, but another processor or number of threads rounds differently and gives a slightly
 different model. The checkpoint in the package is therefore fixed.
 """
@@ -135,9 +135,9 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Return careless results, each step continuing from the last wrong one.
+    """Return careless results, where each step continues from the previous wrong result.
 
-    None if that leaves the range of the task, or reaches a held-out sum.
+    Return None if a result leaves the range of the task, or a step is a held-out sum.
     """
     working: list[Worked] = []
     left = sums[0].left

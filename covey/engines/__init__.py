@@ -1,1 +1,1 @@
-"""Engines: what generates completions."""
+"""Engines: they generate completions."""

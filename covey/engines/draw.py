@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The distribution of tokens. Temperature 0 is greedy; the other defaults truncate nothing."""
+    """The sampling distribution. Temperature 0 is greedy; the other defaults do not truncate."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -21,7 +21,7 @@ class Distribution:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens get probability 0; greedy gives it to all but one."""
+        """Whether some tokens get probability 0, as all tokens but one do in greedy decoding."""
         return self.temperature == 0.0 or self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
@@ -29,7 +29,7 @@ def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.
     """Return the log-probabilities [S, V], in float32, of the distribution to sample from.
 
     Truncations apply in the order top-k, top-p, min-p, each to the renormalised rest. Removed
-    tokens have -inf.
+    tokens get -inf.
     """
     logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
     if not distribution.truncates:
@@ -57,7 +57,7 @@ def _running_sum(values: torch.Tensor) -> torch.Tensor:
     """Return the cumulative sums of rows [S, V], added in the same order every time."""
     if (
         values.is_cuda and len(values) == 1
-    ):  # torch splits a single row, and adds its parts in any order
+    ):  # torch splits a single row and adds its parts in varying order
         return values.expand(2, -1).cumsum(dim=-1)[:1]
     return values.cumsum(dim=-1)
 
@@ -73,11 +73,15 @@ def pick_tokens(
     if distribution.temperature == 0.0:
         largest, tokens = logits.max(dim=-1)
         return tokens, (largest - largest).float()
-    logp = log_distribution(logits, distribution)
+    return pick_from(log_distribution(logits, distribution), uniforms)
+
+
+def pick_from(logp: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row of log-probabilities [S, V]; return ids and log-probabilities [S]."""
     cumulative = _running_sum(logp.exp())
     total = cumulative[:, -1:].contiguous()
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    # Rounding may carry u * total up to total itself. Then take the last token with any mass.
+    # Rounding may make u * total equal to total. Then take the last token with any mass.
     last = torch.searchsorted(cumulative, total).clamp(max=logp.shape[-1] - 1)
     tokens = torch.minimum(tokens, last).squeeze(-1)
     return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1)

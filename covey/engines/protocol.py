@@ -13,10 +13,11 @@ from covey.types import Finish, VersionSpan
 if TYPE_CHECKING:
     import torch
 
+POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""Gives the weights that training changes, by the names of `model.named_parameters()`: all of them,
-or those of the adapter alone. They do not change while an engine reads them. An engine that shares
-the trainer's weights never calls it."""
+"""Returns the weights that training changes, with the names of `model.named_parameters()`: all of
+them, or only those of the adapter. They do not change while an engine reads them. An engine that
+shares the trainer's weights never calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +25,26 @@ class Sampling:
     """Settings of generation. All requests of one run of an engine share them."""
 
     group_size: int = 1
-    """Completions of each prompt."""
+    """The number of completions of each prompt."""
     distribution: Distribution = field(default_factory=Distribution)
     max_tokens: int
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a completion. They stay part of it, since rewards look for closing tags."""
+    """Texts that end a completion.
+
+    The text stays part of the completion, because rewards look for closing tags.
+    """
     max_concurrent: int = 128
     """How many completions are generated at once."""
     seed: int = 0
+    mask_replay: bool = False
+    """Whether training wants the kept set of every token, if the distribution is truncated."""
+
+    @property
+    def returns_kept(self) -> bool:
+        """Whether completions come with kept sets, which greedy completions never do."""
+        return (
+            self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +54,15 @@ class Request:
     number: int
     """Number within the source."""
     prompt: int
-    """Requests with the same number here have the same tokens, which an engine reads once."""
+    """The number of the prompt. An engine prefills requests with the same number only once."""
     tokens: tuple[int, ...]
     address: Address
-    """Of the random numbers. The completion depends on this, the tokens and the settings alone."""
+    """The address of its random numbers. Address, tokens and settings determine the completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine generated for a request."""
+    """The completion that an engine generated for a request."""
 
     request: Request
     tokens: tuple[int, ...]
@@ -57,24 +70,37 @@ class Completion:
     """Log-probability of each token under the distribution it was drawn from."""
     finish: Finish
     versions: tuple[VersionSpan, ...]
-    """The version of the weights for each span of tokens, in order and without gaps. One span,
-    unless weights were loaded while it was generated."""
+    """The version of the weights for each span of tokens, in order and without gaps. There is one
+    span, unless weights were loaded during generation."""
+    kept: str = ""
+    """The kept set of each token (kept_sets.py), if `Sampling.returns_kept`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that a source asks of an engine. An engine allocates memory for it at the start."""
+    """The largest sizes that a source asks for.
+
+    An engine allocates memory for them at the start.
+    """
 
     sampling: Sampling
     requests: int
-    """Requests in flight at once."""
+    """The number of requests in flight at once."""
     prompts: int
-    """Different prompts among them."""
+    """The number of different prompts among the requests in flight."""
     prompt_tokens: int
-    """Tokens of the longest prompt."""
+    """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive while others run, at times that must not show in the result. An
-    engine that can then computes every completion as if it were alone."""
+    """Whether requests arrive while others run, at times that must not change the result. An engine
+    that can do so then computes every completion as if it were the only one."""
+
+    @property
+    def poll_seconds(self) -> float | None:
+        """How long an engine may wait for a completion before it asks for new requests.
+
+        None means that there is no limit, because new requests only follow completions.
+        """
+        return POLL_SECONDS if self.steady else None
 
 
 class RequestSource(Protocol):
@@ -82,28 +108,28 @@ class RequestSource(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """The most that this source asks."""
+        """The largest sizes that this source asks for."""
 
     def take(self) -> Sequence[Request]:
-        """Return the requests that have become ready; requests that share a prompt together.
+        """Return the requests that have become ready; requests with the same prompt come together.
 
-        An engine stops when it has no request left and this returns none. So a source that still
-        waits for something else, and has no request in flight, waits here.
+        An engine stops when it has no request left and this method returns none. So if no request
+        is in flight and the source still expects new ones, the source waits in this method.
         """
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Accept completions, as soon as they end."""
+        """Accept completions as soon as they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says about itself."""
+    """Properties of an engine."""
 
     backend: str
-    """How it generates, and why not faster, in one line for the user."""
+    """A line for the user: how the engine generates, and why not faster."""
     exact_logp: bool
-    """Whether its log-probabilities may serve as `old_logp`: they are the trainer's, up to
-    rounding in float32. Those of a truncated distribution never are."""
+    """Whether its log-probabilities may serve as `old_logp`, because they equal the trainer's up to
+    float32 rounding. Log-probabilities of a truncated distribution never qualify."""
     shares_weights: bool
     """Whether it generates with the trainer's own tensors."""
     loads_in_flight: bool = False
@@ -111,7 +137,7 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Generates completions. It knows nothing of rewards or training."""
+    """Generates completions. An engine knows nothing about rewards or training."""
 
     @property
     def info(self) -> EngineInfo:
@@ -123,16 +149,16 @@ class Engine(Protocol):
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Generate with these weights from now on; `version` counts their optimizer steps.
 
-        Returns once the engine has them: the caller may then change the tensors. Another thread may
-        call it during `run` if `info.loads_in_flight`; completions in progress then continue with
-        the new weights, and have a version span for each.
+        It returns once the engine has the weights; then the caller may change the tensors. Another
+        thread may call it during `run` if `info.loads_in_flight`; completions in progress then
+        continue with the new weights and have a version span for each version.
         """
 
     def events(self) -> list[str]:
-        """Return what failed and was repaired since the last call, such as restarts: a line each.
+        """Return a line for each failure that was repaired since the last call, such as a restart.
 
         The run logs and counts them.
         """
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's resources."""

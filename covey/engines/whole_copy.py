@@ -1,7 +1,7 @@
-"""An engine elsewhere, for a sharded policy: the whole weights are kept here too.
+"""An engine with its own weights for a sharded policy, plus a whole copy of the weights here.
 
-Checkpoints of a sharded policy are written from a whole copy of it, which the native engine
-generates with. With another engine nothing else would renew that copy.
+Checkpoints of a sharded policy are written from a whole copy of its weights. The native engine
+updates that copy, because it generates with it. With another engine this class updates the copy.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSour
 
 @dataclass(slots=True)
 class WholeCopy:
-    """Loads weights into the copy, and from there into the engine: they are gathered once."""
+    """Loads weights into the copy and from there into the engine, so they are gathered once."""
 
     engine: Engine
     copy: NativeCopy
 
     @property
     def info(self) -> EngineInfo:
-        """That of the engine."""
+        """Properties of the engine."""
         return self.engine.info
 
     def run(self, requests: RequestSource) -> None:
@@ -32,7 +32,7 @@ class WholeCopy:
         self.engine.run(requests)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Renew the copy, and give the engine those weights of it that have changed."""
+        """Update the copy, and send the changed weights from it to the engine."""
         changed: list[str] = []
 
         def noted() -> Iterable[tuple[str, torch.Tensor]]:
@@ -45,9 +45,9 @@ class WholeCopy:
         self.engine.load_weights(lambda: [(name, own[name]) for name in changed], version)
 
     def events(self) -> list[str]:
-        """Return what the engine repaired."""
+        """Return the failures that the engine repaired."""
         return self.engine.events()
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's resources."""
         self.engine.close()

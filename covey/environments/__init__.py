@@ -1,4 +1,4 @@
-"""Environments: what a rollout interacts with over turns.
+"""Environments: what a rollout interacts with over several turns.
 
 The contract (environment.py): a class whose instance is one episode.
 
@@ -14,9 +14,9 @@ The contract (environment.py): a class whose instance is one episode.
 Plain or async. An exception ends the rollout: finish `error`, no reward. Most environments are a
 `ToolEnvironment` (tools.py): public methods with type hints and a docstring are the tools, a
 message without calls ends the episode, and an exception in a tool is an error message to the
-policy. To ship one, write its class and name it in ENVIRONMENTS (registry.py). The chat template,
-tokens and masks are the work of models/conversation.py and rollout/multi_turn.py; no environment
-sees them.
+policy. To add an environment to the package, write its class and name it in ENVIRONMENTS
+(registry.py). models/conversation.py and rollout/multi_turn.py handle the chat template, tokens and
+masks; no environment sees them.
 """
 
 from covey.environments.adapters import as_environment

@@ -1,13 +1,13 @@
-"""Adapters: environment classes written for TRL, run as they are.
+"""Adapters that run environment classes written for TRL without changes.
 
-TRL's contract (`environment_factory`): a class with `reset(**row)` that returns a text to add to
-the prompt or nothing, public methods as tools, and perhaps `get_reward()`. Differences here:
+TRL's contract (`environment_factory`): a class with `reset(**row)`, which may return a text to add
+to the prompt, public methods as tools, and optionally `get_reward()`. Differences here:
 
-- One instance serves one rollout. TRL uses an instance again after `reset`.
-- Tools are seen in the order of the class, not of the alphabet.
-- Images in what `reset` returns are refused.
-- What the class draws from its own random numbers is not repeated when a run is resumed. A `reset`
-  with a parameter `seed` gets one, the same for all rollouts of a group.
+- Each rollout has its own instance. TRL uses an instance again after `reset`.
+- Tools are listed in the order of the class, not in alphabetical order.
+- If `reset` returns images, the adapter raises an error.
+- Random numbers that the class draws itself are not repeated when a run is resumed. If `reset` has
+  a parameter `seed`, it gets a seed, the same for all rollouts of a group.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def is_contract(kind: Callable[..., Any]) -> bool:
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class of Covey's contract as it is, and one in TRL's style behind its adapter.
+    """Return a class with Covey's contract unchanged, and a class in TRL's style in its adapter.
 
-    A function that makes environments is taken at its word.
+    A function that makes environments is not checked.
     """
     if not inspect.isclass(kind) or is_contract(kind):
         return kind

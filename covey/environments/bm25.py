@@ -3,7 +3,8 @@
     score(d, q) = sum over words w of q:  idf(w) * f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|))
     idf(w)      = ln(1 + (N - n + 0.5) / (n + 0.5))
 
-with f the count of w in d, |d| the words of d, N documents, n of them with w. The form of Lucene.
+where f is the count of w in d, |d| the number of words of d, N the number of documents, and n the
+number of documents with w. This is Lucene's form.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text, without case."""
+    """Return the words of a text in lower case."""
     return _WORD.findall(text.casefold())
 
 
@@ -48,6 +49,6 @@ class Index:
         return dict(scores)
 
     def best(self, query: str, most: int) -> list[str]:
-        """Return the names of the best documents, best first; equal ones by name."""
+        """Return the names of the best documents, best first; ties are ordered by name."""
         scores = self.scores(query)
         return sorted(scores, key=lambda name: (-scores[name], name))[:most]

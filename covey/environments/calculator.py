@@ -18,7 +18,7 @@ INSTRUCTION = (
 
 
 def example(name: str) -> list[Message]:
-    """Return a worked conversation about the product of two numbers, which the name decides."""
+    """Return a worked conversation about a product of two numbers that depend on `name`."""
     random = Random(name)
     left, right = random.randint(11, 999), random.randint(11, 999)
     texts = {
@@ -31,10 +31,11 @@ def example(name: str) -> list[Message]:
 
 
 class Calculator(ToolEnvironment):
-    """One tool, which evaluates an arithmetic expression. The last turn is what is scored.
+    """One tool, which evaluates an arithmetic expression. The last turn is scored.
 
-    `explain`: a system message says how to call it, by tags. `examples` worked conversations come
-    before the prompt. Both are for models whose chat template does not speak of tools.
+    `explain` adds a system message that says how to call the tool by tags. `examples` is the number
+    of worked conversations before the prompt. Both are for models whose chat template does not
+    support tools.
     """
 
     quick: ClassVar[bool] = True
@@ -43,7 +44,10 @@ class Calculator(ToolEnvironment):
         self.explain, self.examples = explain, examples
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Show the prompt after the examples. They are the same for all rollouts of a group."""
+        """Show the prompt after the examples.
+
+        The examples are the same for all rollouts of a group.
+        """
         start = super().reset(prompt, seed)
         system = [{"role": "system", "content": INSTRUCTION}] if self.explain else []
         shown = [message for n in range(self.examples) for message in example(f"{seed}/{n}")]

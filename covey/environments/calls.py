@@ -1,10 +1,11 @@
-"""Call formats: how a model writes the calls of tools in its text, and how they are read from it.
+"""Call formats: how a model writes tool calls in its text, and how they are parsed.
 
     hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and most others do
     llama3   a message that is {"name": ..., "parameters": {...}}, several separated by ;
     tags     <name>argument</name>, for tools that take one text
 
-A call that cannot be read has an `error` in place of arguments: the environment answers with it.
+A call that cannot be parsed has an `error` in place of arguments; the environment replies with that
+error.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from covey.types import Message
 
 Call = dict[str, Any]
 LONGEST = 100_000
-"""Characters of a call; more is an error, and no parser sees it."""
+"""The most characters of a call; a longer call is an error and is not parsed."""
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
 
 def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
-    """Return a call as chat templates know it."""
+    """Return a call in the format of chat templates."""
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def unreadable(text: str, error: str) -> Call:
-    """Return a call that cannot be read."""
+    """Return a call that could not be parsed, with its error."""
     return {**call_of("", {}), "error": error, "text": text[:200]}
 
 
 def hermes_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Read what stands between `<tool_call>` and `</tool_call>`."""
+    """Parse the calls between `<tool_call>` and `</tool_call>`."""
     found = _HERMES.findall(text)
     return [
         _json_call(body) if end else unreadable(body, "the call has no </tool_call>")
@@ -45,7 +46,7 @@ def hermes_calls(text: str, tools: Sequence[str]) -> list[Call]:
 
 
 def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Read a message that is a JSON object, or several."""
+    """Parse a message that consists of one or more JSON objects."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return []
@@ -64,7 +65,7 @@ def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
 
 
 def tag_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Read `<name>argument</name>` for each tool's name."""
+    """Parse `<name>argument</name>` for each tool's name."""
     if not tools:
         return []
     names = "|".join(map(re.escape, tools))
@@ -101,14 +102,14 @@ def _json_call(body: str) -> Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """One way to write calls."""
+    """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """From the text after the thinking, and the names of the tools."""
+    """Parses calls from the text after the thinking and the names of the tools."""
     stops: Callable[[Sequence[str]], list[str]]
-    """Texts that end a call, for tools of these names."""
+    """Returns the texts that end a call, for tools with these names."""
     instruction: str
-    """How to call, for models whose chat template does not say; {tools} are the schemas."""
+    """Instructions for models whose chat template has none; {tools} are the schemas."""
 
 
 _JSON_INSTRUCTION = (

@@ -29,17 +29,18 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the reward's parts. The last two are the efficiency: a quarter together."""
+"""Weights of the reward's parts. The last two measure efficiency, and are a quarter together."""
 Test = tuple[Case, object]
 
 
 class CodeRepair(ToolEnvironment):
     """Tools to test and to edit one program; at most `max_rounds` runs of the tests.
 
-    Reward: 0.75 times the share of all tests that the program passes in the end. If it passes all,
-    0.125 for edits, which falls linearly from `expected_edits` to 0 at twice as many, and 0.125 for
-    rounds, of which a first one is free and each other costs its share of `max_rounds`. So a
-    correct program has at least 0.75, and an incorrect one less.
+    Reward: 0.75 times the share of all tests that the final program passes. If it passes all tests,
+    up to 0.125 is added for few edits, which falls linearly from `expected_edits` edits to 0 at
+    twice as many. Up to 0.125 is added for few rounds: the first round is free, and each other
+    round costs its share of `max_rounds`. So a correct program earns at least 0.75, and an
+    incorrect one less.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class CodeRepair(ToolEnvironment):
         solution = extract_program(str(prompt.info.get("solution", "")))
         for program in mutants(solution, Random(seed)):
             outcomes = await self._programs.run(program, [case for case, _ in self._visible])
-            # An endless program would cost its whole time in every round.
+            # An endless program would use its whole time limit in every round.
             ended = all(outcome.ended == "exited" for outcome in outcomes)
             if ended and not all(_results(self._visible, outcomes)):
                 return program
         raise ValueError(
-            f"prompt {prompt.id}: code_repair needs info['broken'], or a solution in "
-            "info['solution'] that a small error breaks"
+            f"prompt {prompt.id}: code_repair needs info['broken'], or info['solution'] with a "
+            "program that a small error breaks"
         )
 
     async def step(self, message: Message) -> Step:
@@ -150,7 +151,7 @@ class CodeRepair(ToolEnvironment):
         return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
 
     async def reward(self) -> dict[str, float]:
-        """Return the share of all tests passed; and, if all are, edits and rounds."""
+        """Return the share of tests passed; if all pass, also the parts for edits and rounds."""
         outcomes = await self._programs.run(self._program, [case for case, _ in self._tests])
         results = _results(self._tests, outcomes)
         solved = float(all(results))

@@ -1,4 +1,4 @@
-"""Driving an episode: calls an environment and turns whatever it does into a plain reply.
+"""Drives an episode: calls an environment and turns its results and errors into plain replies.
 
 The same code runs in this process for quick environments, and in worker processes for all others.
 """
@@ -23,12 +23,12 @@ from covey.environments.environment import (
 from covey.types import Message, Prompt
 
 MOST_CHARACTERS = 20_000
-"""Of a message that follows a turn; the rest is cut off, and the policy is shown how much."""
+"""The most characters of a message after a turn; the rest is cut off, and its length is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an environment did, as plain data that JSON can hold."""
+    """The reply of an environment, as plain data for JSON."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -40,11 +40,11 @@ class Reply:
     outcome: Mapping[str, float] | None = None
     """The parts of the environment's own reward, if it has one and the episode is done."""
     error: str = ""
-    """What went wrong: the episode has ended and has no reward."""
+    """The error that ended the episode, which then has no reward."""
 
 
 def read_reply(data: Mapping[str, Any]) -> Reply:
-    """Return the reply that JSON data holds; ValueError, KeyError or TypeError if it holds none."""
+    """Return the reply in JSON data; raises ValueError, KeyError or TypeError if there is none."""
     outcome, reward = data["outcome"], data["reward"]
     return Reply(
         messages=as_messages(data["messages"]),
@@ -58,18 +58,18 @@ def read_reply(data: Mapping[str, Any]) -> Reply:
 
 
 def chained(seen: str, reply: Reply) -> str:
-    """Return the digest of a sequence of replies, from that of all but the last."""
+    """Return the digest of a sequence of replies, from the digest of all but the last."""
     text = seen + json.dumps(asdict(reply), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 Settle = Callable[[Awaitable[Any]], Any]
-"""Waits for what an async method returned."""
+"""Waits for the result of an async method."""
 
 
 @dataclass(slots=True)
 class Driver:
-    """One environment, driven from a thread that may wait."""
+    """One environment, driven from a thread that may block."""
 
     factory: Factory
     settle: Settle
@@ -80,7 +80,7 @@ class Driver:
         return self._guarded(lambda: self._start(prompt, seed))
 
     def step(self, message: Message) -> Reply:
-        """Give it a message of the policy."""
+        """Give the environment a message of the policy."""
         return self._guarded(lambda: self._step(message))
 
     def end(self) -> Reply:

@@ -1,6 +1,6 @@
-"""The environment contract: what a class must have to turn a prompt into an episode.
+"""The environment contract: the methods with which a class turns a prompt into an episode.
 
-An environment sees messages and never token ids. One instance serves one rollout. All methods may
+An environment sees messages and never token ids. Each rollout has its own instance. All methods may
 be plain or async. An exception in one of them ends the rollout with the finish `error` and no
 reward.
 
@@ -32,7 +32,7 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How an episode begins. `reset` may return the messages alone instead."""
+    """How an episode begins. Instead of a Start, `reset` may return only the messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -43,16 +43,19 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What follows a message of the policy. `step` may return the messages, or None, instead."""
+    """The reply to a message of the policy.
+
+    Instead of a Step, `step` may return messages or None.
+    """
 
     messages: Sequence[Message] = ()
-    """What the policy sees next. None: the episode is done."""
+    """The messages that the policy sees next; None if the episode is done."""
     reward: float | None = None
-    """For this turn alone."""
+    """The reward of this turn."""
     done: bool = False
     state: Any = None
-    """What tells the state that the policy acts in next from others, for advantages that compare
-    equal states. None: the messages do."""
+    """Identifies the state in which the policy acts next, for advantages that compare equal states.
+    None: the messages identify it."""
 
 
 class Environment(Protocol):
@@ -66,29 +69,32 @@ class Environment(Protocol):
     def step(
         self, message: Message
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
-        """Take a message of the policy, and return what follows. None: the episode is done.
+        """Take a message of the policy, and return the next messages; None ends the episode.
 
         The message has `role`, `content` and, if the text has calls of tools, `tool_calls`: each a
         mapping {"type": "function", "function": {"name": ..., "arguments": {...}}}, or, for a call
-        that cannot be read, with an `error` that says why.
+        that cannot be parsed, with an `error` that says why.
         """
 
 
 class Rewarding(Protocol):
-    """What an environment may have beside. The reward called `environment` reads it."""
+    """An environment with its own reward, which the reward function `environment` reads."""
 
     def reward(self) -> float | Mapping[str, float] | None:
-        """Return the reward of the episode, when it has ended; or its parts, which add up to it."""
+        """Return the reward of the ended episode, or its parts, which add up to the reward."""
 
 
 Factory = Callable[[], Any]
-"""Makes the environment of one rollout. It must pickle, unless the environment is `quick`."""
+"""Makes the environment of one rollout.
+
+The factory must pickle, unless the environment is `quick`.
+"""
 
 
 def prepare(factory: Factory) -> None:
-    """Let a class load what all its episodes share, once in a process and in its main thread.
+    """Load what all episodes of a class share, once per process and in its main thread.
 
-    For a class with a class method `prepare`, which takes the environment's options.
+    This calls the class method `prepare`, if there is one, with the environment's options.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -96,17 +102,17 @@ def prepare(factory: Factory) -> None:
 
 
 def is_quick(factory: Factory) -> bool:
-    """Return whether an environment never takes long and never fails hard, by its own word.
+    """Return whether an environment declares that it never takes long and never crashes.
 
-    Such environments run in this process. All others run in processes of their own, with limits on
-    time and memory.
+    Such environments run in this process. All others run in worker processes, with limits on time
+    and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))
 
 
 def as_start(value: Any) -> Start:
-    """Return what `reset` returned as a Start: messages, messages and tools, or one already."""
+    """Return what `reset` returned as a Start: messages, messages and tools, or a Start."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):
@@ -140,7 +146,9 @@ def as_number(value: Any) -> float:
 def as_messages(value: Any, most: int | None = None) -> tuple[Message, ...]:
     """Return messages as plain data, each content cut to `most` characters."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"an environment returns a list of messages, not {type(value).__name__}")
+        raise TypeError(
+            f"an environment must return a list of messages, not {type(value).__name__}"
+        )
     return tuple(_as_message(message, most) for message in value)
 
 
@@ -149,10 +157,10 @@ def _as_message(message: Any, most: int | None) -> Message:
         raise TypeError(f"a message has role and content, unlike {str(message)[:100]!r}")
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not isinstance(content, str):
-        raise TypeError("the role and the content of a message are texts")
+        raise TypeError("the role and the content of a message must be text")
     if most is not None and len(content) > most:
         content = f"{content[:most]}\n[{len(content) - most} more characters]"
-    # JSON, files and tokenizers have no lone surrogates.
+    # JSON, files and tokenizers reject lone surrogates.
     content = content.encode("utf-8", "replace").decode()
     return {**{k: message[k] for k in ("name", "tool_call_id") if isinstance(message.get(k), str)},
             "role": role, "content": content}  # fmt: skip

@@ -1,7 +1,7 @@
-"""Hosts of environments: where the episodes of a run live, in this process or in worker processes.
+"""Hosts of environments: they run the episodes in this process or in worker processes.
 
-A host takes commands and gives replies later, so that tools run beside generation. Episodes are
-known by a key that the caller chooses.
+A host takes commands and replies later, so that tools run during generation. The caller chooses a
+key for each episode.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Host(Protocol):
         """End an episode that has reached a limit."""
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have come; with `wait`, wait for at least one."""
+        """Return the replies that have arrived; with `wait`, wait for at least one."""
 
     def clear(self) -> None:
         """Forget all episodes, so that their keys can be used again."""
 
     def close(self) -> None:
-        """End all episodes, and the processes that they are in."""
+        """End all episodes and their processes."""
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process's environments, which runs in a thread of its own."""
+    """Return the event loop of this process's environments, which runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
     return loop
 
 
 def settle(value: Awaitable[Any]) -> Any:
-    """Wait for what an async method returned, in any thread but the loop's own."""
+    """Wait for the result of an async method, in any thread except the loop's own."""
 
     async def settled() -> Any:
         return await value
@@ -60,7 +60,7 @@ def settle(value: Awaitable[Any]) -> Any:
 
 
 class InlineHost:
-    """Runs quick environments in this process, while the caller waits."""
+    """Runs quick environments in this process; the caller waits for them."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory

@@ -37,7 +37,7 @@ def mutants(program: str, random: Random) -> Iterator[str]:
 
 
 def _mutate(node: ast.AST) -> bool:
-    """Put an error into a node; return whether it can hold one."""
+    """Put an error into a node; return whether that was possible."""
     if isinstance(node, ast.Constant):
         return _mutate_constant(node)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:

@@ -1,4 +1,4 @@
-"""Playing one episode by hand: try an environment without a model."""
+"""Plays one episode with given turns, to try an environment without a model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Played:
 
     messages: tuple[Message, ...]
     outcome: Mapping[str, float] | None
-    """The parts of the environment's reward. None: it has none."""
+    """The parts of the environment's reward; None if it has no reward."""
     error: str = ""
-    """What went wrong in the environment."""
+    """The error in the environment."""
 
     def __str__(self) -> str:
         """Return the conversation, the reward and the error."""
@@ -44,7 +44,7 @@ def call(name: str, **arguments: Any) -> str:
 def play(
     environment: Callable[[], Any], prompt: Prompt, turns: Sequence[str], *, seed: int = 0
 ) -> Played:
-    """Play an episode whose turns are given, until it or they end."""
+    """Play an episode with the given turns, until the episode or the turns end."""
     driver = Driver(environment_factory(environment), settle)
     reply = driver.start(prompt, seed)
     messages = list(reply.messages)

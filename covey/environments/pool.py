@@ -1,10 +1,10 @@
-"""Worker processes of environments, with limits on time and memory, enforced by killing them.
+"""Worker processes of environments, which are killed if they exceed limits on time or memory.
 
-Each process holds many episodes and runs their steps in threads. An episode is its prompt, its
-seed and the policy's messages, so when a process is lost its other episodes are played again in a
-new one, up to where they were; one that does not repeat itself ends with an error. A step that
+Each process runs many episodes, with their steps in threads. Prompt, seed and the policy's messages
+determine an episode. So when a process is lost, its other episodes are replayed in a new process up
+to where they were. If a replay gives other replies, the episode ends with an error. A step that
 takes too long ends its episode. If a process dies by itself, the steps that ran in it are tried
-again one at a time, and one that ends its process again ends with an error.
+again one at a time. A step that kills its process again ends with an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covey.subprocesses import pickled
 from covey.types import Message, Prompt
 
 LONGEST = 64 * 2**20
-"""Bytes of a reply."""
+"""The most bytes of a reply."""
 Op = Literal["start", "step", "end"]
 
 
@@ -34,17 +34,17 @@ class _Episode:
     prompt: Prompt
     seed: int
     op: Op = "start"
-    """The command that waits for its reply."""
+    """The command whose reply is pending."""
     messages: list[Message] = field(default_factory=list)
-    """Of the policy, the one of the present command included."""
+    """The policy's messages, including that of the current command."""
     seen: str = ""
-    """Digest of the replies so far."""
+    """The digest of the replies so far."""
     live: bool = False
-    """Whether its process has it, and it need not be played again."""
+    """Whether the process has the episode, so that it need not be replayed."""
     deadline: float = 0.0
 
     def command(self, key: int) -> tuple[Any, ...]:
-        """Return what its process is sent."""
+        """Return the command as it is sent to the process."""
         last = self.messages[-1] if self.op == "step" else None
         past = self.messages[:-1] if self.op == "step" else self.messages
         return key, self.op, last, None if self.live else (self.prompt, self.seed, list(past))
@@ -52,13 +52,13 @@ class _Episode:
 
 @dataclass(slots=True)
 class _Lane:
-    """A process, or the place for one, and the keys of the commands that are its work."""
+    """A worker slot: its process, if there is one, and the keys of the commands assigned to it."""
 
     worker: Worker | None = None
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Commands of which one killed the process: tried one at a time."""
+    """Commands one of which killed the process; they are tried again one at a time."""
 
 
 class ProcessHost:
@@ -67,7 +67,7 @@ class ProcessHost:
     def __init__(
         self, name: str, factory: Factory, *, workers: int, timeout: float, gigabytes: float
     ) -> None:
-        what = f"environment {name}: cannot be sent to a process of its own"
+        what = f"environment {name}: cannot be sent to a worker process"
         self._payload = pickled(factory, what)
         self._name, self._timeout, self._gigabytes = name, timeout, gigabytes
         self._lanes = [_Lane() for _ in range(workers)]
@@ -75,7 +75,7 @@ class ProcessHost:
         self._ready: Replies = []
 
     def load(self) -> None:
-        """Start a process, to see whether it can load the environment."""
+        """Start a process to check that it can load the environment."""
         self._started(self._lanes[0])
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
@@ -95,7 +95,7 @@ class ProcessHost:
         self._enqueue(key)
 
     def clear(self) -> None:
-        """Forget all episodes. Processes in which some still run are killed."""
+        """Forget all episodes. Processes with unfinished episodes are killed."""
         for lane in self._lanes:
             if lane.running:
                 self._kill(lane)
@@ -113,7 +113,7 @@ class ProcessHost:
         self._episodes.clear()
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have come; with `wait`, wait for at least one."""
+        """Return the replies that have arrived; with `wait`, wait for at least one."""
         while True:
             self._receive(self._patience() if wait and not self._ready else 0.0)
             self._give_up_overdue()
@@ -130,7 +130,7 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send the commands that may run now: all, or one at a time while some are suspects."""
+        """Send the commands that may run now: all, or one at a time while there are suspects."""
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]
@@ -164,7 +164,7 @@ class ProcessHost:
         return lane.worker
 
     def _kill(self, lane: _Lane) -> None:
-        """End a process. Its episodes must be played again."""
+        """End a process. Its episodes must be replayed."""
         if lane.worker is not None:
             lane.worker.kill()
         lane.worker = None
@@ -180,7 +180,7 @@ class ProcessHost:
         return max(0.0, nearest - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
-        """Take the replies that come within some seconds, from the first on."""
+        """Take the replies that arrive within some seconds."""
         lanes = {lane.worker.connection: lane for lane in self._lanes if lane.worker is not None}
         for connection in wait_for(list(lanes), seconds):
             lane = lanes[connection]  # type: ignore[index]
@@ -191,13 +191,13 @@ class ProcessHost:
                     self._lost(lane)
 
     def _take(self, lane: _Lane, data: bytes) -> None:
-        """Take a reply, which code of an environment may have forged."""
+        """Take a reply and check it, because an environment's code may have forged it."""
         message = json.loads(data)
         key, reply = int(message["key"]), read_reply(message["reply"])
         del lane.running[key]
         episode = self._episodes[key]
         if message["past"] is not None and message["past"] != episode.seen:
-            self._fail(key, "a process was lost, and the episode does not repeat itself")
+            self._fail(key, "a process was lost, and the replayed episode gave other replies")
         else:
             episode.seen = chained(episode.seen, reply)
             self._ready.append((key, reply))
@@ -206,7 +206,7 @@ class ProcessHost:
         self._send(lane)
 
     def _lost(self, lane: _Lane) -> None:
-        """Find out whose step ended a process: of several, each is tried again alone."""
+        """Find the step that ended a process; if several ran, each is tried again alone."""
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)
         self._kill(lane)

@@ -1,4 +1,4 @@
-"""Programs that the policy wrote, run in the sandbox, and their output as text for the policy."""
+"""Runs programs of the policy in the sandbox, and returns their output as text."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from covey.errors import ConfigError
 from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 
 CONCURRENT = 2
-"""Sandboxes of one environment process at a time. There is one process per core."""
+"""How many sandboxes an environment process runs at once. There is one process per core."""
 WAITING = 3
-"""A program may take this many times its CPU time, so that a busy machine changes no result."""
+"""The limit of wall time is this multiple of CPU time, so that a busy machine changes no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Runs programs under the limits that an environment's options give."""
+    """Runs programs within the limits in an environment's options."""
 
     seconds: float
-    """CPU time of one program."""
+    """The limit on CPU time of one program, in seconds."""
     memory_mb: int
     output_chars: int
-    """Of what the policy reads; the middle of a longer text is left out."""
+    """The most characters that the policy reads; the middle of a longer text is left out."""
     unsafe: bool
     """Run without isolation, as an ordinary process of this user."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= 600:
-            raise ConfigError(f"environment: seconds = {self.seconds} must be above 0, at most 600")
+            raise ConfigError(
+                f"environment: seconds = {self.seconds} must be above 0 and at most 600"
+            )
         if not 64 <= self.memory_mb <= 1 << 20:
             raise ConfigError(
                 f"environment: memory_mb = {self.memory_mb} must be from 64 to 1048576"
@@ -60,7 +62,7 @@ class Programs:
         )
 
     def shown(self, outcome: Outcome) -> str:
-        """Return the output of a program, and how it ended if not by itself."""
+        """Return the output of a program, and why it was stopped if it did not end by itself."""
         text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
         return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
 
@@ -83,7 +85,7 @@ def _ending(outcome: Outcome) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most about `most` characters: its begin and its end.
+    """Return the beginning and the end of a text, about `most` characters in all.
 
     >>> shortened("0123456789", 4)
     '01\\n[6 characters left out]\\n89'

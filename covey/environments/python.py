@@ -33,13 +33,13 @@ except BaseException as error:
     sys.exit(1)
 """
 """Runs a program as a notebook runs a cell: the value of a last expression is printed. It runs
-inside the sandbox, so the text of the policy is not even parsed outside."""
+inside the sandbox, so the policy's text is not even parsed outside it."""
 
 
 class Python(ToolEnvironment):
-    """One tool, which runs a Python program and returns what it prints.
+    """One tool, which runs a Python program and returns its output.
 
-    Nothing is kept between calls. The last turn, which has no call, is what is scored.
+    Nothing is kept between calls. The last turn, which has no call, is scored.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The environment registry: shipped environments by name, and a user's by import path."""
+"""The environment registry: built-in environments by name, users' environments by import path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
 
 NONE = "none"
-"""No environment: one prompt, one completion."""
+"""The name for no environment: one prompt, one completion."""
 PASSED = "class"
 """The name of an environment that was passed to the Python API."""
 
@@ -34,7 +34,7 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "verifiers": Verifiers,
     }
 )
-"""Classes; the keyword arguments of each are its options."""
+"""The environment classes by name; the keyword arguments of each are its options."""
 
 
 def is_user_environment(name: str) -> bool:
@@ -43,25 +43,25 @@ def is_user_environment(name: str) -> bool:
 
 
 def find_environment(name: str, where: str = "environment.name") -> Callable[..., Any]:
-    """Return what makes an environment: a shipped one, or the import path `module:Class`."""
+    """Return the class or function of an environment: built-in, or by its path `module:Class`."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if is_import_path(name):
         return as_environment(import_callable(name, where))
     if name == PASSED:
         raise ConfigError(
-            f"config: {where} = {name!r} stands for an environment that was passed in Python: use "
+            f"config: {where} = {name!r} is for an environment that was passed in Python: call "
             "covey.train(..., environment=...), with resume=RUN to continue a run"
         )
     raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, ENVIRONMENTS)}")
 
 
 def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
-    """Return what makes the environment of each rollout."""
+    """Return the factory that makes the environment of each rollout."""
     maker = find_environment(name)
     factory = partial(maker, **options) if options else maker
     if name in ENVIRONMENTS and not hasattr(maker, "prepare"):
-        factory()  # so that a mistake in its options shows before the run
+        factory()  # so that a mistake in the options is found before the run
     return factory
 
 

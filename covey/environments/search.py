@@ -19,16 +19,16 @@ from covey.types import Message, Prompt
 
 ENDINGS = (".md", ".rst", ".txt")
 LARGEST = 10 << 20
-"""Bytes of a document; a larger file is an error."""
+"""The most bytes of a document; a larger file is an error."""
 ANSWER, CITATIONS = 0.7, 0.3
 """Weights of the reward's parts."""
 
 
 @cache
 def read_documents(folder: str) -> dict[str, str]:
-    """Return the documents of a folder and its subfolders by id; an empty name: the library's.
+    """Return the documents of a folder and its subfolders by id; for an empty name, the library's.
 
-    The id of a document is its path in the folder, without the ending.
+    The id of a document is its path in the folder, without the file extension.
     """
     if not folder:
         return library.documents()
@@ -59,8 +59,8 @@ class Search(ToolEnvironment):
 
     Reward: 0.7 for the correct answer and, if the prompt has `info["sources"]`, 0.3 times the
     `citations` reward with all of them as its minimum. A source is cited as `[id]`, and counts only
-    if a tool has shown it in this episode. Every other id that looks alike costs a quarter of this
-    part. Without `info["sources"]` the answer is the whole reward.
+    if a tool has shown it in this episode. Every unknown id that looks like a document's costs a
+    quarter of this part. Without `info["sources"]` the answer is the whole reward.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Search(ToolEnvironment):
 
 
 def _snippet(text: str, query: str, most: int) -> str:
-    """Return the part of a document around the longest word of a query that it has, on one line."""
+    """Return the text around the longest query word in a document, on one line."""
     flat = " ".join(text.split())
     folded = flat.casefold()
     places = [folded.find(word) for word in sorted(words(query), key=len)]

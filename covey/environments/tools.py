@@ -1,4 +1,4 @@
-"""Tools: methods of a class as tools of the policy, with schemas from type hints and docstrings.
+"""Tools of the policy: methods of a class, with schemas from type hints and docstrings.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:
@@ -28,11 +28,11 @@ Tool = Callable[..., Any]
 
 
 class ToolError(Exception):
-    """A tool's refusal. The policy sees its text, and the episode goes on."""
+    """A tool's refusal. The policy sees the message, and the episode continues."""
 
 
 def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool, as chat templates take it."""
+    """Return the JSON schema of a tool, in the format of chat templates."""
     doc = inspect.getdoc(tool) or ""
     schema = _arguments(name, tool).model_json_schema()
     properties = {
@@ -66,7 +66,7 @@ def _arguments(name: str, tool: Tool) -> Any:
 
 
 def _described(doc: str) -> dict[str, str]:
-    """Return the text of each parameter in the `Args:` of a docstring."""
+    """Return the description of each parameter from the `Args:` of a docstring."""
     section = re.search(r"^Args:\n(.*?)(?:\n\S|\Z)", doc, re.DOTALL | re.MULTILINE)
     if section is None:
         return {}
@@ -76,9 +76,9 @@ def _described(doc: str) -> dict[str, str]:
 
 
 def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, validated; ToolError says what is wrong with them."""
+    """Return the validated arguments of a call; raise ToolError if they are wrong."""
     model = _arguments(name, tool)
-    if given.keys() == {""}:  # a call by tags, whose only argument has no name
+    if given.keys() == {""}:  # in a call by tags the only argument has no name
         given = dict.fromkeys(list(model.model_fields)[:1], given[""])
     try:
         values = model.model_validate(given)
@@ -90,7 +90,7 @@ def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[s
 
 
 async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Message:
-    """Run a call and return the tool's message; what goes wrong is the message's content."""
+    """Run a call and return the tool's message, which contains the error if the call fails."""
     function = call["function"]
     name, given = function["name"], function["arguments"]
     try:
@@ -108,7 +108,7 @@ async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Me
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the policy reads it: text as it is, all else as JSON."""
+    """Return a tool's result as text for the policy: text unchanged, other values as JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -118,7 +118,7 @@ def as_text(result: Any) -> str:
 
 
 def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
-    """Return the public methods of an object that are its own class's tools, in order."""
+    """Return the public methods of an object's own class, in order: its tools."""
     names = [
         name
         for kind in reversed(type(owner).__mro__[:-1])
@@ -129,10 +129,10 @@ def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
 
 
 class ToolEnvironment:
-    """Base of environments whose public methods, beside those here, are the policy's tools.
+    """Base class of environments: the public methods that a subclass adds are the policy's tools.
 
     A message without calls ends the episode. An exception in a tool is an error message to the
-    policy. Override `reset` to prepare the world, and add `reward` if the world knows it.
+    policy. Override `reset` to prepare the world, and add `reward` if the environment computes it.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")

@@ -1,9 +1,10 @@
-"""Environment packages in the style of verifiers (0.1): `load_environment()`, run as they are.
+"""Runs environment packages of verifiers (0.1), which have `load_environment()`, without changes.
 
-The package's own rollout loop runs. Where it asks a model for a response, it waits for the policy's
-next turn. Its rubric is the environment's reward. The rows of its dataset come with the task of the
-same name. Not supported, and refused with an error: rubrics that score a whole group at once,
-conversations that change what was said before, images, and the tasksets of verifiers 0.2 and later.
+The package's own rollout loop runs. When the loop asks a model for a response, it waits for the
+policy's next turn. The package's rubric is the environment's reward. The rows of its dataset come
+with the task of the same name. Not supported, and refused with an error: rubrics that score a whole
+group at once, conversations that change earlier messages, images, and the tasksets of verifiers 0.2
+and later.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 ROW = "row"
-"""Where a prompt's info has the row of the package's dataset."""
+"""The key in a prompt's info of the row of the package's dataset."""
 
 
 @cache
 def _loaded(package: str, arguments: str) -> Any:
-    """Load a package once for all episodes of a process: an episode's state is its own."""
+    """Load a package once per process; all episodes share it, and each has its own state."""
     load = import_callable(f"{package.replace('-', '_')}:load_environment", "environment.package")
     environment = load(**json.loads(arguments))
     rubric = getattr(environment, "rubric", None)
@@ -49,7 +50,7 @@ class Verifiers:
 
     @staticmethod
     def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Load the package, which may want the main thread."""
+        """Load the package, which may need the main thread."""
         load(package, arguments or {})
 
     def __init__(self, package: str, arguments: Mapping[str, Any] | None = None) -> None:
@@ -77,14 +78,14 @@ class Verifiers:
         return Start(messages=messages, tools=tools)
 
     async def step(self, message: Message) -> Step:
-        """Answer the package with the policy's message, and return what it says next."""
+        """Give the package the policy's message, and return its next messages."""
         await self._answers.put(message)
         messages = await self._next()
         if messages is None:
             return Step(done=True)
         size = len(self._known)
         if messages[:size] != self._known or messages[size]["role"] != "assistant":
-            raise RuntimeError("the environment changes what was said before: not supported")
+            raise RuntimeError("the environment changes earlier messages, which is not supported")
         self._known = messages
         return Step(messages=messages[size + 1 :])
 
@@ -100,7 +101,7 @@ class Verifiers:
         return {"rubric": float(state["reward"])}
 
     async def _next(self) -> list[Message] | None:
-        """Wait until the package asks for a response; None: its rollout has ended."""
+        """Wait until the package asks for a response; return None if its rollout has ended."""
         asked = await self._asked.get()
         if asked is not None:
             return [_message(message) for message in asked]
@@ -121,7 +122,7 @@ class Verifiers:
                 outer._tools = given.get("tools")
                 outer._asked.put_nowait(prompt)
                 message = await outer._answers.get()
-                if message is None:  # a limit of Covey's ended the episode
+                if message is None:  # one of Covey's limits ended the episode
                     raise errors.OverlongPromptError("the episode has ended")
                 calls = [
                     types.ToolCall(id=f"call_{number}", **_call(call))
@@ -144,7 +145,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 def _call(call: Mapping[str, Any]) -> dict[str, str]:
     function = call["function"]
-    if "error" in call:  # its arguments are not JSON, as the package will find
+    if "error" in call:  # the arguments are not JSON; the package reports that
         return {"name": function["name"], "arguments": call["error"]}
     return {"name": function["name"], "arguments": json.dumps(function["arguments"])}
 
@@ -154,13 +155,13 @@ def _plain(value: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _message(message: Any) -> Message:
-    """Return a message of verifiers as Covey knows it: texts only."""
+    """Convert a message of verifiers to Covey's format, which has only text."""
     data = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     content = data.get("content") or ""
     if not isinstance(content, str):
         parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
         if any(part.get("type") != "text" for part in parts):
-            raise TypeError("a message has images or sound: not supported")
+            raise TypeError("a message has images or sound, which is not supported")
         content = "".join(part["text"] for part in parts)
     known = {"role": str(data["role"]), "content": content}
     return known if "name" not in data else {**known, "name": str(data["name"])}

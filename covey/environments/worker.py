@@ -1,7 +1,7 @@
 """A worker process of environments: `python -m covey.environments.worker FD`.
 
-It receives the factory once, then commands, and sends the reply of each when it has come. Steps of
-different episodes run at the same time, each in a thread. Async methods share one event loop.
+It receives the factory once and then commands, and sends each reply as soon as it is ready. Steps
+of different episodes run at the same time, each in a thread. Async methods share one event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Server:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, key: int, op: str, message: Any, history: Any) -> None:
-        """Run a command, after playing an episode that is not here again, and send its reply."""
+        """Run a command and send its reply; replay an episode that this process does not have."""
         past, reply = None, Reply()
         if history is not None:
             prompt, seed, messages = history
@@ -55,7 +55,7 @@ class Server:
 
 
 def serve(connection: Connection) -> None:
-    """Run commands until the connection closes. None: forget all episodes."""
+    """Run commands until the connection closes; the command None forgets all episodes."""
     factory, _ = loaded(connection, prepare_factory)
     server = Server(connection, factory)
     pool = ThreadPoolExecutor(THREADS)

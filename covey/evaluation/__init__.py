@@ -1,6 +1,7 @@
 """Evaluation of policies on held-out prompts, with confidence intervals.
 
-`covey.evaluation.evaluate` generates. The names exported here need no torch, so reports use them.
+`covey.evaluation.evaluate` generates completions. The names exported here do not import torch, so
+that reports can use them.
 """
 
 from covey.evaluation.intervals import Difference, Estimate
@@ -11,6 +12,7 @@ from covey.evaluation.items import (
     check_category,
     compare,
     estimates,
+    is_graded,
 )
 
 __all__ = [
@@ -22,4 +24,5 @@ __all__ = [
     "check_category",
     "compare",
     "estimates",
+    "is_graded",
 ]

@@ -9,14 +9,15 @@ from typing import Any
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
-from covey.evaluation.items import Item, ItemCompletion, estimates
+from covey.evaluation.items import Item, ItemCompletion, estimates, is_graded
 from covey.rollout.answers import best_constant, final_answer
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
+from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step in the random address of every evaluation. It is the same, so that they are paired."""
+"""The step that addresses the random numbers of all evaluations, so that they can be paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +26,28 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """`greedy`, and with samples `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`."""
+    """`greedy`, with samples `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`, and of the greedy
+    completions `reward` and `parts/NAME`."""
     parts: Mapping[str, float]
     """Means of the reward's parts over the greedy completions."""
     mean_tokens: float
     unscored: int
     first_failure: str | None = None
-    """Why the first of the unscored completions has no score."""
+    """The error of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer: the share of the most frequent target. None: targets
-    are too long to be answers."""
+    """Accuracy of the best constant answer: as scored, else the share of the most frequent target.
+    None: targets are too long to be answers."""
+    baselines: Baselines | None = None
+    """Scores of a constant answer, an empty completion and a copy of the prompt, if known."""
     distinct_answers: int = 0
-    """Different final answers among the greedy completions."""
+    """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
-    """The results of each prompt, which all numbers are computed from."""
+    """The results of each prompt, from which all numbers are computed."""
+
+    @property
+    def graded(self) -> bool:
+        """Whether some reward is not 1 for a success and 0 otherwise."""
+        return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:
         """Return plain data, for eval.jsonl."""
@@ -50,6 +59,7 @@ class Evaluation:
             "unscored": self.unscored,
             "distinct_answers": self.distinct_answers,
             **({} if self.best_constant is None else {"best_constant": self.best_constant}),
+            **({} if self.baselines is None else {"baselines": self.baselines.row()}),
         }
 
 
@@ -60,8 +70,9 @@ def evaluate(
     sampling: Sampling,
     samples: int = 0,
     temperature: float = 1.0,
+    baselines: Baselines | None = None,
 ) -> Evaluation:
-    """Complete every prompt greedily and, if `samples` > 0, that often at `temperature`."""
+    """Complete every prompt greedily, and sample `samples` more completions at `temperature`."""
     encoded = encode_prompts(collector.model, prompts, collector.interaction)
 
     def complete(distribution: Distribution, group_size: int) -> Collected:
@@ -83,10 +94,17 @@ def evaluate(
         mean_tokens=greedy.tokens / len(rollouts),
         unscored=len(failures),
         first_failure=failures[0] if failures else None,
-        best_constant=best_constant([group.prompt.target for group in greedy.groups]),
+        best_constant=_best_constant(greedy, baselines),
+        baselines=baselines,
         distinct_answers=len({final_answer(rollout.text) for rollout in rollouts}),
         items=items,
     )
+
+
+def _best_constant(greedy: Collected, baselines: Baselines | None) -> float | None:
+    if baselines is not None and baselines.constant is not None:
+        return baselines.constant.success
+    return best_constant([group.prompt.target for group in greedy.groups])
 
 
 def _mean(values: Sequence[float]) -> float:

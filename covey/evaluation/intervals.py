@@ -1,4 +1,4 @@
-"""Confidence intervals of accuracies, pass@k, and paired differences."""
+"""Confidence intervals of accuracies, pass@k, mean rewards, and paired differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scipy import stats
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Means of k samples that differ by less than this are equal: they are multiples of 1 / k."""
+"""Means that differ by less than this count as equal, because they are multiples of 1 / k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Estimate:
 
 
 def proportion(successes: int, trials: int) -> Estimate:
-    """Estimate a probability from independent trials; Wilson's interval."""
+    """Estimate a probability from independent trials, with Wilson's interval."""
     interval = stats.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return Estimate(successes / trials, float(interval.low), float(interval.high))
 
@@ -37,30 +37,50 @@ def proportion(successes: int, trials: int) -> Estimate:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the unbiased estimate of the probability that one of k samples is correct.
 
-    1 - C(n - c, k) / C(n, k), arXiv 2107.03374: the share of the k-subsets of the samples
-    that hold a correct one.
+    The estimate is 1 - C(n - c, k) / C(n, k), arXiv 2107.03374: the share of the k-subsets of the
+    samples that contain a correct one.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k = {k} must lie between 1 and the {samples} samples")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def mean_over_prompts(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Estimate a mean over prompts, with a bootstrap over prompts.
+def mean_over_prompts(
+    values: Sequence[float], seed: int = 0, bounds: tuple[float, float] | None = None
+) -> Estimate:
+    """Estimate a mean over prompts, with a bootstrap over prompts; `bounds`: of possible values.
 
-    Percentiles are expanded (Hesterberg, arXiv 1411.5279). Plain ones are too narrow: their
-    standard deviation divides by n and not n - 1, and their tails are normal and not Student's.
-    With a dozen prompts plain ones cover the true mean 91 times in 100, expanded ones 94 times.
+    The interval has expanded percentiles (Hesterberg, arXiv 1411.5279). Plain percentiles are too
+    narrow: their standard deviation divides by n instead of n - 1, and their tails are normal
+    instead of Student's. With a dozen prompts, plain percentiles cover the true mean 91 times in
+    100, and expanded ones 94 times.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
-    if len(data) == 1:
-        return Estimate(mean, mean, mean)
+    if np.ptp(data) <= ROUNDING:
+        return of_equal_values(mean, len(data), bounds)
     generator = np.random.default_rng(seed)
     picks = generator.integers(0, len(data), (RESAMPLES, len(data)))
     tail = _expanded_tail(len(data))
     low, high = np.quantile(data[picks].mean(axis=1), [tail, 1 - tail])
     return Estimate(mean, float(low), float(high))
+
+
+def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
+    """Estimate the mean of values that are all equal, which a bootstrap would give no width.
+
+    If none of `count` prompts differs, Wilson's upper limit of the share that does is
+    z^2 / (count + z^2). Those could be as far away as the bounds, so for 0 and 1 this is Wilson's
+    interval. Without bounds nothing limits how far: low and high are the value itself.
+
+    >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
+    True
+    """
+    if bounds is None:
+        return Estimate(value, value, value)
+    square = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) ** 2
+    share = square / (count + square)
+    return Estimate(value, value - share * (value - bounds[0]), value + share * (bounds[1] - value))
 
 
 def _expanded_tail(size: int) -> float:
@@ -70,7 +90,7 @@ def _expanded_tail(size: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How two policies differ on the same prompts."""
+    """The difference between two policies on the same prompts."""
 
     estimate: Estimate
     """The mean of first - second over prompts, with the interval of a bootstrap over pairs."""
@@ -87,12 +107,14 @@ class Difference:
         return {**self.estimate.row(), **counts}
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
-    """Compare two policies prompt by prompt.
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], seed: int = 0, span: float | None = 1.0
+) -> Difference:
+    """Compare two policies prompt by prompt; `span`: the largest possible difference, if known.
 
-    Prompts differ much in difficulty. A difference on the same prompts is free of that variance, so
-    its interval is much narrower than those of the two values. The p-value is that of the sign test
-    over prompts that differ; for correct and wrong, that is McNemar's exact test.
+    Prompts differ much in difficulty. Differences on the same prompts do not contain that variance,
+    so their interval is much narrower than those of the two values. The p-value is that of the sign
+    test over prompts with a difference; for correct and incorrect, this is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value
@@ -104,5 +126,6 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
     gained = int((differences > ROUNDING).sum())
     lost = int((differences < -ROUNDING).sum())
     p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-    estimate = mean_over_prompts(differences.tolist(), seed)
+    bounds = None if span is None else (-span, span)
+    estimate = mean_over_prompts(differences.tolist(), seed, bounds)
     return Difference(estimate=estimate, gained=gained, lost=lost, p_value=p_value)

@@ -1,9 +1,9 @@
-"""Evaluation items: the results of each prompt, which all numbers are computed from."""
+"""Evaluation items: the results of each prompt, from which all numbers are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from covey.errors import ConfigError, nearest
@@ -18,29 +18,33 @@ from covey.evaluation.intervals import (
 from covey.types import Prompt, Rollout
 
 GREEDY = "greedy"
+REWARD, PART = "reward", "parts/"
+"""Names of estimates: the mean reward of the greedy completions, and the means of its parts."""
 NO_CATEGORY = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCompletion:
-    """What an evaluation keeps of a completion."""
+    """The fields of a completion that an evaluation records."""
 
     text: str
     reward: float | None
     tokens: int
     finish: str
     success: bool | None
-    """None if it could not be scored. It then counts as wrong."""
+    """None if the completion could not be scored. It then counts as incorrect."""
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(rollout: Rollout) -> ItemCompletion:
-        """Take the fields from a rollout."""
+        """Return the completion of a rollout."""
         return ItemCompletion(
             text=rollout.text,
             reward=rollout.reward,
             tokens=rollout.sampled,
             finish=rollout.finish,
             success=rollout.success,
+            parts=dict(rollout.parts),
         )
 
 
@@ -63,8 +67,15 @@ class Item:
                 values[f"pass@{k}"] = pass_at_k(count, correct, k)
         return values
 
+    def rewards(self) -> dict[str, float]:
+        """Return the reward of the greedy completion and its parts; empty if it has no score."""
+        if self.greedy.reward is None:
+            return {}
+        parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
+        return {REWARD: self.greedy.reward, **parts}
+
     def row(self) -> dict[str, Any]:
-        """Return plain data, one line of a file."""
+        """Return plain data for one line of a JSON Lines file."""
         return {
             "prompt_id": self.prompt.id,
             "prompt": self.prompt.text,
@@ -78,22 +89,38 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Return every metric over these prompts: Wilson's interval for greedy, else a bootstrap."""
+    """Return each metric over the prompts, with Wilson's interval for greedy, else a bootstrap.
+
+    The mean reward and its parts are over the completions that were scored.
+    """
     values = [item.values() for item in items]
     correct = sum(item[GREEDY] for item in values)
-    return {
+    shares = {
         name: proportion(int(correct), len(items))
         if name == GREEDY
-        else mean_over_prompts([item[name] for item in values])
+        else mean_over_prompts([item[name] for item in values], bounds=(0.0, 1.0))
         for name in values[0]
     }
+    rewards = [item.rewards() for item in items]
+    names = sorted(
+        {name for row in rewards for name in row}, key=lambda name: (name != REWARD, name)
+    )
+    return shares | {
+        name: mean_over_prompts([row[name] for row in rewards if name in row]) for name in names
+    }
+
+
+def is_graded(items: Sequence[Item]) -> bool:
+    """Whether some reward is not 1 for a success and 0 otherwise."""
+    scored = [item.greedy for item in items if item.greedy.reward is not None]
+    return any(one.reward != float(bool(one.success)) for one in scored)
 
 
 def check_category(prompts: Sequence[Prompt], key: str) -> None:
     """Refuse a key that no prompt has."""
     known = {"task"}.union(*(prompt.info for prompt in prompts))
     if key not in known:
-        raise ConfigError(f"--by {key}: no prompt has it in its info{nearest(key, known)}")
+        raise ConfigError(f"--by {key}: no prompt has this key in its info{nearest(key, known)}")
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
@@ -119,9 +146,9 @@ class Comparison:
 
     differences: Mapping[str, Difference]
     gained: tuple[str, ...]
-    """Ids of prompts on which only the first is correct, greedily."""
+    """Ids of prompts on which only the first policy's greedy completion is correct."""
     lost: tuple[str, ...]
-    """Ids of prompts on which only the second is correct."""
+    """Ids of prompts on which only the second policy's greedy completion is correct."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""
@@ -136,10 +163,24 @@ def compare(first: Sequence[Item], second: Sequence[Item]) -> Comparison:
     a, b = [item.values() for item in first], [item.values() for item in second]
     ids = [item.prompt.id for item in first]
     change = [one[GREEDY] - other[GREEDY] for one, other in zip(a, b, strict=True)]
+    differences = {
+        name: paired_difference([v[name] for v in a], [v[name] for v in b]) for name in a[0]
+    }
     return Comparison(
-        differences={
-            name: paired_difference([v[name] for v in a], [v[name] for v in b]) for name in a[0]
-        },
+        differences=differences | _reward_differences(first, second),
         gained=tuple(i for i, by in zip(ids, change, strict=True) if by > 0),
         lost=tuple(i for i, by in zip(ids, change, strict=True) if by < 0),
     )
+
+
+def _reward_differences(first: Sequence[Item], second: Sequence[Item]) -> dict[str, Difference]:
+    """Compare rewards and parts on the prompts whose two completions were scored."""
+    rows = [(one.rewards(), other.rewards()) for one, other in zip(first, second, strict=True)]
+    names = list(dict.fromkeys(name for a, b in rows for name in a if name in b))
+    pairs = {
+        name: [(a[name], b[name]) for a, b in rows if name in a and name in b] for name in names
+    }
+    return {
+        name: paired_difference([a for a, _ in both], [b for _, b in both], span=None)
+        for name, both in pairs.items()
+    }

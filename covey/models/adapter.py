@@ -4,8 +4,9 @@ An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are i
 model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
 new adapter changes nothing.
 
-There is no dropout. With peft's dropout between x and A, the policy that is trained would not be
-the one that sampled, and ratios would be noise from the first optimizer step on.
+Dropout between x and A has an effect only in passes with a gradient. Generation, old_logp and
+evaluations use the whole adapter. So with dropout, the policy that is trained is not the policy
+that sampled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 NAME = "default"
-"""peft's name for an adapter that was given none."""
+"""peft's name for an adapter without a name."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
@@ -49,10 +50,10 @@ def add_adapter(
     seed: int = 0,
     base: str = "",
 ) -> LanguageModel:
-    """Freeze a model and add a LoRA adapter, whose initial weights depend on the seed alone.
+    """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
     `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
-    path from which the frozen model can be loaded again; empty: the model's own `name_or_path`.
+    path from which the frozen model can be loaded again; if empty, the model's own `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -72,7 +73,7 @@ def add_adapter(
 
 
 def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
-    """Freeze a model and load an adapter from a folder in peft's format."""
+    """Freeze a model and load an adapter from a folder in peft's format, without dropout."""
     try:
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS_FILE)
@@ -94,10 +95,27 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
                 raise ModelError(
-                    f"model: the adapter {folder} does not fit: {name} is missing or misshapen"
+                    f"model: the adapter {folder} does not fit: {name} is missing or has another "
+                    "shape"
                 )
             parameter.copy_(weights[name])
     return model
+
+
+class GradientDropout(nn.Dropout):
+    """Dropout in passes with a gradient, and nowhere else."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Drop a share of the inputs, by torch's default generator, which a training pass seeds."""
+        return super().forward(input) if torch.is_grad_enabled() else input
+
+
+def set_dropout(model: LanguageModel, share: float) -> None:
+    """Let training passes drop a share of the inputs of an adapter's layers."""
+    model.adapter.lora_dropout = share
+    for module in model.model.modules():
+        if isinstance(drops := getattr(module, "lora_dropout", None), nn.ModuleDict):
+            drops[NAME] = GradientDropout(share) if share else nn.Identity()
 
 
 def _peft() -> Any:
@@ -110,18 +128,18 @@ def _peft() -> Any:
 
 def _portable(path: str) -> str:
     """Return a path to the base model that works from any folder and any installation."""
-    if path in ("embedded", str(CHECKPOINT)):  # even if a folder has that name
+    if path in ("embedded", str(CHECKPOINT)):  # also if a folder has that name
         return "embedded"
     return str(Path(path).resolve()) if path and Path(path).exists() else path
 
 
 def _inject(model: LanguageModel, config: Any) -> LanguageModel:
     """Inject the adapter's layers into the model."""
-    # peft detects this too, but warns about it.
+    # peft handles this too, but with a warning.
     config.fan_in_fan_out = any(type(m).__name__ == CONV for m in model.model.modules())
     try:
         with warnings.catch_warnings():
-            # A head that shares its weights with the embedding: merging unties them.
+            # A head that shares its weights with the embedding; merging separates the two.
             warnings.simplefilter("ignore")
             _peft().inject_adapter_in_model(config, model.model, NAME)
     except ValueError as error:
@@ -186,7 +204,7 @@ def adapted_layers(model: LanguageModel) -> list[tuple[str, Any]]:
 
 
 def _is_plain(model: LanguageModel) -> bool:
-    """Tell whether an adapter is plain LoRA and none of peft's variants."""
+    """Return whether an adapter is plain LoRA and not one of peft's variants."""
     layers = [layer for _, layer in adapted_layers(model)]
     return (
         model.adapter.bias == "none"
@@ -215,7 +233,7 @@ def _initialize(layer: Any, address: str) -> None:
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
     """Yield the model without its adapter: the weights that training started from, without a copy.
 
-    It is the same model, so the adapter is also off outside until the block ends.
+    The yielded model is the same object, so its adapter is off everywhere until the block ends.
     """
     layers = [
         m
@@ -238,9 +256,7 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 
 @contextmanager
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
-    """Perturb the adapter's weights inside the block: while B is zero, a parity check would not see
-    it.
-    """
+    """Perturb the adapter inside the block; while B is zero, a parity check could not detect it."""
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
     try:
@@ -278,7 +294,7 @@ def save_adapter(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 
 
 def adapter_base(path: str) -> str | None:
-    """Return the base model of the adapter in a folder; None: the folder holds no adapter."""
+    """Return the base model of the adapter in a folder; None if the folder has no adapter."""
     file = Path(path) / CONFIG_FILE
     if not file.is_file() or (file.parent / "config.json").is_file():
         return None

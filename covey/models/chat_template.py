@@ -1,11 +1,12 @@
-"""Chat templates: from a conversation to the prompt's text and tokens.
+"""Chat templates: they turn a conversation into the prompt's text and tokens.
 
     auto     the tokenizer's chat template if it has one, else plain
     chat     the tokenizer's chat template
     plain    the messages' contents, joined by newlines
     a text   with {question}, and with {system} if the task has a system message
 
-The prefill is text with which every completion begins. It is part of the prompt and never trained.
+The prefill is text with which every completion begins. The prefill is part of the prompt and never
+trained.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RESERVED = frozenset(
     ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt",
      "continue_final_message", "return_dict", "strftime_now")
 )  # fmt: skip
-"""Arguments that covey or transformers always passes to a chat template."""
+"""Arguments that Covey or transformers always passes to a chat template."""
 
 MARK, SYSTEM_MARK = "COVEYUSER", "COVEYSYSTEM"
 
@@ -43,7 +44,7 @@ class Template:
     """Extra arguments of the tokenizer's chat template."""
     prefill: str = ""
     prefill_in_text: bool = True
-    """Whether completions are scored and saved with the prefill in front."""
+    """Whether completions are scored and saved with the prefill at their beginning."""
 
     def __post_init__(self) -> None:
         if self.form in FORMS:
@@ -66,7 +67,7 @@ class Template:
 
     @property
     def opening(self) -> str:
-        """The text that completions are scored and shown with in front."""
+        """The text that is put in front of completions when they are scored and shown."""
         return self.prefill if self.prefill_in_text else ""
 
 
@@ -77,7 +78,7 @@ def _fields(text: str) -> list[str]:
         raise ConfigError(
             f"config: model.template = {text!r}: {error}; double all braces that are not fields"
         ) from None
-    # {question!r}, {question:>9} and {question.x} are not plain fields: keep what sets them apart.
+    # {question!r}, {question:>9} and {question.x} are not plain fields, so their suffix is kept.
     return [
         name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
         for _, name, spec, conversion in parsed
@@ -108,8 +109,8 @@ class Renderer:
         return _filled(self.template.form, messages) + self.template.prefill
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the prompt's tokens. Chat templates write their own BOS token; other formats get
-        it here.
+        """Return the prompt's tokens. Chat templates write their own BOS token; for other formats
+        it is added here.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)
@@ -134,7 +135,7 @@ class Renderer:
 
 
 def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
-    """Combine a template with a tokenizer, and test what its chat template supports."""
+    """Combine a template with a tokenizer, and test what the chat template supports."""
     has_chat = bool(tokenizer.chat_template)
     if template.form == "chat" and not has_chat:
         raise ModelError(
@@ -169,8 +170,8 @@ def _check_options(template: Template, source: str, name: str) -> None:
             raise ConfigError(f"config: model.chat_options.{option}: covey sets this itself")
         if not source:
             raise ConfigError(
-                f"config: model.chat_options.{option} needs a chat template, and {name} is "
-                "used without one"
+                f"config: model.chat_options.{option} needs a chat template, but {name} is used "
+                "without one"
             )
         if not re.search(rf"\b{re.escape(option)}\b", source):
             raise ConfigError(
@@ -203,7 +204,7 @@ def _unusable(name: str, why: str) -> ModelError:
 
 
 def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> bool:
-    """Tell whether the template renders system messages; some refuse or silently drop them."""
+    """Return whether the template renders system messages; some refuse or silently drop them."""
     try:
         system: Message = {"role": "system", "content": SYSTEM_MARK}
         text = chat_text(tokenizer, [system, user], options)
@@ -213,7 +214,7 @@ def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> 
 
 
 def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int | None:
-    """Return the special token that ends the assistant's turn, whatever the model's files say."""
+    """Return the special token that ends the assistant's turn in the template itself."""
     assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
     try:
         text = chat_text(tokenizer, [user, assistant], options, add_generation_prompt=False)

@@ -1,13 +1,13 @@
-"""Conversations of several turns as tokens: what was sampled stays, and the next turn is appended.
+"""Multi-turn conversations as tokens: sampled tokens stay, and the next turn is appended.
 
 After a turn of the policy, the chat template renders the conversation with the messages that
-follow. If that text begins with the text that the engine has read and sampled, its rest is
-tokenised and appended to the engine's tokens. If not, the template has rewritten history (removed
-thinking, trimmed whitespace, another end of turn), and the rendered conversation is the prompt of
-a new segment.
+follow. If that text begins with the text that the engine has read and sampled, the rest is
+tokenised and appended to the engine's tokens. Otherwise the template has rewritten history (removed
+thinking, trimmed whitespace, another end of turn), and the rendered conversation becomes the prompt
+of a new segment.
 
-Texts of messages are never control tokens. Where a message spells one, such as `<|im_end|>`, the
-text is cut there before tokenisation, so that its characters are ordinary text.
+The text of a message never becomes a control token. If a message contains the text of one, such as
+`<|im_end|>`, the text is cut there before tokenisation, so that its characters are ordinary text.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from covey.models.chat_template import Renderer, chat_text
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""A private-use character that marks where a text is cut. Messages that have it lose it."""
+"""A private-use character that marks where a text is cut; it is removed from messages."""
 PROBE = "COVEYTOOL"
 
 
 class Context(NamedTuple):
-    """What the engine reads before it samples a turn."""
+    """The context that the engine reads before it samples a turn."""
 
     text: str
-    """With marks where it is cut."""
+    """The text, with marks where it is cut."""
     tokens: tuple[int, ...]
     """All tokens, from the beginning of the segment."""
     added: int
-    """How many of them, at the end, are new since the last sampled token."""
+    """How many tokens at the end are new since the last sampled token."""
     new_segment: bool
-    """Whether the text before has changed, so that the tokens are the prompt of a new segment."""
+    """Whether earlier text has changed, so that the tokens are the prompt of a new segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Conversations:
 
     renderer: Renderer
     instruction: str
-    """How to call tools, with {tools}, for chat templates that do not take tools."""
+    """Instructions for tool calls, with {tools}, for chat templates that do not support tools."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Return the context of the first turn."""
@@ -64,7 +64,7 @@ class Conversations:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
     ) -> Context:
-        """Return the context after a turn, of which `sampled` are the tokens.
+        """Return the context after a turn; `sampled` are the tokens of that turn.
 
         `messages` are the whole conversation: the policy's message and those that follow it.
         """
@@ -101,8 +101,9 @@ class Conversations:
         """Render a conversation up to where the policy's turn begins."""
         begun = next((n for n, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         inert = [
-            # What tools return spells no control token. Prompts and the policy's own text may
-            # have those that are not special, such as <think>. Calls stand in the content already.
+            # Results of tools must not contain control tokens. Prompts and the policy's own text
+            # may contain those that are not special, such as <think>. Calls are already part of the
+            # content.
             {k: v for k, v in m.items() if k != "tool_calls"}
             | {"content": self._inert(m["content"], every=n > begun and m["role"] != "assistant")}
             for n, m in enumerate(messages)
@@ -131,7 +132,7 @@ class Conversations:
         return [{"role": "system", "content": text}, *messages]
 
     def _inert(self, text: str, *, every: bool) -> str:
-        """Mark where a text must be cut so that it spells no control token."""
+        """Mark where a text must be cut so that it contains no control token."""
         pattern = self._added if every else self._special
         text = text.replace(CUT, "")
         if pattern is None:
@@ -147,9 +148,9 @@ class Conversations:
         return self._spelled(special=False)
 
     def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return a pattern for the texts of control tokens: the special ones, or all.
+        """Return a pattern for the texts of control tokens: only the special ones, or all of them.
 
-        Some vocabularies also add runs of spaces and line breaks, which control nothing.
+        Some vocabularies also add runs of spaces and line breaks, which are not control tokens.
         """
         added = self.renderer.tokenizer.added_tokens_decoder.values()
         control = [token for token in added if token.special or set("<[|") & set(token.content)]
@@ -159,7 +160,7 @@ class Conversations:
 
     @cached_property
     def _takes_tools(self) -> bool:
-        """Whether the chat template shows tools that it is given."""
+        """Whether the chat template renders the tools that it gets."""
         function = {"name": PROBE, "description": PROBE, "parameters": {}}
         user = {"role": "user", "content": "1"}
         tools = [{"type": "function", "function": function}]
@@ -167,7 +168,7 @@ class Conversations:
 
     @cached_property
     def _takes_results(self) -> bool:
-        """Whether the chat template has a place for messages of tools."""
+        """Whether the chat template renders messages of tools."""
         roles = (("user", "1"), ("assistant", "2"), ("tool", PROBE))
         return PROBE in (self._rendered([{"role": r, "content": c} for r, c in roles], {}) or "")
 
@@ -186,13 +187,13 @@ def _plain(text: str) -> str:
 
 
 def _after(text: str, count: int) -> str:
-    """Return what follows the first `count` characters, of which marks are none."""
+    """Return the text after the first `count` characters; marks do not count."""
     pieces = text.split(CUT)
     for number, piece in enumerate(pieces):
         if len(piece) >= count:
             return CUT.join([piece[count:], *pieces[number + 1 :]])
         count -= len(piece)
-    raise DataError("model: the chat template loses the text of a message")
+    raise DataError("model: the chat template drops the text of a message")
 
 
 def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:
@@ -201,7 +202,7 @@ def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """Show what tools returned as messages of the user, those in a row as one."""
+    """Turn tool messages into user messages; consecutive ones become one message."""
     shown: list[Message] = []
     for message in messages:
         if message["role"] == "tool":

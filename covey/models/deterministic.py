@@ -1,7 +1,7 @@
 """Deterministic mode: bit-identical results in every run.
 
-A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always:
-atomic additions come in any order, and cuBLAS may use any free workspace.
+A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always add
+in a fixed order: atomic additions happen in any order, and cuBLAS may use any free workspace.
 
 covey's own kernels use no atomics and reduce partial sums in a fixed order. For these operations
 torch has a deterministic version, which this mode turns on:
@@ -11,8 +11,9 @@ torch has a deterministic version, which this mode turns on:
     attention      the gradient of flash and of memory-efficient attention
     cuBLAS         with a workspace of fixed size
 
-torch raises an error for operations that have none. Training passes do not use CUDA graphs in this
-mode: which micro-batches are replayed depends on those before, and graphs pad them.
+torch raises an error for operations without a deterministic version. Training passes do not use
+CUDA graphs in this mode: which micro-batches are replayed depends on those before, and graphs pad
+them.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def make_deterministic() -> None:
     if os.environ.get(WORKSPACE) not in FIXED:
         if torch.cuda.is_initialized():  # cuBLAS may have read the variable already
             raise ModelError(
-                "model: deterministic = true comes too late: this process has used CUDA already; "
-                f"set the environment variable {WORKSPACE}={FIXED[0]} before it starts"
+                "model: deterministic = true comes too late, because this process has already used "
+                f"CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before it starts"
             )
         os.environ[WORKSPACE] = FIXED[0]
     torch.set_float32_matmul_precision("highest")  # no TF32
@@ -49,9 +50,9 @@ def make_deterministic() -> None:
 
 @contextmanager
 def skip_determinism_check() -> Iterator[None]:
-    """Run operations that are deterministic although torch cannot tell.
+    """Allow operations that are deterministic although torch does not know it.
 
-    torch refuses a cumulative sum over each row, although its order is fixed here. And its
+    torch refuses a cumulative sum over each row, although its order is fixed here. Its
     deterministic index writes cannot be captured in a CUDA graph.
     """
     before = torch.get_deterministic_debug_mode()

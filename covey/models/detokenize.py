@@ -2,8 +2,8 @@
 
 GPT-2-style tokenizers write every token as bytes, so the text of a completion is the bytes of its
 tokens in a row. A table lookup takes a third of the time of the tokenizer's own decoding, which
-goes token by token on one core. Whether a tokenizer is of this kind is checked on all of its
-tokens.
+goes token by token on one core. All tokens of a tokenizer are checked to find out whether it is of
+this kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of each of `size` tokens, empty for special ones; None: not a byte
+    """Return the bytes of each of `size` tokens, empty for special ones; None if not a byte
     tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -44,7 +44,7 @@ def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
 
 
 def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
-    """Return a token's bytes; added tokens may stand for their own text."""
+    """Return a token's bytes; the bytes of added tokens may be their own text."""
     try:
         return bytes(characters[character] for character in token or "")
     except KeyError:
@@ -52,7 +52,7 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return the character that stands for each byte: itself if it is printable."""
+    """Return the character for each byte: its own character if it is printable."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     written = [""] * 256
     for byte in seen:

@@ -12,7 +12,7 @@ DEVICE = r"auto|cpu|cuda(:[0-9]{1,4})?"
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of a name and check that it exists; auto: a GPU if there is one."""
+    """Return the device with this name, and check that it exists; auto is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from covey.models.merge import merge_adapter
 from covey.run.files import check_free, whole_folder
 
 MakeCard = Callable[[Sequence[int], bool], str]
-"""From the stop tokens, and whether an adapter was merged, to the text of README.md."""
+"""Returns the text of README.md, from the stop tokens and whether an adapter was merged."""
 
 
 def export_model(
@@ -44,13 +44,13 @@ def _write(model: LanguageModel, folder: Path) -> None:
     first = [i for i in model.stop_ids if i == tokenizer.eos_token_id]
     stops = first + [i for i in model.stop_ids if i not in first]
     for config in (inner.config, inner.generation_config):
-        # Inference engines stop at these tokens only; covey stops at all of them.
+        # Inference engines stop only at these tokens; Covey stops at all of them.
         config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
         config.pad_token_id = tokenizer.pad_token_id
     try:
         inner.save_pretrained(folder)
     except SafetensorError as error:
-        raise OSError(str(error)) from None  # a full disk, in safetensors' own words
+        raise OSError(str(error)) from None  # safetensors' own error, for example for a full disk
     tokenizer.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):

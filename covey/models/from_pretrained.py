@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 import transformers
+
+from covey.errors import ConfigError
 
 NO_CODE = {"trust_remote_code": False}
 """Model files may refer to Python code; without this transformers offers to run it."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_pretrained(kind: Any, source: str, dtype: torch.dtype) -> Any:
-    """Load a model of a class, with every one of its weights.
+def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
+    """Load a model of a class; every weight must be in its files.
 
-    transformers initializes missing weights at random and only warns. Here that is a ValueError.
+    transformers initializes missing weights at random and only warns. Here missing weights are a
+    ValueError. `more` are further arguments of `from_pretrained`.
     """
     model, found = kind.from_pretrained(
         source,
@@ -23,6 +27,7 @@ def read_pretrained(kind: Any, source: str, dtype: torch.dtype) -> Any:
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, by name
         use_safetensors=True,  # all other formats are pickles, which can run code
+        **more,
         **NO_CODE,
     )
     missing = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
@@ -32,15 +37,41 @@ def read_pretrained(kind: Any, source: str, dtype: torch.dtype) -> Any:
     return model
 
 
+def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that load linear layers in 4 bits, as QLoRA does."""
+    for package in ("bitsandbytes", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"config: adapter.load_in_4bit needs {package}: pip install bitsandbytes accelerate"
+            )
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
+
+
+def keep_gradients(model: Any) -> None:
+    """Turn off a layout of 4-bit weights on CPUs that has no gradient. A training pass would
+    silently use it, because bitsandbytes converts weights in evaluation mode and never converts
+    them back.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def read_tokenizer(source: str, **more: str) -> Any:
-    """Load a tokenizer, without running code of its own."""
+    """Load a tokenizer without running code from its files."""
     return transformers.AutoTokenizer.from_pretrained(source, **more, **NO_CODE)
 
 
 def make_savable(model: Any) -> None:
     """Replace generation settings that transformers refuses to save; keep the special tokens.
 
-    An example is a temperature without do_sample. covey samples with its own settings.
+    An example is a temperature without do_sample. Covey samples with its own settings.
     """
     settings = model.generation_config
     try:

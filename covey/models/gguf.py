@@ -1,7 +1,7 @@
-"""GGUF import: converted once into an ordinary checkpoint that can be trained, and cached.
+"""GGUF import: a file is converted once into a checkpoint that can be trained, and cached.
 
 The checkpoint is float32, so that nothing is rounded a second time: GGUF scales its few bits by
-float16 numbers, and bfloat16 cannot hold the products.
+float16 numbers, and bfloat16 cannot represent the products.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def find_gguf(path: str) -> Path | None:
     files = sorted(place.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ModelError(f"model: {path!r} holds several GGUF files; name one of {names}")
+        raise ModelError(f"model: {path!r} contains several GGUF files; name one of {names}")
     return files[0] if files else None
 
 
@@ -117,7 +117,7 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock, so that two processes do not convert the same file at once."""
+    """Hold a lock inside the block, so that two processes do not convert the same file at once."""
     lock = folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def _convert(file: Path, folder: Path) -> None:
         header = _read_header(file)
         with _no_progress_bars():
             model, tokenizer = _load(file)
-    except Exception as error:  # a broken file fails anywhere in three libraries
+    except Exception as error:  # a broken file may fail anywhere in three libraries
         why = str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
         raise ModelError(f"model: cannot import {file}: {why}") from None
     tokenizer = _repaired_tokenizer(tokenizer, header, file)
@@ -171,7 +171,7 @@ def _convert(file: Path, folder: Path) -> None:
     try:
         _save(model, tokenizer, folder)
     except SafetensorError as error:
-        raise OSError(str(error)) from None  # a full disk, in safetensors' own words
+        raise OSError(str(error)) from None  # safetensors' own error, for example for a full disk
     _verify(model, tokenizer, folder, file)
 
 
@@ -195,8 +195,8 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
-    """Return a tokenizer that splits and stops as the file says; the one transformers reads may
-    not.
+    """Return a tokenizer with the file's splitting rule and stop token; transformers' own may
+    differ.
     """
     if not header.stop_ids:
         raise ModelError(f"model: {file} does not name an end-of-text token")
@@ -229,7 +229,7 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
 
 
 def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> None:
-    """Remove the quantization settings, since the weights are float32 now."""
+    """Remove the quantization settings, because the weights are now float32."""
     types = {p.dtype for p in model.parameters()}
     if types != {torch.float32}:
         raise ModelError(f"model: {file} was unpacked to {types} instead of float32")
@@ -242,7 +242,8 @@ def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> No
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    # transformers does not save models that came from GGUF, so a twin without weights does.
+    # transformers does not save models that came from GGUF, so a copy of the model without weights
+    # saves them.
     config = copy.deepcopy(model.config)
     config._name_or_path = ""
     with torch.device("meta"):

@@ -1,8 +1,8 @@
 """Language model: a Hugging Face causal model as backbone and head, with its tokenizer.
 
 The backbone returns hidden states; the head turns selected ones into logits. Neither the engine nor
-the trainer ever computes the logits of a whole batch, which at a vocabulary of 150,000 are by far
-the largest tensor.
+the trainer computes the logits of a whole batch at once, because with a vocabulary of 150,000 they
+would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class LanguageModel:
     renderer: Renderer | None = None
     """Renders conversations as prompts."""
     adapter: Any = None
-    """peft's configuration of the trained adapter. None: all weights are trained."""
+    """peft's configuration of the trained adapter; None if all weights are trained."""
+    longest_prompt: int | None = None
+    """Longer prompts lose their first tokens; None if prompts are never cut."""
     sharded: bool = False
     """Whether its parameters are divided among ranks (training/parallel/shard.py)."""
 
@@ -60,7 +62,11 @@ class LanguageModel:
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the completion begins."""
         assert self.renderer is not None
-        return self.renderer.tokens(messages)
+        tokens, most = self.renderer.tokens(messages), self.longest_prompt
+        if most is None or len(tokens) <= most:
+            return tokens
+        start = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id else ()
+        return (*start, *tokens[len(tokens) - most + len(start) :])
 
     @property
     def opening(self) -> str:
@@ -91,7 +97,8 @@ def packed_forward(backbone: nn.Module, packed: PackedBatch) -> torch.Tensor:
     hidden: torch.Tensor = backbone(
         input_ids=input_ids,
         position_ids=packed.position_ids.view(1, -1),
-        # transformers passes a four-dimensional mask on as it is, instead of building one of N x N.
+        # transformers passes a four-dimensional mask on unchanged, instead of building an N x N
+        # mask.
         attention_mask=input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
         packing=packed.packing,
         use_cache=False,

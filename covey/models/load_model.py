@@ -1,10 +1,11 @@
-"""Loading a model: from a folder, the hub, a GGUF file or the package, checked and prepared."""
+"""Loads a model from a folder, the hub, a GGUF file or the package, and checks it."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,13 @@ from covey.embedded import MODELS
 from covey.errors import ModelError
 from covey.models.chat_template import Template, make_renderer
 from covey.models.device import device_of
-from covey.models.from_pretrained import make_savable, read_pretrained, read_tokenizer
+from covey.models.from_pretrained import (
+    four_bit_options,
+    keep_gradients,
+    make_savable,
+    read_pretrained,
+    read_tokenizer,
+)
 from covey.models.gguf import find_gguf, import_gguf
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.model_path import check_model_path, missing_folder_note
@@ -34,7 +41,8 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
-"""A few layers in 16 bits lose a percent to rounding; attention to wrong tokens is far off."""
+"""The tolerance: rounding changes a few 16-bit layers by a percent, wrong attention by far more."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -45,25 +53,49 @@ def load_language_model(
     device: str = "auto",
     gradient_checkpointing: bool = False,
     template: Template = Template(),  # noqa: B008 - immutable
+    four_bit: bool = False,
 ) -> LanguageModel:
-    """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`."""
+    """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
+
+    With `four_bit`, the weights of linear layers are kept in 4 bits and cannot be trained.
+    """
     where = device_of(device)
     wanted = _dtype(dtype, where)
     source = _source(path)
+    more = four_bit_options(wanted, where) if four_bit else {}
     try:
-        tokenizer = read_tokenizer(source)
+        tokenizer = _tokenizer(source)
         if tokenizer.chat_template and template.form in ("auto", "chat"):
             start_rendering()
-        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
+        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model: cannot load {path!r}: {_first_line(error)}{missing_folder_note(source)}"
         ) from None
     make_savable(model)
-    model.to(where)
+    if four_bit:
+        keep_gradients(model)
+    else:
+        model.to(where)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return wrap(model, tokenizer, name=path, template=template)
+
+
+def _tokenizer(source: str) -> Any:
+    """Load the tokenizer; transformers does not say that its files are missing."""
+    try:
+        return read_tokenizer(source)
+    except (OSError, ValueError, TypeError) as error:
+        folder = Path(source)
+        if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+            raise ValueError(
+                "the folder has no tokenizer (tokenizer.json or another of its files); save it "
+                "there with tokenizer.save_pretrained(FOLDER)"
+            ) from error
+        if isinstance(error, TypeError):
+            raise ValueError(f"the tokenizer cannot be read: {error}") from error
+        raise
 
 
 def _source(path: str) -> str:
@@ -86,7 +118,7 @@ def wrap(
     """Split a causal language model into backbone and head, and check that they agree with it."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ModelError(f"model: {name} has no linear output layer; covey needs one")
+        raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
     _disable_dropout(model)
     training = model.training
     model.eval()
@@ -124,8 +156,9 @@ def _context(config: Any) -> int:
 def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that training mode computes the same as evaluation mode.
 
-    With dropout the policy that is trained is not the one that sampled, ratios are noise from the
-    first optimizer step on, and the draws depend on a generator that no checkpoint holds.
+    With dropout the policy that is trained is not the policy that sampled. Ratios would be noise
+    from the first optimizer step on, and they would depend on a random generator that is not in
+    checkpoints.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -137,8 +170,8 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Find the scale and soft cap that reproduce the model's own logits.
 
-    Architectures name them differently, and some multiply where others divide. A wrong guess would
-    silently train on wrong probabilities, so every guess is compared with the model.
+    Architectures use different names for them, and some multiply where others divide. A wrong guess
+    would silently train on wrong probabilities, so every guess is compared with the model.
     """
     config = model.config
     scales = [1.0]
@@ -155,7 +188,8 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
             Head(linear=linear, scale=scale, softcap=softcap)
             for scale, softcap in itertools.product(scales, softcaps)
         ]
-        # The best guess, not the first good one: a soft cap hardly shows while logits are small.
+        # Take the best guess, not the first good one, because a soft cap has little effect on small
+        # logits.
         errors = [float((h.logits(hidden).float() - expected).abs().max()) for h in heads]
     best = min(range(len(heads)), key=errors.__getitem__)
     if errors[best] > 1e-2 * float(expected.abs().max()):
@@ -166,13 +200,13 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 
 
 def _register_attention(model: Any) -> tuple[bool, bool]:
-    """Register covey's attention with a model, if its hidden states stay the same.
+    """Register Covey's attention with a model, if its hidden states stay the same.
 
     Returns whether packed rows give the same hidden states, and whether flash attention does too.
-    No configuration says whether a model's attention is standard and its other layers work token by
-    token, so three rows of different lengths are compared.
+    Three rows of different lengths are compared, because no configuration says whether a model's
+    attention is standard and its other layers work token by token.
     """
-    if model.config._attn_implementation == NAME:  # the configuration had another model before
+    if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
     original = model.config._attn_implementation
     if getattr(model.config, "attn_logit_softcapping", None) is not None and original == "sdpa":
@@ -201,7 +235,7 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
         return packed_forward(backbone, packed)[packed.predictor].to(expected.dtype)
 
     packs = matches(attempt(lambda: packed_states(small, False)), expected)
-    # Flash attention exists for 16-bit types on a GPU only.
+    # Flash attention exists only for 16-bit types on a GPU.
     if not packs or not weight.is_cuda or small is model.base_model:
         return packs, False
     rounded = attempt(lambda: packed_states(copy.deepcopy(small).to(weight.dtype), True))
@@ -253,4 +287,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:300].rstrip(".") if lines else type(error).__name__
+    first = lines[0] if lines else type(error).__name__
+    if first.endswith(":"):  # a list follows, which the first line alone does not show
+        first = " ".join(" ".join(lines[:4]).split())
+    return first[:300].rstrip(".")

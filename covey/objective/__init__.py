@@ -1,4 +1,4 @@
-"""The mathematics: pure functions of tensors and floats."""
+"""Advantages, ratios, surrogates and losses: pure functions of tensors and floats."""
 
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.build import algorithm, build

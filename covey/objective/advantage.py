@@ -1,14 +1,14 @@
-"""Advantages: how much better a rollout was than its group.
+"""Advantages: how much better a rollout is than its group.
 
-Shapes: B rollouts, T completion tokens. Rewards and statistics are float64, because a float32 mean
-of equal rewards is not equal to them, and a standard deviation of 3e-8 then turns rounding into an
-advantage of order one.
+Shapes: B rollouts, T completion tokens. Rewards and statistics are float64, because the float32
+mean of equal rewards can differ from them by rounding. Divided by a standard deviation of 3e-8,
+that rounding error becomes an advantage of order one.
 
-The first half takes the rewards [B] of a whole rollout batch with group ids, in any order:
-statistics may be of the group or of the batch, and nothing is ever reshaped by the group size. A
-NaN reward means that scoring failed: the row enters no statistic and its advantage is 0. The second
-half takes the batch and gives the advantage of every token, [B, T]; these are the pieces that an
-objective is made of, and their keyword arguments are its options.
+The functions of the first half take the rewards [B] of a whole rollout batch and the group ids, in
+any order. Statistics are over a group or over the batch; no tensor is reshaped by the group size. A
+NaN reward means that scoring failed: the row is left out of all statistics and its advantage is 0.
+The functions of the second half take the batch and return the advantage of every token, [B, T].
+They are the pieces of an objective, and their keyword arguments are its options.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from covey.types import EQUAL_REWARDS, Batch
 
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Sum values [B] within each group and hand every row its group's sum, [B]."""
+    """Return for every row the sum of values [B] over its group, [B]."""
     ids, index = group.unique(return_inverse=True)
     sums = values.new_zeros(len(ids))
     return sums.index_add(0, index, values)[index]
 
 
 def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Mark the rows [B] whose group has no reward that differs from another: nothing to learn."""
+    """Mark the rows [B] whose group has equal rewards, up to rounding."""
     rewards = rewards.double()
     ids, index = group.unique(return_inverse=True)
 
@@ -50,7 +50,7 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """R_i - sum_g share R / sum_g share, and exactly 0 in a group without variance."""
+    """R_i - sum_g share R / sum_g share, and exactly 0 in a group with equal rewards."""
     rewards = rewards.double()
     scored = ~rewards.isnan()
     values, share = rewards.where(scored, 0.0), share.double().where(scored, 0.0)
@@ -73,10 +73,10 @@ def leave_one_out(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def standardized(
     rewards: torch.Tensor, group: torch.Tensor, *, ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std_g R + eps), and exactly 0 in a group without variance.
+    """A_i = (R_i - mean_g R) / (std_g R + eps), and exactly 0 in a group with equal rewards.
 
-    GRPO, arXiv 2402.03300 section 4.1.2, which leaves ddof and eps open. Public code uses ddof 0 or
-    1 and eps from 1e-9 to 1e-4; ddof 0 multiplies every advantage by sqrt(G / (G - 1)).
+    GRPO, arXiv 2402.03300 section 4.1.2, which does not specify ddof and eps. Public code uses ddof
+    0 or 1 and eps from 1e-9 to 1e-4; ddof 0 multiplies every advantage by sqrt(G / (G - 1)).
     """
     difference = centered(rewards, group)
     count = group_sum((~rewards.isnan()).double(), group)
@@ -92,9 +92,9 @@ def batch_standardized(
     eps: float = 1e-6,
     of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std + eps), the deviation of the whole batch instead of the group.
+    """A_i = (R_i - mean_g R) / (std + eps), with the std of the whole batch instead of the group.
 
-    Of the rewards themselves (LitePPO, arXiv 2508.08221), or of the centered ones.
+    The std is that of the rewards (LitePPO, arXiv 2508.08221) or of the centered rewards.
     """
     difference = centered(rewards, group)
     scored = ~rewards.isnan()
@@ -111,9 +111,9 @@ def sum_of_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Standardize every part of the reward, parts [K, B], in its group, add up, and again in all.
+    """Standardize each reward part [K, B] in its group, add them up, and standardize the sum.
 
-    GDPO, arXiv 2601.05242: a part with a small spread is not drowned by one with a large spread.
+    GDPO, arXiv 2601.05242: all parts have the same influence, whatever their spread.
     """
     scored = ~parts.isnan().any(dim=0)
     alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]
@@ -136,7 +136,7 @@ def relative_to_mean(
 
 
 def all_equal(values: torch.Tensor) -> bool:
-    """Whether values differ by rounding at most; there is at least one."""
+    """Whether values, of which there is at least one, are equal up to rounding."""
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
     return bool(values.max() - values.min() <= bound)
 
@@ -144,7 +144,7 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """(v - mean v) / sqrt(var v + eps) over the tokens of the batch; exactly 0 if all are equal."""
+    """(v - mean v) / sqrt(var v + eps) over the tokens of the batch; 0 if all values are equal."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -162,7 +162,7 @@ def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def rollout_rewards(batch: Batch) -> torch.Tensor:
-    """Return the rewards [B], less the KL to the reference if that is part of the reward."""
+    """Return the rewards [B], minus the KL to the reference if that is part of the reward."""
     if batch.token_penalty is None:
         return batch.rewards
     return batch.rewards - row_sum(batch.token_penalty.double(), batch.mask).squeeze(1)
@@ -189,7 +189,7 @@ def parts_standardized(
 ) -> torch.Tensor:
     """Each part of the reward standardized in its group, weighted, then whitened. GDPO, 2601.05242.
 
-    `gate` is the number of a part; where that is below `gate_at`, the other parts count as 0.
+    `gate` is the index of a part; where that part is below `gate_at`, the other parts count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
@@ -197,8 +197,9 @@ def parts_standardized(
     weights = [float(weight) for weight in part_weights] or [1.0] * count
     if len(weights) != count or not -1 <= gate < count:
         raise ConfigError(
-            f"gdpo: the reward has {count} parts; objective.part_weights has {len(weights)} "
-            f"numbers and objective.gate is {gate}"
+            f"gdpo: the reward has {count} parts, but objective.part_weights has {len(weights)} "
+            f"numbers and objective.gate is {gate}; give one weight per part and a gate below "
+            f"{count}"
         )
     if gate >= 0:
         shut = (parts[:, gate] < gate_at)[:, None] & (torch.arange(count) != gate).to(parts.device)
@@ -216,10 +217,10 @@ def divided_by_mean(
 
 
 def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std + eps), the deviation over the rows of mixed groups. ScaleRL.
+    """A_i = (R_i - mean_g R) / (std + eps), with the std over the rows of mixed groups. ScaleRL.
 
-    Groups whose rewards are all equal are no part of the batch: A is scaled by groups / mixed
-    groups, so that a mean over all groups is a mean over the mixed ones.
+    A mixed group has rewards that differ; other groups do not count. A is scaled by groups / mixed
+    groups, so that a mean over all groups becomes a mean over the mixed groups.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
@@ -272,8 +273,8 @@ def group_whitened(
 ) -> torch.Tensor:
     """A = C / (std C + eps), C_i = R_i - mean_g R, over the batch. REINFORCE++-baseline.
 
-    arXiv 2501.03262. With `weighting = "token"`, as in verl, mean and deviation are over tokens,
-    which brings length back in: the mean is no longer 0.
+    arXiv 2501.03262. With `weighting = "token"`, as in verl, mean and std are over tokens. Then
+    long completions count more, and the mean is no longer 0.
     """
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
@@ -284,21 +285,21 @@ def group_whitened(
 def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> torch.Tensor:
     """Returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens. REINFORCE++.
 
-    r_u = -beta k1_u, plus R_i at the last trained token; no group. arXiv 2501.03262.
+    r_u = -beta k1_u, plus R_i at the last trained token. Groups are not used. arXiv 2501.03262.
     """
     mask = batch.mask & ~batch.rewards.isnan()[:, None]
     return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
 
 
 def token_rewards(batch: Batch) -> torch.Tensor:
-    """Return the reward of each token [B, T]: the rollout's at its last token, less the penalty."""
+    """Return token rewards [B, T]: -penalty, plus the rollout's reward at its last token."""
     later = batch.mask.flip(1).cumsum(dim=1).flip(1)
     rewards = batch.rewards[:, None].expand_as(batch.mask).where(batch.mask & (later == 1), 0.0)
     return rewards if batch.token_penalty is None else rewards - batch.token_penalty.double()
 
 
 def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Discounted sums of what is still to come [B, T]; tokens outside the mask are passed over."""
+    """Discounted sums of this and later rewards [B, T]; tokens outside the mask are skipped."""
     total = torch.zeros_like(rewards)
     ahead = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
@@ -310,7 +311,7 @@ def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch
 def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
     """(R_(1) - R_(2)) / (std_g R + eps) for the best completion, 0 for the others: pass@k training.
 
-    arXiv 2503.19595. Of several best completions the first has the advantage, and it is 0.
+    arXiv 2503.19595. If several completions are best, all advantages are 0.
     """
     rewards = rollout_rewards(batch)
     scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)
@@ -324,7 +325,7 @@ def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Te
 
 
 def _divided(difference: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-    return difference / spread.where(spread > 0, 1.0)  # eps may be 0, and rewards all equal
+    return difference / spread.where(spread > 0, 1.0)  # with eps 0 and equal rewards, spread is 0
 
 
 Advantage = Callable[..., torch.Tensor]

@@ -36,14 +36,14 @@ def best_of_k(batch: Batch, *, k: int = 4, baseline: Baseline = "loo1") -> torch
 
 
 def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.Tensor:
-    """Return s_i less its baseline for the rewards [n] of one group, in their order.
+    """Return s_i minus its baseline for the rewards [n] of one group, in their order.
 
-    loo1     k/n rho_{k-1} without i: what i adds to subsets of k - 1 others; never negative
+    loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
     centred  k/n rho_k without i: adds up to 0; with k = 1 it is RLOO / n
     loo      k/(n-1) rho_k without i, the paper's equation 29
 
-    Each is unbiased. A group may have lost completions to failed scoring: k is then at most the
-    number left that the baseline allows. With k = 1, `loo1` is `centred`.
+    Each is unbiased. If scoring failed for some completions of a group, k is lowered to the largest
+    value that the baseline allows for the rest. With k = 1, `loo1` is `centred`.
     """
     n = len(rewards)
     if baseline == "loo1" and k == 1:
@@ -77,6 +77,6 @@ def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _coefficients(values: torch.Tensor, of: Callable[[int], int]) -> torch.Tensor:
-    """Return a count for each rank, from 1, as float64."""
+    """Return the counts of(1), ..., of(n) as float64."""
     counts = [float(of(rank)) for rank in range(1, len(values) + 1)]
     return torch.tensor(counts, dtype=torch.float64, device=values.device)

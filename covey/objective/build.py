@@ -1,8 +1,8 @@
-"""Building an objective from a name and options.
+"""Builds an objective from a name and options.
 
-A name is that of an algorithm, `composed` for one put together from pieces, or the dotted path of a
-function of the user's own. Whatever it is, it becomes one function with one signature, which holds
-the algorithm's own options and those that every algorithm has.
+The name is that of an algorithm, `composed` for an objective composed from pieces, or the import
+path of a user's function. Each becomes a function whose signature has the algorithm's own options
+and the options of every algorithm.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Add what combines with every algorithm. The defaults add nothing, and take nothing away."""
+    """Add the options that combine with every algorithm; with their defaults nothing changes."""
     given = {
         "kl_in": kl_in,
         "kl_target": kl_target,
@@ -73,17 +73,17 @@ def extended(
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
                 f"objective.correction = {correction!r} is {agreement:g} where sampler and trainer "
-                f"agree, and must be within its bounds {correction_low} and {correction_high}"
+                f"agree; the bounds {correction_low} and {correction_high} must contain that value"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
 
 
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
-    """Return the named algorithm as one function of its own options and the shared ones.
+    """Return the named algorithm as a function of its own options and the shared options.
 
-    `pieces` are the options given, of which `composed` needs those that name its pieces: they
-    decide which other options there are.
+    `pieces` are the given options. `composed` reads the names of its pieces from them, because the
+    pieces decide which other options exist.
     """
     if name == COMPOSED:
         own = composer(pieces or {})
@@ -98,7 +98,7 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
 
 
 def build(name: str, **options: Any) -> Objective:
-    """Build an objective; an option that it does not have is an error that names those it has."""
+    """Build an objective; the error for an unknown option lists the known ones."""
     function = algorithm(name, options)
     parameters = inspect.signature(function).parameters
     for key in options:
@@ -111,12 +111,13 @@ def build(name: str, **options: Any) -> Objective:
 
 
 def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
-    """Wrap a function of the user's own, so that its errors are one line."""
+    """Wrap a user's function, so that its errors are one line."""
     parameters = dict(inspect.signature(function).parameters)
     for key, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise ConfigError(
-                f"objective.name = {name!r} must take options by keyword, unlike {str(parameter)!r}"
+                f"objective.name = {name!r} must take its options as keyword-only arguments, not "
+                f"as {str(parameter)!r}"
             )
         parameters[key] = parameter.replace(kind=parameter.KEYWORD_ONLY)
 
@@ -129,7 +130,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(f"objective.name = {name!r} fails: {what}") from error
         if not isinstance(objective, Objective):
-            raise ConfigError(f"objective.name = {name!r} gives no covey.objective.Objective")
+            raise ConfigError(f"objective.name = {name!r} must return a covey.objective.Objective")
         return objective
 
     own.__doc__ = function.__doc__
@@ -160,27 +161,28 @@ def _checked(name: str, objective: Objective) -> Objective:
     surrogate = getattr(objective.surrogate, "func", objective.surrogate)
     if objective.top_entropy < 1.0 and (by_sequence or surrogate is geometric_clipped):
         raise ConfigError(
-            f"objective.top_entropy of {name}: its gain is of whole completions, so tokens cannot "
-            "be left out; gspo_token takes the ratio of the completion token by token"
+            f"objective.top_entropy of {name}: its gain belongs to whole completions, so single "
+            "tokens cannot be left out; use gspo_token, which has a gain per token"
         )
     if objective.penalty is k3_sequence and objective.kl_in == "reward":
         raise ConfigError(
-            f"objective.kl = 'k3_sequence' of {name} is of whole completions and goes into the "
-            "loss; for objective.kl_in = 'reward' take k1"
+            f"objective.kl = 'k3_sequence' of {name} is computed over whole completions and works "
+            "only in the loss; with objective.kl_in = 'reward' use k1"
         )
     if "parts" in objective.needs and objective.kl_in_reward:
         raise ConfigError(
-            f"objective.kl_in = 'reward' of {name}: a KL belongs to no part of the reward; set it "
-            "to 'loss'"
+            f"objective.kl_in = 'reward' of {name}: the KL belongs to no part of the reward; set "
+            "objective.kl_in = 'loss'"
         )
     if "teacher" in objective.reads and "groups" not in objective.reads and objective.kl_in_reward:
         raise ConfigError(
-            f"objective.kl_in = 'reward' of {name}: it reads no reward; set it to 'loss', or task"
+            f"objective.kl_in = 'reward' of {name}: it reads no reward; set objective.kl_in = "
+            "'loss', or objective.task above 0"
         )
     if objective.pairs:
         _check_pairs(name, objective)
     if objective.kl_target and not objective.beta:
-        raise ConfigError("objective.kl_target adapts beta, which is 0; start with a beta above 0")
+        raise ConfigError("objective.kl_target adapts beta, which is 0; set objective.beta above 0")
     return objective
 
 

@@ -1,7 +1,7 @@
-"""Algorithms as functions of options, from the pieces that they are made of.
+"""Composes algorithms from pieces, as functions of options.
 
-An algorithm says which pieces it takes and which options it has. What an option does, its type and
-its default are the piece's, unless the algorithm sets another default.
+An algorithm names its pieces and its options. The meaning, the type and the default of an option
+come from the piece, unless the algorithm sets another default.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""What advantages read that do more than compare the rewards of a group, or less."""
+"""What each advantage reads; advantages that are not listed compare the rewards of a group."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
     """Turn a function that returns an algorithm's pieces into a function of its options.
 
-    `names` are the options, in the order in which they are shown. Each belongs to a piece, to the
-    KL, or to the function itself. An option is set in every piece that has it.
+    `names` are the options, in the order in which they are shown. Each option belongs to a piece,
+    to the KL, or to the function itself. An option is set in every piece that has it.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:
@@ -111,7 +111,7 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
-    """Return what has options: the pieces, and a function that sets the KL."""
+    """Return the functions that have options: the pieces, and a function that sets the KL."""
     kinds = [*PIECES, *(k for k in MORE_PIECES if getattr(objective, k) is not None)]
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
     # Pairs have their beta in a place of its own, which is no option.
@@ -138,14 +138,14 @@ def composed(
     surrogate: str = "clipped",
     weights: str = "token_mean",
 ) -> Objective:
-    """Put together from pieces."""
+    """An objective composed from named pieces."""
     names = {"advantage": advantage, "ratio": ratio, "surrogate": surrogate, "weights": weights}
     pieces: dict[str, Any] = {kind: _piece(kind, name) for kind, name in names.items()}
     return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))
 
 
 def composer(given: Mapping[str, Any]) -> Algorithm:
-    """Return a function of all options of the pieces that `given` names, or of the default ones."""
+    """Return `composed` as a function of all options of the pieces that `given` names."""
     pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
@@ -172,7 +172,7 @@ def option(piece: Callable[..., Any], name: str) -> Any:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the keyword-only parameters: what is not data is an option."""
+    """Return the options of a function: its keyword-only parameters."""
     parameters = inspect.signature(function).parameters.items()
     return {k: p for k, p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -183,7 +183,7 @@ def hints_of(
     """Return the types of the options; without `options`, of the keyword-only parameters."""
     try:
         hints = typing.get_type_hints(function)
-    except (NameError, TypeError):  # a user's annotations may be there for type checkers only
+    except (NameError, TypeError):  # a user's annotations may exist for type checkers only
         return {}
     options = options_of(function) if options is None else options
     return {k: h for k, h in hints.items() if k in options}

@@ -1,13 +1,14 @@
 """Corrections for a sampler whose numerics differ from the trainer's.
 
-Each takes log rho = old_logp - sampler_logp, [B, T] and 0 outside the mask, and the mask; and gives
-a constant factor [B, T] for the gain of every token. The factors are never differentiated and leave
-the denominators as they are: what they remove shrinks the step. The native sampler shares the
-trainer's weights, so the default is no correction at all.
+Each correction takes log rho = old_logp - sampler_logp, [B, T] and 0 outside the mask, and the
+mask. It returns a constant factor [B, T] for the gain of every token. The factors have no gradient
+and do not change the denominators, so dropped tokens make the step smaller. The native engine
+samples from the trainer's weights, so the default is no correction.
 
-Token weights are biased over long completions; the product is unbiased, but its variance explodes
-with length, so that truncating it punishes long completions and masking it drops them. The
-geometric mean does not depend on length and is no importance weight: it is good for rejecting.
+Token weights are biased for long completions. The product over a completion is unbiased, but its
+variance explodes with length, so truncation punishes long completions and masking drops them. The
+geometric mean does not depend on length. The geometric mean is not an importance weight, but a good
+criterion for rejection.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def truncated(
 def masked(
     log_rho: torch.Tensor, mask: torch.Tensor, *, of: ratio.Ratio, low: float, high: float
 ) -> torch.Tensor:
-    """rho where low <= rho <= high, else 0. Of tokens it is IcePop, with bounds 0.5 and 5."""
+    """rho where low <= rho <= high, else 0. With token ratios and bounds 0.5 and 5 it is IcePop."""
     rho = of(log_rho, mask).exp()
     return rho.where((rho >= low) & (rho <= high), 0.0)
 
@@ -58,12 +59,12 @@ def divergence_mask(
 
 
 def no_veto(log_rho: torch.Tensor, *, veto: float) -> torch.Tensor:
-    """Mark the completions [B, 1] none of whose tokens has rho < veto."""
+    """Mark the completions [B, 1] in which every token has rho >= veto."""
     return ~(bounded(log_rho).exp() < veto).any(dim=1, keepdim=True)
 
 
 def mean_one(correction: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Divide by the mean over the step's tokens, so that correcting does not change its size."""
+    """Divide by the mean over the step's tokens, so that the size of the step does not change."""
     mean = correction[mask].mean() if mask.any() else correction.new_ones(())
     return correction / mean.where(mean > 0, 1.0)
 
@@ -79,7 +80,7 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""Of single tokens, of the product over a completion, or of its geometric mean."""
+"""The corrections: of single tokens, of the product over a completion, or of its geometric mean."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""What is bounded where sampler and trainer say the same: for all others a ratio, which is 1."""
+"""The bounded quantity where sampler and trainer agree, if it is not a ratio, which would be 1."""

@@ -1,6 +1,6 @@
 """Descriptions of algorithms, for `covey algorithms` and for the pages under docs/algorithms.
 
-All of it is read off the code: the docstring, the signature, the table of options, and the pieces
+Everything comes from the code: the docstring, the signature, the table of options, and the pieces
 of the objective that the algorithm builds.
 
     python -m covey.objective.describe docs/algorithms      writes the pages
@@ -33,15 +33,15 @@ class OptionLine(NamedTuple):
 
 
 class Description(NamedTuple):
-    """An algorithm in words."""
+    """The description of an algorithm."""
 
     name: str
     title: str
     text: str
-    """The docstring below its first line: formulas are indented."""
+    """The docstring without its first line; formulas are indented."""
     own: list[OptionLine]
     pieces: dict[str, str]
-    """Advantage, ratio, surrogate, weights: the names they have as pieces."""
+    """The names of the pieces: advantage, ratio, surrogate, weights."""
     clip: str
     kl: str
     needs: list[str]
@@ -74,7 +74,7 @@ def shared_options() -> list[OptionLine]:
 
 def _option(name: str, parameter: inspect.Parameter) -> OptionLine:
     given = parameter.default is parameter.empty
-    meaning = OPTIONS[name].meaning if name in OPTIONS else ""  # a user's own has none
+    meaning = OPTIONS[name].meaning if name in OPTIONS else ""  # a user's function has no preset
     return OptionLine(name, "given" if given else _text(parameter.default), meaning)
 
 
@@ -123,7 +123,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""Needs that are shown. The rest are the rule, or come from options."""
+"""The needs that are shown; the others are usual, or come from options."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")

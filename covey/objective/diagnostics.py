@@ -1,7 +1,7 @@
 """Diagnostics of a training step: exact over trained tokens, however a step is split.
 
-Every mean is kept as (sum, count) and divided once at the end, never a mean of means. Where all
-tokens of a completion share one ratio, ratio and clip are counted once for each row.
+Every mean is kept as (sum, count) and divided once at the end, so it is never a mean of means.
+Where all tokens of a completion share one ratio, ratio and clip are counted once for each row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Measured:
 
     @staticmethod
     def joined(parts: Sequence[Measured]) -> Measured:
-        """Return what several ranks have measured as one."""
+        """Merge the measurements of several ranks."""
         sums: dict[str, list[tuple[float, float]]] = {}
         ranges: dict[str, list[tuple[float, float]]] = {}
         for part in parts:
@@ -44,10 +44,10 @@ class Measured:
         )
 
     def means(self) -> dict[str, float]:
-        """Return means, and extremes as `name_min` and `name_max`, of what was seen at all."""
+        """Return means, and extremes as `name_min` and `name_max`, of observed names."""
         result = {name: total / count for name, (total, count) in self.sums.items() if count}
         for name, (low, high) in self.ranges.items():
-            if low <= high:  # else nothing was in any mask
+            if low <= high:  # else no element was in a mask
                 result |= {f"{name}_min": low, f"{name}_max": high}
         return result
 
@@ -55,8 +55,9 @@ class Measured:
 class Meter:
     """Collects (sum, count), largest and smallest by name.
 
-    Values that are observed together are summed together: single small sums would cost more than
-    the objective itself. Numbers stay on the device until `read`, which fetches them at once.
+    Values that are observed together are summed in one operation, because many small sums would
+    cost more time than the objective itself. The numbers stay on the device until `read` fetches
+    all of them.
     """
 
     def __init__(self) -> None:
@@ -75,17 +76,17 @@ class Meter:
         self._sums.setdefault(tuple(values), []).append((sums, mask.sum()))
 
     def extremes(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Note the smallest and the largest of the elements in the mask."""
+        """Record the smallest and the largest of the elements in the mask."""
         if values.numel():
             low, high = values.where(mask, torch.inf).amin(), values.where(mask, -torch.inf).amax()
             self._ranges.setdefault(name, []).append((low, high))
 
     def read(self) -> dict[str, float]:
-        """Return means, and extremes as `name_min` and `name_max`, of all that was seen."""
+        """Return means, and extremes as `name_min` and `name_max`, of all observations."""
         return self.measured().means()
 
     def measured(self) -> Measured:
-        """Fetch the sums, counts and ranges of all that was seen."""
+        """Fetch the sums, counts and ranges of all observations."""
         numbers = self._fetched()
         measured = Measured()
         for names in self._sums:
@@ -100,7 +101,7 @@ class Meter:
         return measured
 
     def _fetched(self) -> Iterator[float]:
-        """Return sums and count of what was summed together, then the range of each name."""
+        """Return the sums and the count of one set of names, then the range of each name."""
         parts: list[torch.Tensor] = []
         for sums in self._sums.values():
             parts.append(torch.stack([s for s, _ in sums]).sum(dim=0))
@@ -119,7 +120,7 @@ def observe(
     output: PolicyLoss,
     entropy: torch.Tensor | None = None,
 ) -> None:
-    """Count what a micro-batch did to the policy."""
+    """Record the metrics of a micro-batch's policy loss."""
     assert batch.advantage is not None
     x = bounded(output.x)
     values = {
@@ -165,7 +166,7 @@ def _observe_ratio(
 
 
 def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Count the KL to the reference, if there is one: sums over the tokens of each rollout."""
+    """Record the KL to the reference, if there is one, as sums over the tokens of each rollout."""
     if batch.ref_logp is None:
         return
     rollouts = joined(batch)
@@ -208,7 +209,7 @@ def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Count how far the sampler's numerics are from the trainer's `logp`, before any update."""
+    """Record how far the sampler's log-probabilities are from the trainer's, before any update."""
     mask = batch.mask
     gap = difference(logp.detach(), batch.sampler_logp, mask).double()
     log_rho = bounded(gap)
@@ -220,6 +221,8 @@ def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
         "debug/rho_mean": rho,
         "rho_square": rho.square(),
     }
+    if batch.kept is not None:
+        values["debug/kept_tokens"] = torch.from_numpy(batch.kept.counts).to(gap)
     meter.means(values, mask)
     meter.extremes("debug/sampler_logp_diff", gap.abs(), mask)
     meter.extremes("debug/rho", rho, mask)
@@ -229,7 +232,7 @@ def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
 
 
 def observe_correction(meter: Meter, batch: Batch) -> None:
-    """Count what the correction does to the tokens of an optimizer step."""
+    """Record the correction factors of the tokens of an optimizer step."""
     if batch.correction is None:
         return
     correction = batch.correction.double()

@@ -3,8 +3,8 @@
     d_t = old_logp_t - teacher_logp_t
     A_t = task A_i - scale sum_{u >= t} discount^(u-t) d_u        over trained tokens
 
-Only this estimator (k1) may be a reward: with k3 in its place the gradient is that of another
-divergence. A is not normalised, since its size is the KL itself.
+Only this estimator (k1) may be a reward, because with k3 the gradient would be that of another
+divergence. A is not normalised, because its size is the KL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
 LEAST_LOGP = -20.0
-"""A teacher's log-probabilities count as at least this."""
+"""The floor of a teacher's log-probabilities."""
 
 
 def towards_teacher(
@@ -38,7 +38,7 @@ def towards_teacher(
 
 
 def teacher_gap(batch: Batch) -> torch.Tensor:
-    """Return -d = teacher_logp - old_logp [B, T], the teacher's side floored; 0 if not trained."""
+    """Return -d = max(teacher_logp, floor) - old_logp [B, T]; 0 for tokens that are not trained."""
     assert batch.teacher_logp is not None, "distillation needs a teacher"
     assert batch.old_logp is not None, "distillation needs old_logp"
     teacher = batch.teacher_logp.double().clamp(min=LEAST_LOGP)

@@ -1,8 +1,8 @@
 """Drift of the policy over a whole optimizer step: tokens to drop, and bounds to clip at.
 
-Both methods train on stale data and write r = policy / the policy that generated, so sampler_logp
-stands in the place of old_logp. They need the log-probabilities of the whole step at once: one more
-forward pass.
+Both methods train on stale data. Their ratio r is to the policy that generated the data, so
+sampler_logp takes the place of old_logp. They need the log-probabilities of the whole step at once,
+which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from covey.types import Batch
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Mark the tokens to drop so that the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the tokens that the update moves further: A > 0 and r > 1, or A < 0 and r < 1.
-    The largest are dropped first; of equal ones the earlier.
+    The mean is over the tokens that the update would move further away: A > 0 and r > 1, or A < 0
+    and r < 1. The tokens with the largest (log r)^2 are dropped first; among equal ones, the
+    earlier.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -46,15 +47,16 @@ def balanced_bounds(
     high_step: float = 0.05,
     measure: Literal["gradient", "value"] = "gradient",
 ) -> torch.Tensor:
-    """Return the ratio's bound of each token: wide enough for a share of positive loss. BAPO.
+    """Return the bound of each token's ratio, wide enough for the share of positive tokens. BAPO.
 
     arXiv 2510.18927, algorithm 1. The upper bound rises first, then the lower one, until tokens
-    with A > 0 carry at least `target` of the step's surrogate, or both bounds are at their end.
+    with A > 0 make up at least the share `target` of the step's surrogate, or both bounds are at
+    their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
     share = positive_share if measure == "gradient" else positive_value_share
-    low, high, slack = low_start, high_start, 1e-9  # so that rounding does not end it a step early
+    low, high, slack = low_start, high_start, 1e-9  # against rounding
     while share(ratio, advantage, low, high) < target and low + low_step <= low_end + slack:
         if high + high_step <= high_end + slack:
             high += high_step
@@ -66,7 +68,7 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the share of r |A| with A > 0 among tokens that are not clipped; 1 if there are none.
 
-    It grows with both bounds.
+    The share grows with both bounds.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

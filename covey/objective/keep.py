@@ -16,7 +16,7 @@ Metric = Literal["length", "rate"]
 def kept_standardized(
     batch: Batch, *, keep: int = 4, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """A_i = (R_i - mean R) / (std R + eps) over the kept completions of a group; 0 for the rest."""
+    """A_i = (R_i - mean R) / (std R + eps) over the kept completions of a group, else 0."""
     rewards = rollout_rewards(batch)
     kept = kept_rows(rewards, batch.mask.sum(dim=1), batch.group, keep=keep, metric=metric)
     chosen = rewards.where(kept, torch.nan)
@@ -39,7 +39,8 @@ def kept_rows(
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):
         raise ConfigError(
-            "gfpo: with metric = 'rate' rewards must not be negative, or long failures are kept"
+            "gfpo: with metric = 'rate' rewards must not be negative, because long failures would "
+            "be kept"
         )
     best = lengths.double()
     if metric == "rate":

@@ -1,11 +1,11 @@
-"""An objective as a value made of seven pieces, and the policy loss that they add up to.
+"""The Objective type, composed of seven pieces, and the policy loss that it defines.
 
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
-Nothing here knows about models, configuration, micro-batches or ranks. Advantages are filled in
-over the batch of a training step, weights, corrections and marks over an optimizer step, and the
-loss of a micro-batch is then a plain sum.
+This module knows nothing about models, configuration, micro-batches or ranks. Advantages are
+computed over the batch of a training step; weights, corrections and marks over an optimizer step.
+The loss of a micro-batch is then a plain sum.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from covey.errors import ConfigError
 from covey.objective.correction import mean_one, no_veto
 from covey.objective.masked import bounded, difference, row_mean
 from covey.objective.penalty import Penalty, adapted_beta, k3
@@ -28,7 +29,7 @@ Need = Literal[
     "groups", "success", "parts", "tokens", "old_logp", "old_entropy", "reference", "teacher",
     "values", "sampler_logp", "sampler_as_old", "entropy", "marks",
 ]  # fmt: skip
-"""What an objective reads beside rewards and `logp`:
+"""What an objective reads besides rewards and `logp`:
 
 groups          at least two rollouts of a prompt, which are compared with each other
 success         which rollouts are a success, rather than how much reward they got
@@ -59,21 +60,22 @@ class Objective:
     """An algorithm as a value: seven pieces, what goes with them, and what they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """[B, T] from the whole batch of a training step, one row for each rollout. Where rows without
+    """[B, T] from the whole batch of a training step, one row for each rollout. If rows without
     advantage are skipped, old_logp is not known yet unless `reads` names it."""
     ratio: Ratio
     """Log-ratio [B, T] from logp - old_logp and mask."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
-    """[B, T] from rows of one optimizer step and the totals of all of it."""
+    """[B, T] from rows of one optimizer step and the totals of the whole step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Constant factor [B, T] from old_logp - sampler_logp and mask. None: 1."""
+    """Constant factor [B, T] from old_logp - sampler_logp and mask; None means a factor of 1."""
     penalty: Penalty = k3
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """What the surrogate must know of the whole optimizer step, [B, T]: tokens to treat apart, or
-    bounds; from a batch with advantages and the step's logp. None: nothing."""
+    """What the surrogate needs to know about the whole optimizer step, [B, T]: marked tokens,
+    bounds or margins. It is computed from a batch with advantages and the step's logp; None if it
+    needs nothing."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """[B, T] what the critic should have expected, like `advantage`. None: there is no critic."""
     value_loss: Callable[..., ValueLoss] | None = None
@@ -84,26 +86,26 @@ class Objective:
     kl_target: float = 0.0
     """The KL that beta is adapted to keep, step by step. 0: beta is fixed."""
     kl_horizon: float = 10_000.0
-    """Rollouts over which an adaptive beta would fully correct a KL that is off target."""
+    """The number of rollouts over which an adaptive beta fully corrects a KL that is off target."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """Share of tokens, those with the highest entropy, whose surrogate counts."""
+    """The share of tokens, those with the highest entropy, whose surrogate counts."""
     off_policy_limit: float = 0.0
     """Drop a completion with a negative advantage whose mean log-probability has fallen by more
     than this since it was sampled. 0: keep all."""
     veto: float = 0.0
-    """Drop a completion if one of its tokens is less likely for the trainer than this times the
-    sampler's probability. 0: keep all."""
+    """Drop a completion if, for one of its tokens, the trainer's probability is below this number
+    times the sampler's probability. 0: keep all."""
     correction_mean_one: bool = False
     parts: tuple[str, ...] = ()
-    """Names of the parts of the reward that `advantage` reads, in this order. Empty: all there are,
-    in alphabetical order."""
+    """Names of the parts of the reward that `advantage` reads, in this order. Empty: all parts, in
+    alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
     """What `advantage` needs. The other pieces and options say theirs by what they are: `needs`."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """All that the objective reads beside rewards and `logp`."""
+        """Everything that the objective reads besides rewards and `logp`."""
         options: dict[Need, bool] = {
             "reference": self.beta != 0.0,
             "old_logp": self.corrects or self.kl_in_reward,
@@ -116,12 +118,12 @@ class Objective:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether there is a KL, and it is part of the reward."""
+        """Whether a KL is part of the reward."""
         return self.beta != 0.0 and self.kl_in == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether there is a KL, and it is part of the loss."""
+        """Whether a KL is part of the loss."""
         return self.beta != 0.0 and self.kl_in == "loss"
 
     @property
@@ -131,7 +133,7 @@ class Objective:
 
     @property
     def corrects(self) -> bool:
-        """Whether the sampler's numerics are corrected for."""
+        """Whether the objective corrects for the sampler's numerics."""
         return self.correction is not None or self.veto > 0.0
 
     @property
@@ -147,7 +149,7 @@ class Objective:
 
 
 class PolicyLoss(NamedTuple):
-    """The loss of a micro-batch and the per-token tensors [B, T] that diagnostics are made of."""
+    """The loss of a micro-batch, and the per-token tensors [B, T] that the diagnostics read."""
 
     loss: torch.Tensor
     x: torch.Tensor
@@ -155,9 +157,9 @@ class PolicyLoss(NamedTuple):
     log_ratio: torch.Tensor
     gain: Gain
     penalty: torch.Tensor | None
-    """The KL estimate that is in the loss. None: it has none."""
+    """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
-    """bool [B, T]: not dropped for having become too unlikely. None: nothing is."""
+    """bool [B, T]: the token was not dropped by `off_policy_limit`; None if that is off."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
@@ -179,15 +181,30 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
         batch = replace(batch, token_penalty=rollouts.split(penalty))
     if objective.targets is not None:
         batch = replace(batch, targets=rollouts.split(objective.targets(whole)))
-    advantage = objective.advantage(whole)
+    advantage = _tensor(objective.advantage(whole), "advantage", whole.mask)
     if objective.top_entropy < 1.0:
         advantage = advantage.where(_uncertain(whole, objective.top_entropy), 0.0)
     return replace(batch, advantage=rollouts.split(advantage))
 
 
+def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
+    """Check what a piece of an objective, perhaps a user's, has returned."""
+    if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+        return value
+    shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ConfigError(
+        f"objective: its {piece} returned {shape}; it must return a tensor of shape "
+        f"{list(mask.shape)}, one value for each token of each completion"
+    )
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
     """Mark the tokens [B, T] whose entropy is among the largest `share` of the batch."""
-    assert batch.entropy is not None, "a mask by entropy needs it"
+    assert batch.entropy is not None, "a mask by entropy needs old_entropy"
     entropy = batch.entropy.double()
     chosen = entropy[batch.mask & ~batch.rewards.isnan()[:, None]].sort().values
     if len(chosen) == 0:
@@ -201,7 +218,7 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 
 
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
-    """Fill in weights, and corrections if there are any, of one optimizer step.
+    """Fill in the weights of one optimizer step, and its corrections if the objective has any.
 
     Give `totals` when the step spans more than `batch`.
     """
@@ -250,9 +267,9 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the part of the step's loss that these rows contribute. Parts simply add up.
+    """Return the part of the step's loss that these rows contribute; the parts add up.
 
-    Of a rollout either all rows are among them or none: a ratio may be of the whole rollout.
+    A rollout's rows must all be in the same batch, because a ratio may be over the whole rollout.
     `entropy` is that of the policy now, for an objective with an entropy bonus.
     """
     assert batch.advantage is not None, "with_advantage comes first"
@@ -292,6 +309,11 @@ def _loss(
         beta=objective.beta,
     )
     gain = objective.surrogate(tokens)
+    if not isinstance(gain, Gain):
+        raise ConfigError(
+            f"objective: the surrogate {_name(objective.surrogate)} returned "
+            f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
+        )
     value = gain.value if batch.correction is None else gain.value * batch.correction
     kept = _kept(objective, batch, tokens)
     if kept is not None:
@@ -341,7 +363,10 @@ def value_loss(
 
 
 def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Mark tokens [B, T] with advantage >= 0 or still likely. DeepSeek-V3.2, equation 9."""
+    """Mark the tokens [B, T] that have advantage >= 0 or whose completion is still likely enough.
+
+    DeepSeek-V3.2, equation 9.
+    """
     if not objective.off_policy_limit:
         return None
     fallen = row_mean(difference(batch.sampler_logp, tokens.logp.detach(), batch.mask), batch.mask)

@@ -46,7 +46,7 @@ def random_within_bounds(
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
     """Mark the max(1, share T) tokens with the largest cov, if it is positive. KL-Cov.
 
-    In a step whose advantages are all 0, so is every cov, and no token is marked.
+    If all advantages of a step are 0, every cov is 0 and no token is marked.
     """
     assert batch.advantage is not None
     mask = scored_tokens(batch)
@@ -55,7 +55,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
 
 
 def scored_tokens(batch: Batch) -> torch.Tensor:
-    """Return the mask [B, T] without unscored rollouts: they enter no statistic."""
+    """Return the mask [B, T] without unscored rollouts, which are left out of all statistics."""
     return batch.mask & ~batch.rewards.isnan()[:, None]
 
 
@@ -70,14 +70,14 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Ten
 
 
 def _shuffled(batch: Batch) -> torch.Tensor:
-    """Return a number [B, T] for each token that is as good as random, yet always the same.
+    """Return a pseudorandom number [B, T] for each token, which is always the same.
 
-    It is a hash of the sampler's log-probabilities, of those up to the token and of those of the
-    whole completion, so that completions with the same beginning differ. The pick does not depend
-    on the order of rows, on micro-batches or ranks, and is the same when a run is resumed.
+    It is a hash of the sampler's log-probabilities up to the token and of those of the whole
+    completion, so that completions with the same prefix differ. So the choice of tokens does not
+    depend on row order, micro-batches or ranks, and is the same in a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
-    odd, other = -7046029254386353131, -4658895280553007687  # SplitMix64's and xxHash's constants
+    odd, other = -7046029254386353131, -4658895280553007687  # constants of SplitMix64 and xxHash
     mixed = (bits ^ (bits >> 29)) * other
     each = mixed * odd + 1
     completion = each.where(batch.mask, 0).sum(dim=1, keepdim=True)

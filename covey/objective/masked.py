@@ -1,4 +1,4 @@
-"""Tensors [B, T] of which only the trained tokens count, mask [B, T] bool."""
+"""Sums and means over the trained tokens of tensors [B, T], with mask [B, T] bool."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Beyond e^20 a ratio says only that something is wrong; it must still be finite."""
+"""The bound of log-ratios. A ratio beyond e^20 is a sign of an error, but must stay finite."""
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """a - b, and 0 outside the mask whatever stands there."""
-    # Padding may hold anything, NaN included, so it is replaced before the arithmetic, not after:
-    # a gradient that passes through `where` on the far side of a NaN is itself NaN.
+    """a - b, and 0 outside the mask, whatever values a and b have there."""
+    # Padding may contain any value, even NaN. It is replaced before the arithmetic and not after,
+    # because the gradient of `where` behind a NaN is itself NaN.
     return a.where(mask, 0.0) - b.where(mask, 0.0)
 
 
@@ -28,7 +28,7 @@ def row_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def row_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """T_i, the trained tokens of each completion, [B, 1]; at least 1, so that it can divide."""
+    """T_i, the number of trained tokens of each completion, [B, 1]; at least 1, to divide by it."""
     return mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -38,7 +38,7 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class _SequenceMean(torch.autograd.Function):
-    """The mean of each completion, handed to all of its tokens. See `sequence_mean`."""
+    """The mean of each completion, given to all of its tokens. See `sequence_mean`."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,8 @@ class _SequenceMean(torch.autograd.Function):
         (mask,), (grad,) = ctx.saved_tensors, grads
         if not grad.shape[1]:
             return grad, None
-        # Around the first trained token's own, so that equal numbers have exactly that mean.
+        # The mean is taken around the first trained token's value, so that equal numbers have
+        # exactly that mean.
         first = grad.gather(1, mask.long().argmax(dim=1, keepdim=True))
         return spread(first + row_mean(grad - first, mask), mask), None
 
@@ -58,10 +59,10 @@ class _SequenceMean(torch.autograd.Function):
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Give every trained token the mean of its completion: [B, T], 0 elsewhere.
 
-    The gradient is the mean too. Where all tokens of a completion receive the same, which is what
-    one advantage for the completion comes to, each passes on exactly what it received, so that a
-    ratio of the completion and ratios of its tokens have the same gradient to the last bit where
-    they have the same gradient at all.
+    The gradient is also the mean over the completion. If all tokens of a completion receive the
+    same gradient, as with one advantage per completion, each token passes on exactly that value. So
+    ratios of completions and ratios of tokens agree to the last bit wherever their gradients are
+    mathematically equal.
     """
     mean: torch.Tensor = _SequenceMean.apply(values, mask)
     return mean

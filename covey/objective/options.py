@@ -1,6 +1,7 @@
-"""Every option of an algorithm or a piece: what it means, what values it may have. The one table.
+"""The options of algorithms and pieces: meaning, type and allowed values. The one table.
 
-An option means the same wherever it occurs; which algorithm has which is in its signature.
+An option means the same wherever it occurs. The signature of an algorithm says which options it
+has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from covey.errors import ConfigError, nearest
 
 
 class Option(NamedTuple):
-    """What an option means, and its bounds if it is a number."""
+    """The meaning of an option, and its bounds if it is a number."""
 
     meaning: str
     at_least: float = -math.inf
@@ -29,49 +30,53 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "clip_high": Option(
             "How far above 1 a ratio may rise (`gmpo`: its logarithm, above 0).", 0
         ),
-        "dual": Option("Bound on the ratio of bad tokens, above 1 + clip_high; 0: none.", 0),
+        "dual": Option("Bound on the ratio of tokens with A < 0, above 1 + clip_high; 0: none.", 0),
         "max_weight": Option("The largest weight, as an absolute number.", 0),
         "min_weight": Option("The smallest weight, as an absolute number.", 0),
-        "tau_pos": Option("Steepness of the gate for good tokens.", 1e-9),
-        "tau_neg": Option("Steepness of the gate for the others.", 1e-9),
+        "tau_pos": Option("Steepness of the gate for tokens with A > 0.", 1e-9),
+        "tau_neg": Option("Steepness of the gate for tokens with A <= 0.", 1e-9),
         "power_pos": Option("Power of the weight for good completions.", 0),
         "rate_pos": Option("Decay of the weight for good completions.", 0),
         "power_neg": Option("Power of the weight for bad completions.", 0),
         "rate_neg": Option("Decay of the weight for bad completions.", 0),
         "ddof": Option(
-            "Of the standard deviation; 0 makes group advantages sqrt(G/(G-1)) times larger.", 0, 1
+            "The variance is divided by n - ddof; 0 makes advantages sqrt(n/(n-1)) times larger.",
+            0,
+            1,
         ),
-        "eps": Option("Added to the standard deviation, or to the variance where one whitens.", 0),
-        "of": Option("Whose deviation: that of the `rewards`, or of the `centered` ones."),
+        "eps": Option("Added to the standard deviation; when whitening, to the variance.", 0),
+        "of": Option("Take the standard deviation of the `rewards` or of the `centered` rewards."),
         "weighting": Option(
-            "Whether every `sequence` or every `token` counts once in the deviation."
+            "Compute the standard deviation over sequences (`sequence`) or tokens (`token`)."
         ),
-        "gamma": Option("Discount of what comes later in the completion, or turns later.", 0, 1),
-        "step_weight": Option("Weight of the comparison of turns in equal states.", 0),
-        "normalize": Option("Divide by the deviation (`std`), or only subtract the `mean`."),
+        "gamma": Option("Discount factor of later rewards, per token or per turn.", 0, 1),
+        "step_weight": Option("Weight of the advantage among turns in equal states.", 0),
+        "normalize": Option(
+            "Divide by the standard deviation (`std`), or only subtract the mean (`mean`)."
+        ),
         "compare": Option(
-            "Compare the group's turns of the same number (`turn`), or all (`group`)."
+            "Compare turns with the same index (`turn`), or all turns of a group (`group`)."
         ),
         "length": Option("Constant that token sums are divided by: the generation budget.", 1),
-        "aggregation": Option("How tokens add up: one of the weights."),
+        "aggregation": Option("How tokens add up: the name of one of the weights."),
         "alpha1": Option("Reward of a correct completion, and minus that of a wrong one."),
         "alpha2": Option("Size of the entropy part of a token's reward.", 0),
         "beta1": Option("Reward of a correct completion, and minus that of a wrong one."),
         "beta2": Option("Size of the entropy part of a completion's reward.", 0),
         "scope": Option("Whether entropies are compared within the `group` or over the `batch`."),
         "norm": Option("Whether shaped rewards are normalized over the `batch` or by `polarity`."),
-        "entropy_floor": Option("Entropies below it count as this in 1/H.", 1e-12),
+        "entropy_floor": Option("The smallest H in 1/H.", 1e-12),
         "mean": Option("Whether a completion's ratio is the `geometric` or `arithmetic` mean."),
-        "bonus": Option("Factor of a conflict token in a good completion.", 0),
-        "max_entropy": Option("A completion whose mean entropy is larger is left out.", 0),
-        "entropy_cost": Option("What is taken off the advantage per nat of mean entropy."),
+        "bonus": Option("Factor of the advantage of conflict tokens in good completions.", 0),
+        "max_entropy": Option("Completions with a larger mean entropy are left out.", 0),
+        "entropy_cost": Option("Subtracted from the advantage, per nat of mean entropy."),
         "share": Option("Share of the step's tokens that are picked, at least one.", 0, 1),
         "cov_low": Option("Tokens with a covariance above this are candidates."),
         "cov_high": Option("Tokens with a covariance below this are candidates."),
         "coefficient": Option("Weight of |logp - old_logp| on the tokens that were picked.", 0),
-        "parts": Option("Names of the parts of the reward that count; empty: all."),
-        "part_weights": Option("Weight of each part's advantage; empty: 1 each."),
-        "gate": Option("Number of the part that the other parts depend on, from 0; -1: none.", -1),
+        "parts": Option("Names of the parts of the reward that count; if empty, all parts count."),
+        "part_weights": Option("Weight of each part's advantage; if empty, each weight is 1."),
+        "gate": Option("Index, from 0, of the part that the other parts depend on; -1: none.", -1),
         "gate_at": Option("Value that the gating part must reach for the others to count."),
         "all_wrong": Option("Advantage of groups without success: `zero` or `minus_one`."),
         "lam": Option("Lambda of the advantages: 0 trusts the critic, 1 the rewards.", 0, 1),
@@ -80,45 +85,55 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "value_lam": Option("Lambda of the critic's targets; 1: the returns themselves.", 0, 1),
         "value_clip": Option("How far a value may move from where it was; 0: any distance.", 0),
         "average": Option("Average log-ratios over a completion's tokens instead of adding up."),
-        "k": Option("How many completions are tried, of which the best counts.", 1),
-        "baseline": Option("What is taken off: `loo1`, `loo` or `centred`."),
+        "k": Option("The k of max@k: the best of k completions counts.", 1),
+        "baseline": Option("The baseline that is subtracted: `loo1`, `loo` or `centred`."),
         "keep": Option("How many completions of a group are trained on.", 1),
-        "metric": Option("Which are kept: by `length` the shortest, by `rate` reward per token."),
-        "target": Option("Share of the step's surrogate that good tokens should carry.", 0, 1),
-        "low_start": Option("Lower bound of the ratio at first.", 0, 1),
+        "metric": Option(
+            "Keep the shortest (`length`) or those with the most reward per token (`rate`)."
+        ),
+        "target": Option(
+            "The share of the step's surrogate that tokens with A > 0 should make up.", 0, 1
+        ),
+        "low_start": Option("Initial lower bound of the ratio.", 0, 1),
         "low_end": Option("Largest lower bound of the ratio.", 0, 1),
-        "low_step": Option("By how much the lower bound rises at a time.", 1e-6),
-        "high_start": Option("Upper bound of the ratio at first.", 1),
+        "low_step": Option("Increment of the lower bound.", 1e-6),
+        "high_start": Option("Initial upper bound of the ratio.", 1),
         "high_end": Option("Largest upper bound of the ratio.", 1),
-        "high_step": Option("By how much the upper bound rises at a time.", 1e-6),
-        "measure": Option("What the share is of: `gradient`, or `value` as printed in the paper."),
-        "tau": Option("Largest mean of (log r)^2 over tokens that move further away.", 0),
-        "cap": Option("Tokens with a larger weight old policy / sampler are dropped.", 1),
-        "discount": Option("Discount of the KL of later tokens; 0: each token for itself.", 0, 1),
+        "high_step": Option("Increment of the upper bound.", 1e-6),
+        "measure": Option(
+            "Compute the share from the `gradient`, or from the `value` as the paper prints it."
+        ),
+        "tau": Option("Largest mean of (log r)^2 over the tokens that would move further away.", 0),
+        "cap": Option("Tokens with a larger ratio of old policy to sampler are dropped.", 1),
+        "discount": Option(
+            "Discount factor of the KL of later tokens; 0: only the token's own KL.", 0, 1
+        ),
         "scale": Option("Weight of the KL to the teacher.", 0),
-        "task": Option("Weight of the reward's advantage beside the teacher; 0: none."),
+        "task": Option("Weight of GRPO's advantage, added to the teacher's; 0: none."),
         "beta": Option(
             "Weight of the KL to the reference; with 0 no reference is loaded. Of a pair: scale "
             "of its log-ratios, above 0.",
             0,
         ),
-        "kl": Option("Estimator of that KL."),
+        "kl": Option("Estimator of the KL to the reference."),
         "kl_in": Option(
-            "Whether the KL is taken off every token in the `loss` or off the `reward`."
+            "Put the KL into the `loss`, for every token, or subtract it from the `reward`."
         ),
         "kl_target": Option("Adapt beta so as to keep the KL near this; 0: beta is fixed.", 0),
-        "kl_horizon": Option("Completions over which an adaptive beta makes up for a wrong KL.", 1),
+        "kl_horizon": Option(
+            "Number of completions over which an adaptive beta corrects the KL.", 1
+        ),
         "entropy_bonus": Option("Weight of the policy's entropy, added to each token's gain."),
         "top_entropy": Option(
-            "Share of tokens, the most uncertain, whose surrogate counts.", 1e-9, 1
+            "Train only on this share of tokens, those with the highest entropy.", 1e-9, 1
         ),
         "correction": Option("Correction for a sampler that differs from the trainer."),
         "correction_low": Option("Lower bound of the correction.", 0),
         "correction_high": Option("Upper bound of the correction.", 0),
         "correction_mean_one": Option("Divide corrections by their mean over the step."),
         "veto": Option(
-            "Drop a completion if the trainer finds a token less likely than this times the "
-            "sampler's probability; 0: never.",
+            "Drop a completion if a token's probability under the trainer is below this times its "
+            "probability under the sampler; 0: never.",
             0,
             1,
         ),
@@ -128,8 +143,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             0,
         ),
         "advantage": Option("How advantages are computed."),
-        "ratio": Option("What is compared with the policy that sampled."),
-        "surrogate": Option("What ratio and advantage become: the gain of a token."),
+        "ratio": Option("How the policy is compared with the policy that sampled."),
+        "surrogate": Option("The gain of a token, computed from ratio and advantage."),
         "weights": Option("How the gains of tokens add up."),
     }
 )
@@ -146,7 +161,7 @@ PAIRS = (
 
 
 def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Refuse values that are not of the type that the function asks for."""
+    """Refuse values that do not have the type in the function's signature."""
     for key, value in options.items():
         hint, what = hints.get(key), f"objective.{key} = {value!r} of {name}"
         if typing.get_origin(hint) is Literal:
@@ -164,7 +179,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse values outside their bounds, and those that do not go together."""
+    """Refuse values outside their bounds and values that contradict each other."""
     numbers = {k: v for k, v in options.items() if k in OPTIONS and _is_number(v, Real)}
     for key, value in numbers.items():
         option = OPTIONS[key]

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
-Each takes d = logp - ref_logp and the log-ratio log r = logp - old_logp of each token, both [B, T]
-and clamped to +-20, and the mask. A good value is not a good gradient:
+Each estimator takes d = logp - ref_logp and the log-ratio log r = logp - old_logp of each token,
+both [B, T] and clamped to +-20, and the mask. A good value is not a good gradient:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|
@@ -24,7 +24,7 @@ import torch
 from covey.objective.masked import bounded, row_sum, spread
 
 MAX_ADAPTATION = 0.2
-"""However far the KL is off target, an adaptive beta follows as if by this share."""
+"""The largest relative deviation from the target KL to which an adaptive beta reacts."""
 
 
 def k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,10 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """k3 of whole rows, d = sum_t d: DeepSeek-R1's equation as printed (arXiv 2501.12948)."""
+    """k3 of whole completions, with d summed over the tokens:
+
+    DeepSeek-R1's equation as printed (arXiv 2501.12948).
+    """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 
 
@@ -64,10 +67,10 @@ def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
-    """Move beta towards the KL that is wanted, arXiv 1909.08593.
+    """Return beta adapted towards the target KL, arXiv 1909.08593.
 
     beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). Without the bound of 1,
-    a step with more rollouts than the horizon would make beta swing, or become negative.
+    a step with more rollouts than the horizon would make beta oscillate or become negative.
     """
     error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
     return beta * (1.0 + error * min(rollouts / horizon, 1.0))

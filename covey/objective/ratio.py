@@ -1,7 +1,7 @@
-"""Log-ratios between the policy now and the policy that the batch was collected with.
+"""Log-ratios between the current policy and the policy that collected the batch.
 
-Each takes x = logp - old_logp, [B, T] and 0 outside the mask, and the mask; and gives the log-ratio
-[B, T], clamped to +-20, 0 outside the mask.
+Each function takes x = logp - old_logp, [B, T] and 0 outside the mask, and the mask. It returns the
+log-ratio [B, T], clamped to +-20 and 0 outside the mask.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The value of log s, but the gradient of the token's own logp. GSPO-token, the same paper.
 
-    Where all tokens of a completion have one advantage it gives the gradient of `sequence`; here
-    each may have its own.
+    If all tokens of a completion have the same advantage, the gradient is that of `sequence`; here
+    each token may have its own advantage.
     """
     return sequence(x.detach(), mask) + (x - x.detach())
 
@@ -63,4 +63,4 @@ RATIOS: Mapping[str, Ratio] = MappingProxyType(
 )
 
 PER_SEQUENCE: frozenset[Ratio] = frozenset({sequence, sequence_token, product, arithmetic})
-"""Ratios that all tokens of a completion share: diagnostics give each completion one vote."""
+"""Ratios that all tokens of a completion share; diagnostics count each completion once."""

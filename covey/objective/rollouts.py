@@ -1,9 +1,9 @@
-"""Rows of one rollout joined into one row: statistics are over rollouts, never over rows.
+"""Joins the rows of one rollout into one row, because statistics are over rollouts, not rows.
 
-A rollout whose context was rewritten on the way takes several rows of a batch. What is computed
-over whole rollouts (advantages, corrections, marked tokens) is computed on joined rows and then
-split again, so it comes out as if the rollout were one row with the same tokens. Shapes: B rows,
-T tokens, R rollouts, W tokens of the longest rollout.
+A rollout whose context was rewritten during the rollout takes several rows of a batch. Advantages,
+corrections and marked tokens depend on whole rollouts. They are computed on joined rows and then
+split again, so the result is the same as for one row with the same tokens. Shapes: B rows, T
+tokens, R rollouts, W tokens of the longest rollout.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from covey.types import Batch
 
 
 class Joined(NamedTuple):
-    """A batch with one row for each rollout, and where the tokens of the original rows are."""
+    """A batch with one row for each rollout, and the position of each original token in it."""
 
     batch: Batch
     row: torch.Tensor | None = None
-    """[B, T] int64: the joined row of each token. None: rollouts are rows already."""
+    """[B, T] int64: the joined row of each token; None if each rollout is one row already."""
     column: torch.Tensor | None = None
     """[B, T] int64: the joined column of each token."""
     cells: torch.Tensor | None = None
-    """[B, T] bool: which tokens are no padding."""
+    """[B, T] bool: which tokens are not padding."""
 
     def split(self, values: torch.Tensor) -> torch.Tensor:
         """Return values [R, W] of joined rows as [B, T] of the original rows; 0 in padding."""
@@ -43,7 +43,7 @@ class Joined(NamedTuple):
 
 
 def joined(batch: Batch) -> Joined:
-    """Join the rows of each rollout, in their order; the batch itself if there is one row each."""
+    """Join the rows of each rollout in their order; return the batch itself if each has one row."""
     if batch.one_row_each:
         return Joined(batch)
     assert batch.rollout is not None

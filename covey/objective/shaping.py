@@ -1,11 +1,11 @@
-"""Advantages that read more than rewards: entropies, or the tokens themselves.
+"""Advantages that depend on entropies or tokens, not only on rewards.
 
 The first two are the entropy-shaping pair of arXiv 2508.04349 (v5), GTPO and GRPO-S; the third is
 the other GTPO, arXiv 2508.03772. Entropy H is that of the policy that collected the batch.
 
 Correct completions form O+, wrong ones O-. A group that is all correct or all wrong has advantage 0
-and enters no statistic, as if dynamic sampling had dropped it. The paper's runs do drop it.
-Otherwise entropies alone would decide the advantages of an all-wrong group.
+and is left out of all statistics. The paper's runs drop such groups by dynamic sampling. Otherwise
+entropies alone would decide the advantages of an all-wrong group.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 Scope = Literal["group", "batch"]
 SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
 WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens"})
-"""What these advantages read."""
+"""What the advantages of this module read."""
 
 
 class Polarity(NamedTuple):
-    """Which rollouts [B] count as correct and which as wrong. Neither: the rollout is left out."""
+    """Which rollouts [B] count as correct and which as wrong; the others are left out."""
 
     correct: torch.Tensor
     wrong: torch.Tensor
@@ -44,7 +44,7 @@ class Polarity(NamedTuple):
 
 def polarity(batch: Batch) -> Polarity:
     """Split the scored completions of groups that have both correct and wrong ones."""
-    # Without trained tokens a completion has no entropy to be compared by.
+    # A completion without trained tokens has no entropy.
     scored = ~batch.rewards.isnan() & batch.mask.any(dim=1)
     correct, wrong = scored & batch.success, scored & ~batch.success
     mixed = (group_sum(correct.double(), batch.group) > 0) & (
@@ -66,7 +66,8 @@ def entropy_shaped_tokens(
 ) -> torch.Tensor:
     """GTPO, equations 2 to 4: rewards shaped by entropy, normalized over all tokens of the batch.
 
-    Uncertain tokens of correct completions get a bonus, certain tokens of wrong ones a malus.
+    In correct completions tokens with high entropy get a bonus; in wrong completions tokens with
+    low entropy get a penalty.
     """
     correct, wrong = polarity(batch)
     of_correct, of_wrong = batch.mask & correct[:, None], batch.mask & wrong[:, None]
@@ -107,7 +108,7 @@ def entropy_shaped_sequences(
     eps: float = 1e-6,
     entropy_floor: float = 1e-3,
 ) -> torch.Tensor:
-    """GRPO-S, equation 6: the same by rollout, with the mean entropy, standardized in the group."""
+    """GRPO-S, equation 6: rewards shaped by a rollout's mean entropy, standardized in the group."""
     correct, wrong = polarity(batch)
     entropy = row_mean(_entropy(batch), batch.mask)
     group = batch.group if scope == "group" else torch.zeros_like(batch.group)
@@ -125,13 +126,13 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """The other GTPO (arXiv 2508.03772): what good and bad completions share is not pushed down.
+    """The other GTPO (arXiv 2508.03772): shared tokens are not pushed down.
 
     A_i = R_i - mean_g R - entropy_cost H_i, or 0 where the mean entropy H_i of a completion exceeds
-    max_entropy. A conflict token is one that some good and some bad completion of the group have at
-    the same place, in an unbroken run from the start or, counted backwards, from the end. There A
-    is multiplied by `bonus` in good completions and by 0 in bad ones, and the completion's
-    advantage is divided by its number of conflict tokens.
+    max_entropy. A conflict token occurs at the same position in a good and a bad completion of the
+    group, within a common prefix or, counted from the end, a common suffix. For conflict tokens A
+    is multiplied by `bonus` in good completions and by 0 in bad ones. The advantage of a completion
+    is divided by its number of conflict tokens.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)
@@ -168,7 +169,7 @@ def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
 def _conflict_run(
     tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the tokens [B, T] before the first that is not shared by good and bad completions."""
+    """Mark the tokens [B, T] before the first one that good and bad completions do not share."""
     shared = torch.zeros_like(mask)
     for each in group.unique():
         rows = (group == each).nonzero().squeeze(1)
@@ -181,5 +182,5 @@ def _conflict_run(
 
 
 def _entropy(batch: Batch) -> torch.Tensor:
-    assert batch.entropy is not None, "an objective that reads entropies says so"
+    assert batch.entropy is not None, "an objective that reads entropies must declare it"
     return batch.entropy.double().where(batch.mask, 0.0)

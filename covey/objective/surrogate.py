@@ -1,7 +1,7 @@
-"""Surrogates: the gain of each token that the update raises.
+"""Surrogates: the gain of each token, which the update increases.
 
-On policy, where r = 1, the gradient of each is the advantage; they differ in what they do with
-tokens that the policy has already moved.
+On policy, where r = 1, the gradient of every surrogate is the advantage. They differ for tokens
+whose probability has already changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from covey.objective.masked import bounded, sequence_mean
 
 
 class Tokens(NamedTuple):
-    """What a surrogate is given, each [B, T] and 0 outside the mask."""
+    """The inputs of a surrogate, each [B, T] and 0 outside the mask."""
 
     log_ratio: torch.Tensor
     """log r, from one of the ratios; carries the gradient."""
@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """What the objective's `marks` found: tokens (bool), bounds or margins. None: no `marks`."""
+    """The result of the objective's `marks`: tokens, bounds or margins; None without `marks`."""
     ref_logp: torch.Tensor | None = None
     """For a surrogate that compares with the reference itself. None: there is no reference."""
     beta: float = 0.0
@@ -34,15 +34,15 @@ class Tokens(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """What a surrogate gives back, each [B, T]."""
+    """The outputs of a surrogate, each [B, T]."""
 
     value: torch.Tensor
     clipped_low: torch.Tensor
-    """bool: the ratio fell below its lower bound, and the gradient is therefore 0 or smaller."""
+    """bool: the ratio is below its lower bound, so the gradient is 0 or reduced."""
     clipped_high: torch.Tensor
-    """bool: the ratio rose above its upper bound, and the gradient is therefore 0 or smaller."""
+    """bool: the ratio is above its upper bound, so the gradient is 0 or reduced."""
     clipped_dual: torch.Tensor | None = None
-    """bool: a bad token's ratio rose above the dual bound. None: there is none."""
+    """bool: the ratio of a token with A < 0 is above the dual bound; None without such a bound."""
 
 
 def clipped(
@@ -52,8 +52,8 @@ def clipped(
 
     The gradient is r A, except where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low:
     there it is 0. A token with A < 0 whose ratio has risen, or one with A > 0 whose ratio has
-    fallen, is not clipped. With `dual` (arXiv 1912.09729) one with A < 0 is, above r = dual: the
-    gain is at least dual A.
+    fallen, is not clipped. With `dual` (arXiv 1912.09729) a token with A < 0 is also clipped above
+    r = dual, so that the gain is at least dual A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -70,12 +70,12 @@ def clipped(
 
 
 def unclipped(tokens: Tokens) -> Gain:
-    """r A: importance sampling, without a bound."""
+    """r A: importance sampling without a bound."""
     return _unbounded(tokens.log_ratio.exp() * tokens.advantage, tokens)
 
 
 def log_likelihood(tokens: Tokens) -> Gain:
-    """A logp: REINFORCE, without a ratio. Its gradient is A however far the policy has moved."""
+    """A logp: REINFORCE, without a ratio. The gradient is A, however far the policy has moved."""
     return _unbounded(tokens.advantage * tokens.logp, tokens)
 
 
@@ -94,10 +94,10 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
 
 
 def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
-    """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] where A pushes. GMPO.
+    """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] on the side of A's sign. GMPO.
 
-    arXiv 2507.20673. Only the bound on the side of A's sign acts. The bounds are of the logarithm:
-    0.4 lets ratios from 0.67 to 1.49 through.
+    arXiv 2507.20673. Only one bound has an effect: the upper one where A > 0, else the lower one.
+    The bounds apply to the logarithm: 0.4 allows ratios from 0.67 to 1.49.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)
@@ -143,11 +143,11 @@ def gamma_weight(
 def trust_mask(
     tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 20.0
 ) -> Gain:
-    """sg(min(r, max_weight)) A logp where the probability has not moved too far. DPPO.
+    """sg(min(r, max_weight)) A logp for tokens whose probability has not changed too much. DPPO.
 
-    arXiv 2602.04879 with total variation: kept while p - p_old <= clip_high where A > 0, and while
-    p - p_old >= -clip_low elsewhere.
-    The bounds are of probabilities, not of their ratio: a rare token may double.
+    arXiv 2602.04879 with total variation: a token is kept while p - p_old <= clip_high if A > 0,
+    and while p - p_old >= -clip_low otherwise. The bounds apply to probabilities, not to their
+    ratio: a rare token may double its probability.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0
@@ -165,14 +165,14 @@ def trust_mask(
 def clipped_without_marked(
     tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 1.0
 ) -> Gain:
-    """The PPO surrogate, and no gain for the tokens that were marked. Clip-Cov, 2505.22617."""
+    """The PPO surrogate, without gain for marked tokens. Clip-Cov, 2505.22617."""
     assert tokens.marked is not None
     gain = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
     return gain._replace(value=gain.value.where(~tokens.marked, 0.0))
 
 
 def unclipped_without_marked(tokens: Tokens) -> Gain:
-    """r A, and no gain for the tokens that were marked. M2PO, arXiv 2510.01161."""
+    """r A, without gain for marked tokens. M2PO, arXiv 2510.01161."""
     assert tokens.marked is not None
     gain = unclipped(tokens)
     return Gain(
@@ -183,9 +183,9 @@ def unclipped_without_marked(tokens: Tokens) -> Gain:
 
 
 def clipped_at_marks(tokens: Tokens) -> Gain:
-    """min(r A, clip(r) A) with the ratio's bound of each token given by `marks`. BAPO, 2510.18927.
+    """min(r A, clip(r) A), where `marks` gives the bound of each token's ratio. BAPO, 2510.18927.
 
-    Only the bound on the side of A's sign acts: the upper one where A > 0, else the lower one.
+    Only one bound has an effect: the upper bound where A > 0, else the lower bound.
     """
     assert tokens.marked is not None
     ratio, advantage, bound = (
@@ -203,14 +203,14 @@ def clipped_at_marks(tokens: Tokens) -> Gain:
 
 
 def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:
-    """r A, less coefficient |log r| for the tokens that were marked. KL-Cov, arXiv 2505.22617."""
+    """r A, minus coefficient |log r| for marked tokens. KL-Cov, arXiv 2505.22617."""
     assert tokens.marked is not None
     penalty = (coefficient * tokens.log_ratio.abs()).where(tokens.marked, 0.0)
     return _unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)
 
 
 def _either(good: torch.Tensor, yes: float, no: float, tokens: Tokens) -> torch.Tensor:
-    # torch.where with two Python numbers would give float32, whatever the rest is.
+    # torch.where with two Python numbers would always give float32.
     return torch.full_like(tokens.logp, no).masked_fill(good, yes)
 
 

@@ -1,7 +1,7 @@
-"""Advantages of turns: what each turn of a multi-turn rollout was worth, beside the rollout itself.
+"""Advantages of the turns of multi-turn rollouts.
 
-The reward R of a rollout is its total. Turn rewards say when it was earned, and what they leave of
-it is earned at the last turn:
+The reward R of a rollout is its total. Turn rewards say when it was earned; the remainder is earned
+at the last turn:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
@@ -43,7 +43,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
     shape = len(number), count
     rewards = torch.zeros(shape, dtype=torch.float64, device=number.device)
     state = torch.zeros(shape, dtype=torch.long, device=number.device)
-    # All tokens of a turn have the same numbers; those outside the mask point beyond the table.
+    # All tokens of a turn have the same values; tokens outside the mask point beyond the table.
     place = number.where(batch.mask, count)
     present = _spread(batch.mask, place, count)
     if batch.turn_reward is not None and batch.state is not None:
@@ -61,7 +61,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Return values [B, T] in their columns [B, count]; those at place `count` are dropped."""
+    """Return values [B, T] in their columns [B, count]; values at column `count` are dropped."""
     table = values.new_zeros(len(values), count + 1)
     return table.scatter_(1, place, values)[:, :count]
 
@@ -69,7 +69,7 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 def _compared(
     table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
 ) -> torch.Tensor:
-    """Compare the returns of turns [B, K] with those in the same cell [B, K]."""
+    """Return the advantages of turns [B, K] among the turns with the same `cell` [B, K]."""
     values, cells = table.returns[table.present], cell[table.present]
     if normalize == "std":
         found = standardized(values, cells, ddof=ddof, eps=eps)
@@ -86,10 +86,10 @@ def by_turn(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """A_k = (U_k - mean) / (std + eps), over the group's turns of the same number, or over all.
+    """A_k = (U_k - mean) / (std + eps), over turns of a group with the same index, or over all.
 
-    Turns of the same number are in unlike states once the paths of rollouts split: `gigpo` compares
-    equal states only.
+    Turns with the same index are in different states once rollouts diverge; `gigpo` compares only
+    turns in equal states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)
@@ -107,9 +107,9 @@ def by_state(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """A = A_episode + step_weight * A_step, the latter over turns of a group in equal states.
+    """A = A_episode + step_weight * A_step; A_step is among a group's turns in equal states.
 
-    GiGPO, arXiv 2505.10978. A state that no other turn of the group was in adds nothing.
+    GiGPO, arXiv 2505.10978. For a state that occurs in only one turn of the group, A_step is 0.
     """
     rewards = rollout_rewards(batch)
     std = normalize == "std"

@@ -1,9 +1,9 @@
 """Weights: how the gains of single tokens add up to one loss.
 
-Aggregation is data. Each function gives the factor [B, T] of every token, computed once for an
-optimizer step from its totals; the loss is then a plain sum, which comes out the same however the
-step is split into micro-batches or spread over ranks. Weights are float64, and rounded once to the
-precision of the loss.
+Aggregation is data. Each function returns the factor [B, T] of every token, computed once per
+optimizer step from its totals. The loss is then a plain sum, so it does not depend on how the step
+is split into micro-batches or over ranks. Weights are float64, and rounded once to the precision of
+the loss.
 
 N rollouts, T tokens and P groups in the step; T_i tokens in rollout i, T_g in group g.
 """
@@ -22,8 +22,9 @@ from covey.types import Batch, Totals
 def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """1 / (N T_i): the mean over rollouts of the mean over their tokens. GRPO, arXiv 2402.03300.
 
-    Short completions have heavier tokens; long wrong ones are under-penalised (arXiv 2503.20783).
-    It is also the mean over rollouts of a gain that all tokens of a rollout share.
+    Tokens of short completions weigh more, so long wrong completions are penalised too little
+    (arXiv 2503.20783). If all tokens of a rollout share one gain, the result is the mean of that
+    gain over rollouts.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -61,7 +62,7 @@ def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of each row's id as float64 [B, 1]; at least 1, so that it can divide."""
+    """Return the token count of each row's id as float64 [B, 1]; at least 1, to divide by it."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

@@ -1,4 +1,4 @@
-"""Reference policies, which the KL penalty compares the policy with."""
+"""Reference policies, with which the KL penalty compares the policy."""
 
 from covey.reference.frozen import FrozenReference
 from covey.reference.protocol import Reference

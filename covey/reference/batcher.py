@@ -27,7 +27,7 @@ class QueuedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counters of finished work. Only the batcher's thread writes them."""
+    """Counters of finished work. Only the batcher's thread writes the counters."""
 
     batches: int = 0
     tokens: int = 0
@@ -39,7 +39,7 @@ class QueueFullError(Exception):
 
 
 class Batcher:
-    """Computes requests in order of arrival, in one batch with others that wait.
+    """Computes requests in order of arrival, batched with others that wait.
 
     Rows of a batch do not attend to each other, so other requests change a result only by rounding:
     in float32 on a CPU by up to 1e-5.
@@ -63,7 +63,7 @@ class Batcher:
         return self._queue.qsize()
 
     def submit(self, request: LogpRequest) -> Future[LogProbs]:
-        """Queue a request. Raises QueueFullError if too many wait."""
+        """Queue a request. Raises QueueFullError if too many requests wait."""
         queued = QueuedRequest(request)
         try:
             self._queue.put_nowait(queued)

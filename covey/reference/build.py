@@ -1,4 +1,4 @@
-"""From the [reference] section of the config to a reference policy."""
+"""Builds a reference policy from the [reference] section of the config."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_reference(
             every=section.every,
         )
     model = load()
-    # Sharded weights that are offloaded are brought back by the shards themselves.
+    # The shards themselves bring offloaded weights back to the device.
     offloaded = section.kind == "offloaded" and not model.sharded
     kind = OffloadedReference if offloaded else FrozenReference
     return kind(model=model, temperature=temperature, logits_megabytes=megabytes)
@@ -76,7 +76,7 @@ def _check_moving(policy: LanguageModel, kind: str) -> None:
 def make_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[str], LanguageModel]
 ) -> Reference:
-    """Build the teacher of a distillation, whose tokens must be the policy's.
+    """Build the teacher of a distillation, which must have the policy's tokenizer.
 
     `load` loads the model, or the adapter with its base, at a path.
     """
@@ -91,10 +91,10 @@ def make_teacher(
     model = load(section.path)
     if tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
-            f"config: teacher.path = {section.path!r} has another tokenizer than model.path = "
+            f"config: teacher.path = {section.path!r} has a different tokenizer than model.path = "
             f"{config.model.path!r}; a teacher must give the same ids to the same tokens"
         )
-    # Shards bring back offloaded weights by themselves.
+    # The shards themselves bring offloaded weights back to the device.
     kind = OffloadedReference if section.offload and not model.sharded else FrozenReference
     megabytes = config.train.logits_megabytes
     return kind(model=model, temperature=section.temperature, logits_megabytes=megabytes)
@@ -115,6 +115,7 @@ def _token(variable: str, section: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"config: {section}.token_env = {variable!r}: the variable holds no valid token"
+            f"config: {section}.token_env = {variable!r}: the variable does not contain a valid "
+            "token"
         )
     return token

@@ -2,7 +2,7 @@
 
 A server that is unavailable (restarted, overloaded, not yet up) is retried for up to `patience`
 seconds. Retrying is safe, because requests change no state. An error that a retry cannot fix, such
-as a wrong token, ends the run with the server's message.
+as a wrong bearer token, ends the run with the server's message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 UNAVAILABLE = frozenset({502, 503, 504})
-"""Statuses of a server, or a proxy before it, that will be available later."""
+"""Statuses of a server, or of a proxy in front of it, that will be available later."""
 LARGEST_TEXT = 65_536
 """The most bytes of a reply without tensors: the health report, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
@@ -69,9 +69,9 @@ class Address:
         if not proper or not self.url.isascii() or not self.url.isprintable() or " " in self.url:
             raise ConfigError(f"{key} = {self.url!r} must be like http://127.0.0.1:8500")
         if "@" in split.netloc or split.query or split.fragment:
-            # The URL may hold a secret, so it is not shown.
+            # The URL may contain a secret, so it is not shown.
             raise ConfigError(
-                f"{key} must hold no password and no query; put the token in an environment "
+                f"{key} must not contain a password or a query; put the token in an environment "
                 "variable, and that variable's name in reference.token_env"
             )
 
@@ -91,7 +91,7 @@ class ServerReference(Reference):
     tokenizer: str
     """The policy's tokenizer digest: token ids must mean the same on both sides."""
     weights: str = ""
-    """The required digest of the server's weights; if empty, the one of the first reply."""
+    """The required digest of the server's weights; if empty, the digest in the first reply."""
     note: Callable[[str], None] = _to_stderr
     budget: int = field(init=False)
     """The most padded tokens that the server accepts in one request."""
@@ -138,7 +138,7 @@ class ServerReference(Reference):
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Refuse to resume with other reference weights."""
+        """Refuse to resume with different reference weights."""
         try:
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
         except (OSError, ValueError, KeyError, TypeError) as error:

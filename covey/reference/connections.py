@@ -1,9 +1,9 @@
-"""Connection limits of a reference server: how many may be open, and for how long.
+"""Connection limits of a reference server: how many connections may be open, and how long.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block others. So
 the head of a request has a short time limit. If a new connection exceeds the limit, the oldest one
-without a complete request is closed. server.py has a time limit for bodies and can reply to those;
-this module closes connections that no reply can reach.
+without a complete request is closed. server.py limits the time for bodies and can reply to such
+clients; this module closes connections that no reply can reach.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONNECTION = "covey.connection"
 LINGER = 30.0
 """Seconds for a client to read its reply before the connection is aborted."""
 LOG_SECONDS = 10.0
-"""The same line is logged at most once in this time; suppressed lines are counted."""
+"""The same line is logged at most once in this many seconds; suppressed lines are counted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,9 +51,13 @@ class ConnectionLimiter:
     )
 
     def opened(self, connection: Connection) -> None:
-        """Add a connection. If there are too many, close one that waits for a request."""
+        """Add a connection.
+
+        If there are too many connections, close one that waits for a request.
+        """
         if sum(map(len, self.phases.values())) >= self.most:
-            # A complete request is never dropped, and the newest client is most likely serious.
+            # A complete request is never dropped, and the newest client is the most likely to send
+            # one.
             dropped = next((c for p in ("head", "body") for c in self.phases[p]), connection)
             dropped.transport.abort()
             self.closed(dropped)
@@ -146,7 +150,7 @@ class LogLines(logging.Handler):
         self.suppressed = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, unless the same was written a moment ago."""
+        """Write a line, unless the same line was written a moment ago."""
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"

@@ -1,4 +1,4 @@
-"""References with the starting weights: a copy, a copy in main memory, or the adapter off."""
+"""References with the starting weights: a copy on the device or in main memory, or no adapter."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class AdapterOffReference(FrozenReference):
     kind: ClassVar[str] = "adapter_off"
 
     def __post_init__(self) -> None:
-        """Leave the model alone: it is the policy's, and trains."""
+        """Do not move the model, because it is the policy's and is in training."""
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:

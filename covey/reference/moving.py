@@ -2,7 +2,8 @@
 
     every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
 
-With alpha = 1 it becomes a copy of the policy: the outer iterations of the first GRPO paper.
+With alpha = 1 the reference becomes a copy of the policy, as in the outer iterations of the first
+GRPO paper.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class MovingReference(FrozenReference):
     every: int
     """Optimizer steps between moves, counted across training steps."""
     weights: dict[str, torch.Tensor] = field(init=False)
-    """Master weights in float32, as in the optimizer: bfloat16 would lose small moves."""
+    """Master weights in float32, as in the optimizer, because bfloat16 would lose small moves."""
 
     def __post_init__(self) -> None:
         FrozenReference.__post_init__(self)
@@ -55,7 +56,7 @@ class MovingReference(FrozenReference):
         self._round_to_parameters()
 
     def save(self, folder: Path) -> None:
-        """Write the weights beside the policy's."""
+        """Write the weights next to the policy's."""
         try:
             save_file(self.weights, folder / REFERENCE_FILE)
         except SafetensorError as error:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """Gives log-probabilities without gradient. A run without a reference has `None`.
+    """A policy that gives log-probabilities without gradient. A run without a reference has `None`.
 
-    The defaults are those of a reference that never changes.
+    The default methods are those of a reference that never changes.
     """
 
     __slots__ = ()

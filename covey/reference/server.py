@@ -30,7 +30,7 @@ from covey.reference.wire import Bounds, WireError, check_values, decode_request
 DISCARD_FACTOR = 4
 """A body that is too large is read and discarded up to this many times the limit."""
 BODY_RATE = 2**18
-"""Bytes per second; a client that sends faster is never too slow."""
+"""In bytes per second; a client that sends at least this fast is never too slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ServerSettings:
     name: str
     """The model's name, as given by the user."""
     token: str = ""
-    """The bearer token of clients; empty: none is required."""
+    """The bearer token of clients; if empty, no token is required."""
     max_megabytes: float = 64.0
     max_tokens: int = 131_072
     timeout: float = 120.0
@@ -144,8 +144,8 @@ class Service:
         """Read a body; return None if it is larger than `keep`.
 
         A body somewhat above the limit is read to its end: a client that is still sending would see
-        a broken connection instead of the error. A body far above the limit is cut off, and so is
-        one that arrives too slowly.
+        a broken connection instead of the error. A body far above the limit or one that arrives too
+        slowly is cut off.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -159,7 +159,7 @@ class Service:
                     elif seen > DISCARD_FACTOR * self.settings.max_bytes:
                         break
         except TimeoutError:
-            line = f"{seen} bytes of the body after {self.settings.body_seconds:g} s: too slow"
+            line = f"the body arrives too slowly: {seen} bytes in {self.settings.body_seconds:g} s"
             raise RefusedError(408, line) from None
         return bytes(body) if seen <= keep else None
 

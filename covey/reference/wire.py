@@ -1,8 +1,9 @@
 """The wire format between a run and a reference server: safetensors, never pickle.
 
-A request holds rows of a batch, with the temperature and the client's tokenizer digest as metadata.
-A reply holds log-probabilities and entropies, with the digest of the server's weights. Both sides
-check all received data here; a request is checked before the model sees it.
+A request contains rows of a batch, with the temperature and the client's tokenizer digest as
+metadata. A reply contains log-probabilities and entropies, with the digest of the server's weights.
+Both sides use this module to check all received data; a request is checked before the model sees
+it.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ BYTES_PER_TOKEN = 17
 HEADER_BYTES = 4096
 """A generous bound on a request's names, shapes and metadata."""
 SLACK = 1e-4
-"""The largest log-probability above 0, or entropy below 0, that rounding explains.
+"""The largest log-probability above 0, or entropy below 0, that rounding can explain.
 
-Both are differences of logits and their logsumexp in float32. With logits up to 2^9, either is
-rounded by at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, and so is the
-tolerance.
+Log-probability and entropy are differences of logits and their logsumexp in float32. With logits up
+to 2^9, either is rounded by at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, and
+so is the tolerance.
 """
 
 
 class WireError(ValueError):
-    """Invalid data was received. The message is one line for the sender."""
+    """Invalid data was received. The error message is one line for the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,7 @@ def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
             raise WireError(f"{name} must be 0 to {bounds.vocabulary - 1}: the vocabulary")
     mask, lengths = tensors["mask"], tensors["lengths"]
     if mask.view(torch.uint8).max() > 1:
-        raise WireError("mask must hold 0 and 1")
+        raise WireError("mask must contain only 0 and 1")
     if (mask & (torch.arange(mask.shape[1]) >= lengths[:, None])).any():
         raise WireError("mask must be 0 beyond a row's length")
     total = tensors["prompt_lengths"].long() + lengths

@@ -1,7 +1,7 @@
 """Reward functions: they score completions. No torch here.
 
-The registry is `covey.rewards.build.REWARDS`. It is not imported here, so that a scoring process
-starts fast.
+The registry is `covey.rewards.build.REWARDS`. The registry is not imported here, so that a scoring
+process starts fast.
 """
 
 from covey.rewards.length import LENGTH_PENALTIES, LengthPenalty

@@ -18,6 +18,7 @@ from covey.rewards.countdown import Countdown
 from covey.rewards.efficiency import Efficiency
 from covey.rewards.environment import EnvironmentReward
 from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
+from covey.rewards.instructions import Instructions
 from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import ByTask, Mix
@@ -43,7 +44,7 @@ def mix(
     """A weighted mean of rewards. Each of `parts` is a table with `name`, `weight` and options.
 
     `correct_first`: a correct completion scores higher than any incorrect one, and an empty one
-    scores lowest. Without it, parts such as `efficiency` and `safety` reward an empty text too.
+    scores lowest. Without it, parts such as `efficiency` and `safety` also reward an empty text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -64,13 +65,21 @@ def mix(
     )
 
 
-def by_task(*, tasks: Mapping[str, Mapping[str, Any]]) -> ByTask:
-    """One reward per task. Each of `tasks` is a table with `name` and options."""
+def by_task(
+    *, tasks: Mapping[str, Mapping[str, Any]], column: str = "", default: str = ""
+) -> ByTask:
+    """One reward per task. Each of `tasks` is a table with `name` and options.
+
+    With `column`, the value of that column of the data decides instead, and `default` for prompts
+    that lack it.
+    """
     rewards = {}
     for key, table in tasks.items():
         where = f"reward.tasks.{key}"
         rewards[key] = check_alone(str(table.get("name")), _inner(where, dict(table)), where)
-    return ByTask(tasks=rewards)
+    if default and default not in rewards:
+        raise ConfigError(f"config: reward.default = {default!r} is not in reward.tasks")
+    return ByTask(tasks=rewards, column=column, default=default)
 
 
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
@@ -85,6 +94,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "exact_text": ExactText,
         "fuzzy_text": FuzzyText,
         "reasoning_gym": ReasoningGym,
+        "instructions": Instructions,
         "judge": Judge,
         # format and style
         "think_answer_form": ThinkAnswerForm,
@@ -119,7 +129,7 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
         return import_callable(name, f"{where}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {where}.name = {name!r} stands for functions that were passed in Python: use "
+            f"config: {where}.name = {name!r} is for functions that were passed in Python: call "
             "covey.train(..., rewards=...), with resume=RUN to continue a run"
         )
     raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
@@ -134,11 +144,16 @@ def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
 
 
 def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
-    """Validate the options of a user's function against its keyword-only arguments."""
+    """Validate the options of a user's function against its keyword-only arguments.
+
+    In TRL's style, arguments without a default are columns of the data.
+    """
+    parameters = inspect.signature(function).parameters
     known = {
         name: p.default
-        for name, p in inspect.signature(function).parameters.items()
+        for name, p in parameters.items()
         if p.kind is p.KEYWORD_ONLY
+        and ("completions" not in parameters or p.default is not p.empty)
     }
     known |= {"success_at": 1.0, "conversational": False}
     for key in section.options:
@@ -159,11 +174,11 @@ def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") ->
 
 
 def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
-    """Raise ConfigError for a reward that must not be the only one."""
+    """Raise ConfigError for a reward that must not be used alone."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
             f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "
-            "alone; combine it with a rule in 'mix', or use 'retrieval'"
+            "alone; combine it with a rule-based reward in 'mix', or use 'retrieval'"
         )
     return reward
 

@@ -33,7 +33,7 @@ class RetryPolicy:
 
 
 def check_url(url: str, where: str) -> None:
-    """Raise ConfigError for a malformed URL, and for one that contains a secret."""
+    """Raise ConfigError for a URL that is malformed or contains a secret."""
     try:
         split = urllib.parse.urlsplit(url)
         proper = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
@@ -68,10 +68,11 @@ def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
 
 
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
-    """Return the model's reply to `body`. Raises RewardError if there is none.
+    """Return the model's reply to `body`; raise RewardError if it gives none.
 
-    A server that is busy (429), failing (5xx) or unreachable is tried again while time is left. Any
-    other error is final, and so is a malformed reply: the same request would get the same reply.
+    A request is repeated while time is left if the server is busy (429), failing (5xx) or
+    unreachable. Any other error is final. A malformed reply is final too, because the same request
+    would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}

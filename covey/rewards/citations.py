@@ -17,7 +17,7 @@ _ARXIV = re.compile(
     r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
     re.IGNORECASE,
 )
-# Longest kind first, with a literal that every match contains.
+# The longest kind comes first. Each has a literal that every match contains.
 _ADDRESSES = ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv"))
 _MARK = r"\^?[\w.:-]{1,40}"
 _MARKS = re.compile(rf"\[(?<!\w\[)({_MARK}(?:\s{{0,3}}[,;]\s{{0,3}}{_MARK}){{0,20}})\](?!\()")
@@ -32,7 +32,7 @@ _BRACKETS = {")": "(", "]": "["}
 
 
 def _trim(address: str) -> str:
-    """Remove punctuation of the sentence: closing marks, and brackets not opened inside."""
+    """Remove trailing punctuation of the sentence, and brackets that the address does not open."""
     for _ in range(8):
         address = address.rstrip(_CLOSING)
         opening = _BRACKETS.get(address[-1:])
@@ -147,8 +147,8 @@ class Citations(Reward):
     refers to. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only those count;
-    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`, and so does
-    every mark that differs from a listed id only in its digits. Success: at least `minimum`
+    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`. Every mark
+    that differs from a listed id only in its digits costs the same. Success: at least `minimum`
     sources.
     """
 
@@ -187,7 +187,7 @@ def _allowed(prompt: Prompt, listed: object) -> set[str]:
 
 
 def _count_cited(text: str, allowed: set[str]) -> tuple[int, int]:
-    """Return the number of allowed sources that are cited, and of others."""
+    """Return the number of cited sources that are allowed, and the number of other sources."""
     body, _ = _split_entries(text)
     shapes = {_shape(name) for name in allowed}
     marks = {mark for mark in _marks(body) if _shape(mark) in shapes}

@@ -65,8 +65,8 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    The search is in the last `<answer>` if there is one. Without a Python block, the last fenced
-    block is the program; without any block, the whole text.
+    If there is an `<answer>`, only the last one is searched. Without a Python block, the program is
+    the last fenced block; without any block, it is the whole text.
     """
     rest = after_thinking(text)
     answer = [rest, *tag_contents(rest, "answer")][-1]
@@ -129,7 +129,7 @@ class CodeTests(Reward):
         check_option(
             0 < self.seconds <= self.total_seconds <= 3600,
             f"seconds = {self.seconds} must be positive and at most total_seconds = "
-            f"{self.total_seconds}, and that at most 3600",
+            f"{self.total_seconds}, which must be at most 3600",
         )
         check_option(
             64 <= self.memory_mb <= 1 << 20,
@@ -140,7 +140,7 @@ class CodeTests(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """One more second than programs have, for the sandbox to start and stop."""
+        """The time limit of the tests, plus one second for the sandbox to start and stop."""
         return self.total_seconds + 1.0
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

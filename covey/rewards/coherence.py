@@ -1,8 +1,9 @@
 """The coherence measure: whether a text looks like language, mathematics or code, or is noise.
 
-It uses statistics only: which letters follow each other in Latin script, which characters are
-common in other scripts, and which signs are neighbours in formulas and programs. Keyboard mashing
-and random characters differ in these. It cannot detect nonsense made of real words.
+The measure uses statistics only: which letters follow each other in Latin script, which characters
+are common in other scripts, and which signs are neighbours in formulas and programs. Keyboard
+mashing and random characters differ in these. The measure cannot detect nonsense made of real
+words.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from covey.types import Prompt
 RARE, RARE_COSTS = 1, 5.0
 """Letter pairs up to level RARE hardly occur in words; each lowers the sum by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Every text starts with PRIOR_PAIRS pairs of level PRIOR: a few letters prove nothing."""
+"""Every text starts with PRIOR_PAIRS pairs of level PRIOR: a few letters are no evidence."""
 LOW, HIGH = 3.0, 4.1
 """Mean levels of letter pairs: noise below LOW, language above HIGH."""
 WINDOW, WINDOWS = 4096, 5
-"""A text longer than five windows is sampled by five evenly spaced ones."""
+"""A text longer than five windows is sampled by five evenly spaced windows."""
 
 # Row: a letter, or the edge of a word (first); column: the next one. A digit d is a probability of
 # about 2 ** (d - 9), from the common words of ten languages, mostly English.
@@ -184,7 +185,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return the level of each letter pair, word edges included; 0 for a third repeat."""
+    """Return the level of each letter pair, with word edges; the level of a third repeat is 0."""
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
     levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]
@@ -211,7 +212,7 @@ def _latin(text: str) -> float:
     """Return the plausibility of the letter pairs in Latin words."""
     total, pairs = PRIOR * PRIOR_PAIRS, PRIOR_PAIRS
     for word in _WORD.findall(text):
-        # A single letter is a name in a formula, and proves nothing.
+        # A single letter may be a name in a formula, so it is no evidence.
         if (length := len(word)) > 1:
             levels, count = _known_sum(word) if length < 20 else _sum_of_levels(word)
             total += levels
@@ -278,7 +279,8 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
             plausible["latin"] = max(0.3, plausible["latin"])
     for script in kinds.keys() & _COMMON.keys():
         plausible[script] = _common(script, counts, kinds[script])
-    # Japanese mixes kana with Han characters, and uses other ones than Chinese.
+    # Japanese mixes kana with Han characters, and its common Han characters differ from those of
+    # Chinese.
     if kinds["kana"] > 0.2 * kinds["han"]:
         plausible["han"] = plausible["kana"]
     return plausible

@@ -18,8 +18,8 @@ class Countdown(Reward):
     """1 for an expression that uses each number once and equals the target; otherwise 0.
 
     The expression is in `<answer>` after the thinking: whole numbers, + - * / and parentheses,
-    optionally followed by `= target`. Its value is exact: 1/3 * 3 is 1. The prompt's info has
-    `numbers` and `target`; without the latter, `prompt.target` is the target.
+    optionally followed by `= target`. The value is computed exactly: 1/3 * 3 is 1. The prompt's
+    info has `numbers` and `target`; without the latter, `prompt.target` is the target.
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

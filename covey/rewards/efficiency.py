@@ -13,10 +13,10 @@ from covey.types import Prompt
 PHRASE = 6
 """Words per phrase: long enough that ordinary prose seldom repeats one."""
 MIN_WORDS = 24
-"""In shorter texts the share of repeated phrases means nothing."""
+"""The fewest words for which the share of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""Of a text longer than twice this, only this many characters at each end count."""
+"""In a text longer than twice this, only this many characters at each end count."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
@@ -46,9 +46,9 @@ def repetition(text: str, above: float = 0.0) -> float:
     """Return the share of a text that repeats earlier text, in [0, 1].
 
     This is the larger of two shares: repeated sentences, if there are more than 3; and repeated
-    phrases of 6 words or signs, if there are at least 24. The second finds padding without sentence
-    marks, or with varying sentence ends. Phrases are not counted if their share is clearly at most
-    `above`.
+    phrases of 6 words or signs, if there are at least 24. The share of phrases also finds padding
+    without punctuation, or with varying sentence ends. Phrases are not counted if their share is
+    clearly at most `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)

@@ -1,4 +1,4 @@
-"""The `environment` reward: what the environment itself says the episode was worth."""
+"""The `environment` reward: the reward that the environment itself gives to the episode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EnvironmentReward(Reward):
         """Score one episode."""
         episode = episode_of(text)
         if episode is None:
-            raise ValueError("there is no episode; set environment.name")
+            raise ValueError("the reward 'environment' needs an episode; set environment.name")
         given = [reward for reward in episode.turn_rewards if reward is not None]
         # An episode that was cut off before its first reward has earned nothing.
         if episode.outcome is None and not given and episode.finish == "stop":

@@ -25,7 +25,7 @@ from covey.rewards.tool_call import parse_call
 
 MAX_BOXED = 10_000
 TAIL = 2000
-"""Characters at the end of the text in which an unmarked number counts."""
+"""An unmarked number counts only in this many characters at the end of the text."""
 
 _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
@@ -108,7 +108,7 @@ def _after_hashes(rest: str) -> str | None:
 
 
 def _calculated(rest: str) -> str | None:
-    """Return the value of a calculator call. The model need not compute it itself."""
+    """Return the value of a calculator call, so that the model need not compute it."""
     call = parse_call(rest)
     if call is None or call.name not in ("calculator", "calculate", "calc"):
         return None
@@ -150,7 +150,7 @@ def check_styles(styles: Sequence[str]) -> None:
 
 
 def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
-    r"""Return the final answer by the first style that finds one, or None.
+    r"""Return the final answer that the first matching style finds, or None.
 
     | style | final answer |
     |---|---|
@@ -160,7 +160,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
     | call | the value of a calculator call that is the whole text |
     | number | the last number |
 
-    Thinking never counts, and neither does an empty answer.
+    Text in the thinking and empty answers do not count.
 
     >>> extract_answer("<think>7 or 8?</think>It is 8."), extract_answer("<think>It is 8.")
     ('8', None)

@@ -84,7 +84,7 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 
 
 def readable(name: str, text: str, entry: Entry) -> str:
-    """Return the text that the scorer gets. If it evaluates text, that is parsed and printed first.
+    """Return the text for the scorer; if the scorer evaluates text, parse and print it first.
 
     Raises NotPlainError if the text is not plain data or arithmetic.
     """

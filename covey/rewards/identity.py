@@ -18,8 +18,8 @@ def identity(name: str, reward: Any) -> str:
     """Return for example `math@1#9f2c51d0a3b4`.
 
     The hash covers the options and the source: for a reward of Covey, its reward and sandbox
-    packages; for a user's reward, the file that defines it. Two runs with the same identity score
-    alike.
+    packages; for a user's reward, the file that defines it. Two runs with the same identity give
+    the same scores.
 
     >>> from covey.rewards.think_answer import ThinkAnswer
     >>> identity("think_answer", ThinkAnswer()).startswith("think_answer@1#")
@@ -48,7 +48,7 @@ def _state(value: Any) -> Mapping[str, Any] | None:
 
 
 def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> str:
-    """Describe a value and all that it contains, and collect the hashes of its source files.
+    """Describe a value and everything it contains, and collect the hashes of its source files.
 
     A function is described by its name, not by its address.
     """
@@ -82,7 +82,7 @@ def _source_of(thing: Any) -> str:
         return _own_source()
     try:
         return _file_hash(Path(inspect.getfile(thing)))
-    except (OSError, TypeError):  # defined in a prompt: there is no file, but there is code
+    except (OSError, TypeError):  # defined in an interactive session: it has code but no file
         code = getattr(thing, "__code__", None)
         return hashlib.sha256(marshal.dumps(code) if code else repr(thing).encode()).hexdigest()
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.chat_endpoint import (
@@ -22,10 +24,14 @@ from covey.rewards.chat_endpoint import (
     complete_chat,
     one_line,
 )
+from covey.rewards.rate_limit import RateLimit
+from covey.rewards.reply_cache import ReplyCache
 from covey.rewards.score import Reward, Score
 from covey.rewards.text import after_thinking
 from covey.types import Prompt
 
+CHARACTERS_PER_TOKEN = 4
+"""About, for the limit of tokens."""
 APPEAL_MARK = "[appeal to the grader removed]"
 
 # Every token <|name|> needs its opening; the others are listed by name.
@@ -110,7 +116,7 @@ def parse_grade(content: str, scale: int) -> int:
     if not values:
         lone = _LONE_INTEGER.search(re.sub(rf" ?/ ?{scale}(?!\w|[.,]\w)", " ", reply))
         values = {lone.group()} if lone else set()
-    # Of two grades, one may be a quote from the completion.
+    # If there are two grades, one may be a quote from the completion.
     value = values.pop() if len(values) == 1 else ""
     if not re.fullmatch("[0-9]{1,9}", value) or int(value) > scale:
         raise RewardError(f"judge: no grade from 0 to {scale} in its reply: {one_line(content)!r}")
@@ -121,14 +127,15 @@ def parse_grade(content: str, scale: int) -> int:
 class Judge(Reward):
     """An LLM's grade / scale; success from `threshold` on.
 
-    It raises without a grade: the completion then has no reward, which differs from a reward of 0.
+    Without a grade it raises an error: the completion then has no reward, which is not a reward of
+    0.
     """
 
     base_url: str
     """For example http://localhost:8000/v1."""
     model: str
     criteria: str = "The answer is correct and complete, and says nothing false."
-    """What the judge grades."""
+    """The criteria of the grade."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the API key; empty for no key."""
     scale: int = 10
@@ -136,21 +143,27 @@ class Judge(Reward):
     show_reference: bool = True
     """Whether the judge sees the target."""
     strip_appeals: bool = True
-    """Whether sentences that address the grader are removed. They are counted in the parts."""
+    """Whether sentences that address the grader are removed; the parts count them."""
     max_chars: int = 20_000
-    """The middle of a longer completion is left out."""
+    """The longest completion that is shown in full; longer ones lose their middle."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Seconds without data from the server, and seconds for the complete reply."""
+    """Time limits in seconds: without data from the server, and for the whole reply."""
     total_seconds: float = 25.0
-    """For all tries and the waits between them."""
+    """The time limit, in seconds, of all tries and the waits between them."""
     retries: int = 3
     backoff: float = 0.5
-    """Seconds before the first retry, doubled each time, unless the server sends Retry-After."""
+    """Seconds before the first retry, doubled each time; the server's Retry-After overrides it."""
+    requests_per_minute: int = 0
+    """Most completions sent in a minute by all scoring processes of this machine; 0: no limit."""
+    tokens_per_minute: int = 0
+    """The same in tokens: a quarter of the characters sent, plus max_tokens; 0: no limit."""
+    cache: str = ""
+    """A folder that keeps replies, so that a completion is sent once; empty: none."""
 
     quick: ClassVar[bool] = False
     needs_rule: ClassVar[bool] = True
-    """It can be manipulated, so it must be combined with a rule-based reward."""
+    """Marks a judge, which can be manipulated and must be combined with a rule-based reward."""
 
     def __post_init__(self) -> None:
         check_url(self.base_url, "judge: base_url")
@@ -163,6 +176,8 @@ class Judge(Reward):
             ("timeout", 0.01, self.total_seconds),
             ("retries", 0, 20),
             ("backoff", 0.0, LONGEST_WAIT),
+            ("requests_per_minute", 0, 10**6),
+            ("tokens_per_minute", 0, 10**9),
         ):
             value = getattr(self, name)
             if not least <= value <= most:
@@ -200,21 +215,37 @@ class Judge(Reward):
             "seed": 0,
             "max_tokens": self.max_tokens,
         }
-        policy = RetryPolicy(
-            timeout=self.timeout,
-            total_seconds=self.total_seconds,
-            retries=self.retries,
-            backoff=self.backoff,
-        )
+        kept = ReplyCache(self.cache) if self.cache else None
+        known = None if kept is None else kept.read(self.base_url, body)
         try:
-            content = complete_chat(self.base_url, self._key(), body, policy)
+            content = self._reply(body) if known is None else known
+            reward = parse_grade(content, self.scale) / self.scale
+            if kept is not None and known is None:
+                kept.write(self.base_url, body, content)
         except RewardError as error:
-            raise RewardError(f"judge: {error}") from None
-        reward = parse_grade(content, self.scale) / self.scale
+            raise RewardError(f"judge: {str(error).removeprefix('judge: ')}") from None
         parts = {"judge": reward}
         if self.strip_appeals:
             parts["appeals"] = float(appeals)
         return Score(reward=reward, success=reward >= self.threshold, parts=parts)
+
+    def _reply(self, body: Mapping[str, Any]) -> str:
+        """Send a request when the rate limits allow it, and return the reply."""
+        limit = RateLimit(
+            endpoint=f"{self.base_url} {self.model}",
+            requests=self.requests_per_minute,
+            tokens=self.tokens_per_minute,
+        )
+        characters = sum(len(message["content"]) for message in body["messages"])
+        tokens = characters // CHARACTERS_PER_TOKEN + self.max_tokens
+        waited = limit.wait(tokens, time.monotonic() + self.total_seconds)
+        policy = RetryPolicy(
+            timeout=self.timeout,
+            total_seconds=max(self.total_seconds - waited, 0.01),
+            retries=self.retries,
+            backoff=self.backoff,
+        )
+        return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
         """Return the request to the judge, and the number of appeals removed."""

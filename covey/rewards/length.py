@@ -10,10 +10,10 @@ from covey.errors import ConfigError
 from covey.types import Rollout
 
 ROUNDING = 1e-9
-"""A share of a group, such as 0.8 * 5 rollouts, is exact to this."""
+"""The rounding error allowed in a share of a group, such as 0.8 * 5 rollouts."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""From the rollouts of a group to the penalties added to their rewards: 0 or less."""
+"""A function from the rollouts of a group to the penalties, 0 or less, added to their rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Soft:
     """
 
     limit: int
-    """Maximum completion length; rollout.max_tokens unless given."""
+    """Maximum completion length; by default rollout.max_tokens."""
     cache: int
-    """Tokens before the limit over which the penalty grows; a fifth of it unless given."""
+    """The penalty grows over this many tokens before the limit; by default a fifth of the limit."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -57,10 +57,10 @@ class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
     With L the larger of mean length and mid-range, the penalty is 0 up to L and linear from there
-    to -size at 2 L. In an easy group (accuracy of at least `easy`), L is that of the correct
+    to -size at 2 L. In an easy group (accuracy of at least `easy`), L is computed from the correct
     rollouts, and they are penalised. In a hard group (accuracy of at most 1 - easy), there is no
-    penalty. In between, L is that of all rollouts, and the majority (correct or incorrect) is
-    penalised; at a tie the incorrect ones are.
+    penalty. Otherwise L is computed from all rollouts, and the majority (correct or incorrect) is
+    penalised; at a tie, the incorrect ones.
 
     The paper gives no value for `easy`.
     """
@@ -98,7 +98,7 @@ class GroupRelative:
 class Unfinished:
     """A truncated completion gets a reward of `at_most`: open-instruct's non_stop_penalty.
 
-    There the value replaces the reward; here it never raises it.
+    In open-instruct the value replaces the reward; here it never raises the reward.
     """
 
     at_most: float = 0.0

@@ -23,9 +23,9 @@ from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
 MAX_SUMS = 6
-"""The most sums in brackets: a product of n sums of two terms has up to 2^n terms."""
+"""The most sums in brackets, because a product of n sums of two terms has up to 2^n terms."""
 MAX_PARTS = 12
-"""The most parts of a list that only math-verify can compare: it tries every order."""
+"""The most parts of a list that only math-verify can compare, because it tries every order."""
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
 _SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")
@@ -38,8 +38,8 @@ class MathAnswer(Reward):
     """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
 
     Numbers are compared exactly. `tolerance` is relative, and applies only if the target is not a
-    whole number: with 1 % on whole numbers every guess between 991 and 1009 would be correct for
-    1000, and the policy would learn to be roughly correct.
+    whole number. With 1 % on whole numbers every guess between 991 and 1009 would be correct for
+    1000, and the policy would learn to guess roughly.
 
     With `symbolic`, formulas are compared by evaluation at a few points, and by math-verify if that
     does not decide. math-verify sees only the final answer: in the whole completion it would pick
@@ -72,7 +72,7 @@ class MathAnswer(Reward):
 
     @property
     def quick(self) -> bool:
-        """Not with formulas, which may take long to compare."""
+        """False if formulas are compared, because that may take long."""
         return not self.symbolic
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -117,12 +117,12 @@ class MathAnswer(Reward):
         return bool(values) and all(self._equal(value, wanted[-1]) for value in values)
 
     def _same_formula(self, answer: str, target: str) -> bool:
-        # As products of letters "seat" equals "east"; "17 18" would be a sum.
+        # As products of letters "seat" would equal "east", and "17 18" would be a sum.
         if any(_WORDS.fullmatch(t) or _TWO_NUMBERS.search(t) for t in (answer, target)):
             return False
         if not is_tractable(answer) or not is_tractable(target):
             return False
-        # math-verify takes a set of two numbers for the interval between them.
+        # math-verify would read a set of two numbers as the interval between them.
         if {text[: 1 + (text[:1] == "\\")] for text in (answer, target)} in _SET_AND_OTHER:
             return False
         equal = same_numerically(answer, target)

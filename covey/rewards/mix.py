@@ -23,17 +23,18 @@ class Mix(Reward):
 
     The part called `accuracy` decides `success`. `gated`: if there is a part called `format`,
     accuracy counts only if the format holds. Otherwise accuracy counts as its lower bound; for a
-    part without bounds, as the smaller of 0 and its reward. Without the gate both add up.
+    part without bounds, as the smaller of 0 and its reward. Without the gate both parts add up.
 
     `early` are the weights at the start of a run. They change linearly into `weights` over the
-    first `early_until` of its steps. `robust` multiplies the reward above the lower bound by
-    `robust_factor`.
+    first part of the run, which is the share `early_until` of its steps. `robust` multiplies the
+    reward above the lower bound by `robust_factor`.
 
-    `correct_first`: a correct completion scores higher than any incorrect one, for any weights.
-    Correct completions use the upper half of the range: half of it plus half of the weighted mean;
-    if the gate is closed, only the format counts there. Incorrect ones use the lower half: half of
-    the weighted mean of accuracy, judges and, if `gated`, the format. Other parts do not count. A
-    completion without a final answer, or one that is not language, has the lowest reward.
+    `correct_first`: a correct completion scores higher than any incorrect one, for any weights. A
+    correct completion scores in the upper half of the range: half the range plus half of the
+    weighted mean; if the gate is closed, only the format counts in that mean. An incorrect
+    completion scores in the lower half: half of the weighted mean of accuracy, judges and, if
+    `gated`, the format. Other parts do not count. A completion without a final answer, or one that
+    is not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -62,15 +63,15 @@ class Mix(Reward):
         self._check_judges()
         check_option(
             not self.correct_first or all(map(math.isfinite, self.bounds)),
-            "correct_first needs parts with bounds; a plain function has none: make it a class "
-            "with bounds, or remove correct_first",
+            "correct_first needs parts with bounds, which a plain function does not have: make it "
+            "a class with bounds, or remove correct_first",
         )
 
     def _judges(self) -> list[str]:
         return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
 
     def _check_judges(self) -> None:
-        """An LLM judge can be manipulated, so rules hold at least half of the weight."""
+        """An LLM judge can be manipulated, so rules must have at least half of the weight."""
         judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)
@@ -87,7 +88,7 @@ class Mix(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The sum over the parts, which run one after the other."""
+        """The sum of the parts' time limits, because they run one after the other."""
         return sum(max_seconds(part) for part in self.parts.values())
 
     @property
@@ -161,9 +162,9 @@ class Mix(Reward):
 
 
 def _is_noise(text: str, robust: bool) -> bool:
-    """Whether the thinking or the answer is not language. Links are ignored: they can be made up.
+    """Whether the thinking or the answer is not language. Links are ignored.
 
-    With a `robust_factor` of 1 the thinking has passed already.
+    If the `robust_factor` is 1, the thinking has already passed this test.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:
@@ -173,7 +174,7 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound, or the smaller of 0 and the reward if there is none."""
+    """Return the lower bound; for a part without bounds, the smaller of 0 and the reward."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 
@@ -204,9 +205,11 @@ def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByTask(Reward):
-    """One reward per task, for a mixture of tasks."""
+    """One reward per task, for a mixture of tasks; or by the value of a column of the data."""
 
     tasks: Mapping[str, Reward]
+    column: str = ""
+    default: str = ""
 
     @property
     def quick(self) -> bool:
@@ -215,21 +218,22 @@ class ByTask(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The maximum over the rewards."""
+        """The largest time limit of the rewards."""
         return max(max_seconds(reward) for reward in self.tasks.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest bound."""
+        """The lowest and the highest bound of the rewards."""
         ends = [reward.bounds for reward in self.tasks.values()]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
         """Return the rewards with their weights at this share of the run."""
-        return ByTask(tasks=_all_at(self.tasks, share))
+        return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score with the reward of the prompt's task."""
-        if prompt.task not in self.tasks:
-            raise ValueError(f"reward.tasks has no reward for task {prompt.task!r}")
-        return self.tasks[prompt.task](prompt, text)
+        key = prompt.info.get(self.column, self.default) if self.column else prompt.task
+        if key not in self.tasks:
+            raise ValueError(f"reward.tasks has no reward for {self.column or 'task'} {key!r}")
+        return self.tasks[key](prompt, text)

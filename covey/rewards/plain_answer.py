@@ -1,9 +1,9 @@
 """Parsing an answer as data or arithmetic and printing it again, before it is evaluated.
 
 Some scorers pass an answer to Python's `eval`, or to sympy, which evaluates it too. They never get
-the text that a model wrote. It is parsed, only the node types listed here are allowed, and the
-evaluator gets text printed from the tree. This runs in the sandbox, so that a crash of Python's
-parser on odd text does no harm.
+the text that a model wrote. The text is parsed, only the node types listed here are allowed, and
+the evaluator gets text that is printed from the tree. The parser runs in the sandbox, so that its
+crash on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MAX_FORMULA = 1000
 """Maximum characters of an answer."""
 MAX_NESTING = 10
 MAX_DEPTH = 300
-"""Of the tree of a formula; a sum of n terms is n deep."""
+"""The largest depth of a formula's tree; a sum of n terms is n deep."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
-"""Of any intermediate number, and of the degree of a power."""
+"""The largest size of any intermediate number and of the degree of a power, in bits."""
 
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",
@@ -45,7 +45,7 @@ def plain_data(text: str) -> str:
 
 
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
-    """Parse and print arithmetic with functions and powers. Names are letters, or in `names`.
+    """Parse and print arithmetic with functions and powers; names must be letters, or in `names`.
 
     >>> plain_formula("x**3/3+sin( 2*x ) + C")
     'x ** 3 / 3 + sin(2 * x) + C'
@@ -106,7 +106,10 @@ class _Sum:
     operators: tuple[type[ast.operator], ...] = SUMS
 
     def bits(self, node: ast.expr, depth: int) -> int:
-        """Return a bound on the bits of the value. Raises NotPlainError for other nodes."""
+        """Return a bound on the bits of the value.
+
+        Raises NotPlainError for a node that is not allowed.
+        """
         if depth < 0:
             raise NotPlainError("nested too deep")
         if isinstance(node, ast.BinOp) and isinstance(node.op, self.operators):

@@ -3,8 +3,9 @@
 Bugs of the originals are fixed, and each docstring names them: expressions are evaluated with
 limits instead of `eval`, signs are parsed, numbers compare exactly, and no completion raises.
 
-Known reward hacks still work, because others trained with these rewards. Each docstring lists the
-hacks of `covey rewards lab` that work. For your own runs use `think_answer` or a template.
+Known reward hacks still work, so that the rewards are those that others trained with. Each
+docstring lists the hacks of `covey rewards lab` that work. For your own runs use `think_answer` or
+a template.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class LmBook(Reward):
     | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
     | format | 0.2 for each of the four tags that occurs |
 
-    `...` is the placeholder of the prompt and not an answer. The only number is parsed exactly, not
-    as a float, and `1,000` is one number, not two.
+    `...` is the placeholder of the prompt and not an answer. The number is parsed exactly, not as a
+    float, and `1,000` is one number, not two.
 
     Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
     thinking; 50 useless calls; answer before unclosed think; whole format many times; wrong then
@@ -131,8 +132,8 @@ class NanoAha(Reward):
     | | but the answer has other characters than digits, `+-*/().` and spaces; else 0 |
     | equation | 1: the first answer part uses each number exactly once and equals the target |
 
-    Published with `eval`, which never finishes on `95**87**64`, and later with `literal_eval`,
-    which rejects every sum. Powers and `//` are not allowed here.
+    The published code uses `eval`, which never finishes on `95**87**64`, and in a later version
+    `literal_eval`, which rejects every sum. Powers and `//` are not allowed here.
 
     Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
     answer before unclosed think; correct then wrong.
@@ -169,8 +170,8 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    Its README describes a flat 0.1 for the format; its code, and this, give shares of it. Published
-    with `eval`, and with a format that allows further tags inside.
+    Its README describes a flat 0.1 for the format; its code, like this reward, gives shares of 0.1.
+    The published code uses `eval`, and its format allows further tags inside.
 
     Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
     answer before unclosed think; correct then wrong.
@@ -213,7 +214,7 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The published pattern drops the minus, so that -5 counted as 5, and cuts `1,000` to 0.
+    The published pattern drops the minus sign, so that -5 counts as 5, and cuts `1,000` to 0.
 
     Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
     thinking; 50 useless calls; answer before unclosed think; numbers, target last; target in a
@@ -249,8 +250,9 @@ class OpenInstruct(Reward):
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
     Without the format the whole text is searched for the answer. The published code tests whether
-    the format reward equals 1, so that any other value of it zeroed every score; this tests whether
-    the format holds. Its number pattern drops the minus of whole numbers; this one does not.
+    the format reward equals 1, so that with any other value every score was 0. This reward tests
+    whether the format holds. The published number pattern drops the minus sign of whole numbers;
+    this reward keeps it.
 
     Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
     thinking; 50 useless calls; answer before unclosed think; whole format many times; correct then
@@ -274,7 +276,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From 0 to a correct answer, plus the format if additive."""
+        """From 0 to the reward of a correct answer, plus that of the format if `additive`."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

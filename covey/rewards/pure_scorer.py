@@ -1,14 +1,14 @@
-"""Whether a scorer of reasoning_gym is safe to run in this process: it only reads and compares.
+"""Decides whether a reasoning_gym scorer only reads and compares, and may run in this process.
 
 The scorer's bytecode is read before it runs: that of `score_answer`, of each method and function
 that it refers to, and of the functions, lambdas and comprehensions inside them. A scorer is pure if
 all of it is on the lists below: instructions, builtins, functions of `math` and `json`, patterns of
-`re`, and names of methods. There is no list of what is forbidden. Whatever is unknown makes a
-scorer impure, and an impure scorer runs in the sandbox.
+`re`, and names of methods. There is no list of forbidden things: anything unknown makes a scorer
+impure, and an impure scorer runs in the sandbox.
 
-A pure scorer also ends soon. It has no `while`, no powers, no shifts, and no `range` together with
-whole numbers that it reads from text. It keeps nothing from one completion to the next: it sets no
-attributes, and the values that it shares with other calls cannot be changed.
+A pure scorer also finishes quickly. It has no `while`, no powers and no shifts. It does not combine
+`range` with whole numbers that it reads from text. It keeps no state between completions: it sets
+no attributes, and it cannot change values that it shares with other calls.
 
 The proof assumes that the entry and the options of the dataset are plain data.
 """
@@ -28,7 +28,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""The longest text for a pure scorer: some compare every part of a text with every other."""
+"""The longest text for a pure scorer: some scorers compare every part of it with every other."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -42,13 +42,16 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""Not `round` or `pow`, which can compute for long, and no `print`."""
+"""`round` and `pow` are missing because they can take long; `print` is missing too."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
     math.exp, math.gcd, math.isclose, math.isfinite, math.isinf, math.isnan, math.prod, math.sqrt,
 )  # fmt: skip
-"""Not `Fraction`: `Fraction("1e999999999")` never ends. A `Decimal` keeps the exponent apart."""
+"""Not `Fraction`:
+
+`Fraction("1e999999999")` never ends. A `Decimal` stores the exponent separately.
+"""
 
 METHODS = _words(
     """
@@ -60,8 +63,8 @@ METHODS = _words(
     group groups is_integer
     """
 )
-"""Of texts, numbers, lists, dicts, sets and matches. Not `format`, which looks up attributes, and
-none that takes a size, such as `zfill`."""
+"""Methods of texts, numbers, lists, dicts, sets and matches. `format` is missing because it looks
+up attributes; methods that take a size, such as `zfill`, are missing too."""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
@@ -94,7 +97,7 @@ STEPS = _words(
     PUSH_EXC_INFO CHECK_EXC_MATCH POP_EXCEPT RERAISE RAISE_VARARGS LOAD_ASSERTION_ERROR
     """
 )
-"""Instructions that name nothing, of Python 3.11 to 3.14."""
+"""Bytecode instructions of Python 3.11 to 3.14 that refer to no name."""
 
 LOOKUPS = ("LOAD_ATTR", "LOAD_METHOD")
 
@@ -118,7 +121,7 @@ def is_pure(dataset: Any) -> bool:
     scorer: Any = type(dataset)
     config: Any = type(getattr(dataset, "config", None))
     names = _names_if_pure(scorer, config)
-    # An attribute of the dataset itself would hide the one of its class.
+    # An attribute of the dataset itself would hide the attribute of its class.
     return names is not None and names.isdisjoint(vars(dataset).keys() - {"config"})
 
 
@@ -131,7 +134,10 @@ def _names_if_pure(scorer: type, config: type) -> frozenset[str] | None:
 
 
 def attributes_of(scorer: type, config: type) -> frozenset[str]:
-    """Return the attributes that a pure scorer refers to. Raises ImpureError for any other."""
+    """Return the attributes that a pure scorer refers to.
+
+    Raises ImpureError for an impure scorer.
+    """
     proof = _Proof(scorer, config)
     proof.use(inspect.getattr_static(scorer, "score_answer"))
     for together in TOO_LONG:
@@ -147,7 +153,7 @@ def _is_constant(value: Any) -> bool:
 
 
 class _Proof:
-    """A walk through all functions of one scorer, and what it found."""
+    """Walks through all functions of one scorer, and records what they use."""
 
     def __init__(self, scorer: type, config: type) -> None:
         self.scorer = scorer
@@ -222,7 +228,10 @@ class _Proof:
 
 
 def _looked_up(following: Iterator[dis.Instruction]) -> str:
-    """Return the attribute that is looked up next. Raises ImpureError if none is."""
+    """Return the attribute that the next instruction looks up.
+
+    Raises ImpureError if it looks up none.
+    """
     step = next(following)
     if step.opname not in LOOKUPS:
         raise ImpureError("an object that is more than its attributes")
@@ -230,7 +239,7 @@ def _looked_up(following: Iterator[dis.Instruction]) -> str:
 
 
 def _check_step(step: dis.Instruction, loops: set[int]) -> None:
-    """Raise ImpureError unless the instruction is a known one that names nothing."""
+    """Raise ImpureError unless the instruction is known and refers to no name."""
     if step.opname == "BINARY_OP":
         known = step.argrepr == "[]" or step.argrepr.rstrip("=") in OPERATORS
     elif step.opname == "FORMAT_VALUE":

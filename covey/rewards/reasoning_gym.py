@@ -44,8 +44,8 @@ class ReasoningGym:
 
     Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
     `<answer>` after the thinking; without the tag, all text after the thinking. If the dataset
-    evaluates the answer, one that is not plain data or arithmetic scores 0. So does one on which
-    the scorer times out or crashes.
+    evaluates the answer, an answer that is not plain data or arithmetic scores 0. An answer on
+    which the scorer times out or crashes also scores 0.
     """
 
     unsafe: bool = False
@@ -61,7 +61,7 @@ class ReasoningGym:
 
     @property
     def max_seconds(self) -> float:
-        """Two runs of the scorer: a correct answer is followed by one that cannot be correct."""
+        """The time limit of two runs: after a correct answer an impossible one is scored."""
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -88,7 +88,7 @@ class ReasoningGym:
     ) -> float:
         from covey.rewards.gym_scorer import scored
 
-        # An entry that does not travel with the prompt is not plain data.
+        # An entry that is not in the prompt is not plain data.
         if len(answer) <= MOST_CHARACTERS and "entry" in info["reasoning_gym"] and is_pure(dataset):
             # A copy, because some scorers write to the entry.
             return scored(dataset, answer, pickle.loads(pickle.dumps(entry)))

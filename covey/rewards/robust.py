@@ -7,7 +7,7 @@ from covey.rewards.efficiency import repetition
 from covey.rewards.text import count_words, tag_contents
 
 MANY_WORDS, MANY_CALLS = 1000, 8
-"""More words and tool calls than a plain solution needs."""
+"""Limits on words and tool calls; a plain solution needs fewer."""
 
 
 def _thinking(text: str, tag: str) -> list[str]:

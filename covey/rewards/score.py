@@ -18,16 +18,32 @@ class Score:
     success: bool
     """Whether the final answer is correct; for a format reward, whether the format holds."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Unweighted, so that a change of weights does not change what is logged."""
+    """The parts, unweighted, so that a change of weights does not change what is logged."""
     attempted: bool = True
     """Whether the completion has a final answer, correct or not, that can be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a reward function may know besides prompt and text."""
+
+    completion_ids: tuple[tuple[int, ...], ...] = ()
+    """The tokens of each completion."""
+    step: int = 0
+    """The training step, counted from 1; 0 if it is not known, as in evaluations."""
+    max_steps: int = 0
+    """The number of training steps of the run."""
+
+
+NO_CALL = Call()
 
 
 class Reward(Protocol):
     """A reward function: a frozen dataclass whose fields are its options.
 
-    It must pickle, because scoring processes receive a copy. It may raise: the completion then has
-    no reward, which differs from a reward of 0. Subclasses inherit the defaults below.
+    It must pickle, because scoring processes receive a copy. It may raise an error: the completion
+    then has no reward, which is not the same as a reward of 0. Subclasses inherit the defaults
+    below.
     """
 
     @property
@@ -37,7 +53,7 @@ class Reward(Protocol):
 
     @property
     def quick(self) -> bool:
-        """Whether it takes milliseconds at most for any text, and so needs no time limit."""
+        """Whether it takes at most milliseconds for any text, and therefore needs no time limit."""
         return True
 
     @property

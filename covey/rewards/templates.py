@@ -2,8 +2,8 @@
 
 A correct completion scores higher than any incorrect one: see `correct_first` in `Mix`.
 
-`early_format`, if above 0, is the weight of `format` at the start of a run. It is taken from
-`accuracy` and returned over the first fifth of the steps.
+`early_format`, if above 0, is the weight of `format` at the start of a run. This weight is taken
+from `accuracy` and returned over the first fifth of the steps.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def retrieval(
     sources: int = 2,
     judge: Mapping[str, Any] | None = None,
 ) -> Mix:
-    """Answers from sources: `format` is the citations, at least `sources` of them.
+    """Answers from sources: Answers with citations: `format` asks for at least `sources` of them.
 
     Accuracy is the similarity to the target. `judge`, a table with `base_url` and `model`, gives
-    half of the weight of accuracy to an LLM judge. Not gated by default: a correct answer with too
-    few sources still earns a reward.
+    half of the weight of accuracy to an LLM judge. It is not gated by default: a correct answer
+    with too few sources still earns a reward.
     """
     parts = _parts(FuzzyText(), Citations(minimum=sources))
     if judge is not None:

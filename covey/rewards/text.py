@@ -68,7 +68,7 @@ def count_words(text: str) -> int:
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
     """Split at tags that each open and close once, in this order: (outside, contents).
 
-    None if a tag is missing, repeated, nested or out of order.
+    The result is None if a tag is missing, repeated, nested or out of order.
 
     >>> split_tags("<a>1</a> <b>2</b>.", ("a", "b"))
     (['', ' ', '.'], ['1', '2'])

@@ -30,12 +30,12 @@ class ExactText(Reward):
     """1 if the final answer is the target or one of `prompt.info["answers"]`; otherwise 0.
 
     The final answer is the content of `<answer>` after the thinking; without the tag, all text
-    after the thinking. Whitespace around it never counts.
+    after the thinking. Whitespace around it is ignored.
     """
 
     ignore_case: bool = False
     ignore_blanks: bool = True
-    """Any whitespace between words equals one space."""
+    """Whether any whitespace between words counts as one space."""
     ignore_punctuation: bool = False
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

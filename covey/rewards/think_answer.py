@@ -18,7 +18,7 @@ def parse_think_answer(text: str) -> str | None:
     """Return the text between the answer tags, or None if the format does not hold.
 
     The format holds if the completion is one non-empty `<think>` part followed by one non-empty
-    `<answer>` part. Repeated, nested or open tags break it, and so does text outside the tags.
+    `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break it.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'
@@ -42,7 +42,7 @@ def same_answer(answer: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswer(Reward):
-    """`correct` for a correct answer in the right format, plus `format` for the format alone.
+    """`correct` for a correct answer in the right format, plus `format` for the format.
 
     The format is a gate: without it no answer is correct. `robust`: a correct answer counts less if
     the thinking is padding or is not language; see `robust_factor`.
@@ -60,7 +60,7 @@ class ThinkAnswer(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From neither to both."""
+        """From 0 to the sum of both weights."""
         return 0.0, self.correct + self.format
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

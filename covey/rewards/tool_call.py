@@ -145,7 +145,7 @@ def same_value(given: Any, expected: Any) -> bool:
 
 
 def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return all arguments by name, or None if the order of parameters does not name them."""
+    """Return all arguments by name; None if a positional argument has no parameter name."""
     names = order[: len(call.positional)]
     if len(names) < len(call.positional) or set(names) & set(call.arguments):
         return None
@@ -171,10 +171,10 @@ def _expected(prompt: Prompt) -> Call:
 class ToolCall(Reward):
     """`tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
 
-    Arguments count only with the correct tool; otherwise `{}` would earn half for any tool without
-    arguments. Exactly one call is expected: several calls, or one that cannot be parsed, score 0,
-    so that calling everything at once earns nothing. With `partial`, the share of correct arguments
-    among all given or expected ones counts; otherwise all must be correct.
+    Arguments count only with the correct tool; otherwise `{}` would earn half the reward for any
+    tool without arguments. Exactly one call is expected. Several calls, or a call that cannot be
+    parsed, score 0, so that it does not pay to call every tool. With `partial`, the arguments score
+    the share of correct ones among all given or expected ones; otherwise all must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), else `prompt.target`. Positional
     arguments get the names in `prompt.info["parameters"]`, in order; without it they are wrong.

@@ -1,4 +1,4 @@
-"""Reward functions of the user: plain, async or TRL-style; one, several, or with weights."""
+"""Users' reward functions: plain, async or TRL-style; one or several, with weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from covey.episode import episode_of
 from covey.errors import ConfigError
-from covey.rewards.score import Reward, Score
+from covey.rewards.score import NO_CALL, Call, Reward, Score
 from covey.types import Message, Prompt
 
 RewardFunction = Callable[..., Any]
@@ -32,9 +33,20 @@ class _GroupReward:
             raise ValueError("the function returned None")
         return score
 
-    def score_group(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
+    ) -> list[Score | None]:
         """Score the completions of one prompt; None for one that cannot be scored."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Progress of the run, with the names of transformers' TrainerState."""
+
+    global_step: int
+    """The number of finished training steps."""
+    max_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +56,14 @@ class UserFunction(_GroupReward):
     plain   `f(prompt, text)` or `async f(prompt, text)` returns a number, a `Score`, or a mapping
             of parts whose sum is the reward.
     TRL     `f(completions, **columns)`, async or not, returns a list of numbers. It is called once
-            per group. Columns are lists: `prompts`, `target`, and every entry of the prompt's
-            `info` by its name. `answer` is the target too, for functions written for TRL's usual
-            columns, unless `info` has an `answer` of its own.
+            per group. Columns are lists: `prompts`, `completion_ids` (tokens), `target`, and every
+            column of the data by its name. `answer` is the target too, unless the data has an
+            `answer` of its own. `trainer_state` has `global_step` and `max_steps`. A function
+            without `**columns` gets those that it names.
 
-    `None` instead of a number means that the completion cannot be scored. A number does not say
-    whether the completion is correct: from `success_at` on it is a success.
+    `None` instead of a number means that the completion cannot be scored; with `skips_none`, that
+    the function does not score it. A completion with a reward of at least `success_at` is a
+    success.
     """
 
     function: Callable[..., Any]
@@ -57,17 +71,19 @@ class UserFunction(_GroupReward):
     success_at: float = 1.0
     conversational: bool = False
     """Whether a TRL function gets completions as lists of messages instead of text."""
+    skips_none: bool = False
 
+    takes_call: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
     @property
     def quick(self) -> bool:
-        """The function's own `quick`, if it has one."""
+        """The function's attribute `quick`, if it has one."""
         return bool(getattr(self.function, "quick", False))
 
     @property
     def version(self) -> int:
-        """The function's own `version`, if it has one."""
+        """The function's attribute `version`, if it has one."""
         return int(getattr(self.function, "version", 1))
 
     @property
@@ -81,17 +97,31 @@ class UserFunction(_GroupReward):
         call = getattr(self.function, "__call__", None)  # noqa: B004 - an object may be async too
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
-    def score_group(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
-        """Score the completions of one prompt; None for one that cannot be scored."""
-        return asyncio.run(self.score_group_async(prompt, texts))
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
 
-    async def score_group_async(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
+    ) -> list[Score | None]:
+        """Score the completions of one prompt; None for one that cannot be scored."""
+        work = partial(self.score_group_async, prompt, texts, call)
+        if not _in_event_loop():
+            return asyncio.run(work())
+        # A notebook's event loop is running, and a thread has at most one.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(lambda: asyncio.run(work())).result()
+
+    async def score_group_async(
+        self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
+    ) -> list[Score | None]:
         """Score the completions of one prompt; an async function is awaited."""
         if not self.whole_groups:
             given = [self.function(prompt, text, **self.options) for text in texts]
             results = [await r if inspect.isawaitable(r) else r for r in given]
         else:
-            results = self.function(**self._columns(prompt, texts), **self.options)
+            results = self.function(**self._arguments(prompt, texts, call))
             results = list(await results if inspect.isawaitable(results) else results)
         if len(results) != len(texts):
             raise ValueError(
@@ -99,17 +129,45 @@ class UserFunction(_GroupReward):
             )
         return [self._score(result) for result in results]
 
-    def _columns(self, prompt: Prompt, texts: Sequence[str]) -> dict[str, list[Any]]:
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a TRL function that needs a column which the data does not have."""
+        if not self.whole_groups:
+            return
+        given = self._arguments(prompt, [""], NO_CALL)
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if parameter.default is parameter.empty and not variadic and name not in given:
+                have = sorted({*self._columns(prompt, [""], NO_CALL)})
+                raise ConfigError(
+                    f"reward: {self.name} takes {name!r}, a column that the data does not have; "
+                    f"there are {', '.join(have)}"
+                )
+
+    def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
+        """Return the keyword arguments that the function takes."""
+        given = {**self._columns(prompt, texts, call), **self.options}
+        parameters = inspect.signature(self.function).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return given
+        return {name: value for name, value in given.items() if name in parameters}
+
+    def _columns(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
         """Return the keyword arguments of TRL's call: one list per column."""
         completions: list[Any] = list(texts)
         messages: Any = prompt.text
         if self.conversational:
             completions = [_messages(text) for text in texts]
             messages = [dict(message) for message in prompt.messages]
-        columns = {"target": prompt.target, "answer": prompt.target, **prompt.info}
-        row = {**columns, "prompts": messages}
-        return {**{name: [value] * len(texts) for name, value in row.items()},
-                "completions": completions}  # fmt: skip
+        usual = {"target": prompt.target, "answer": prompt.target}
+        row = {**usual, **prompt.info, **prompt.columns, "prompts": messages}
+        return {
+            **{name: [value] * len(texts) for name, value in row.items()},
+            "completions": completions,
+            "completion_ids": [list(ids) for ids in call.completion_ids] or [[] for _ in texts],
+            "trainer_state": TrainerState(
+                global_step=max(0, call.step - 1), max_steps=call.max_steps
+            ),
+        }
 
     def _score(self, result: Any) -> Score | None:
         if result is None or isinstance(result, Score):
@@ -122,8 +180,16 @@ class UserFunction(_GroupReward):
         return Score(reward=reward, success=reward >= self.success_at, parts=parts)
 
 
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _messages(text: str) -> list[Message]:
-    """Return a completion as messages: of an episode, all from the first turn on."""
+    """Return a completion as messages; for an episode, all messages from the first turn on."""
     episode = episode_of(text)
     return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
@@ -161,47 +227,70 @@ class WeightedFunctions(_GroupReward):
     """The weighted sum of reward functions; each is a part of the reward under its own name.
 
     A completion succeeds if the first function gives it at least 1. The functions run in this
-    process, as they would in TRL: a function that hangs holds up the run.
+    process, as they would in TRL, so a function that hangs blocks the run.
     """
 
     functions: Mapping[str, UserFunction]
     weights: Mapping[str, float]
+    skips_none: bool = False
+    """As in TRL, a function that returns None does not count for that completion."""
 
+    takes_call: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
     quick: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
     version: ClassVar[int] = 1
 
-    def score_group(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
+    ) -> list[Score | None]:
         """Score the completions of a prompt; None for those that some function cannot score."""
-        columns = [_run(function, prompt, texts) for function in self.functions.values()]
+        columns = [f.score_group(prompt, texts, call) for f in self.functions.values()]
         return [self._total(row) for row in zip(*columns, strict=True)]
 
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a function that needs a column which the data does not have."""
+        for function in self.functions.values():
+            function.check(prompt)
+
     def _total(self, row: Sequence[Score | None]) -> Score | None:
-        scores = [score for score in row if score is not None]
-        if len(scores) < len(row):
+        scored = {name: s for name, s in zip(self.functions, row, strict=True) if s is not None}
+        if not scored or (len(scored) < len(row) and not self.skips_none):
             return None
-        parts = {name: score.reward for name, score in zip(self.functions, scores, strict=True)}
-        total = math.fsum(self.weights[name] * value for name, value in parts.items())
-        return Score(reward=total, success=scores[0].success, parts=parts)
+        total = math.fsum(self.weights[name] * score.reward for name, score in scored.items())
+        parts = {name: score.reward for name, score in scored.items()}
+        return Score(reward=total, success=next(iter(scored.values())).success, parts=parts)
 
 
-def _run(function: UserFunction, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
-    """Call a function for a group; in a notebook, whose event loop is running, in a thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function.score_group(prompt, texts)
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(function.score_group, prompt, texts).result()
+def with_none(reward: Reward, none: str) -> Reward:
+    """Return a user's reward that treats None as `scoring.none_rewards` says."""
+    if none == "skip" and isinstance(reward, UserFunction | WeightedFunctions):
+        return replace(reward, skips_none=True)
+    return reward
+
+
+def own_name(reward: Reward) -> str:
+    """Return the name of a reward that was passed in Python: the names of its functions."""
+    if isinstance(reward, WeightedFunctions):
+        return "+".join(reward.functions)
+    return type(reward).__name__
+
+
+def check_columns(reward: Reward, prompt: Prompt) -> None:
+    """Refuse a user's reward that needs a column which the data does not have."""
+    if isinstance(reward, UserFunction | WeightedFunctions):
+        reward.check(prompt)
 
 
 def function_reward(
     rewards: RewardFunction | Reward | Sequence[RewardFunction] | Mapping[RewardFunction, float],
+    *,
+    conversational: bool = False,
 ) -> Reward:
     """Make a reward of TRL-style functions: one, a list, or a dict of function to weight.
 
-    An object that is a reward already (it has bounds, quick and version) stays as it is.
+    With `conversational`, completions are lists of messages, as in TRL if prompts are. An object
+    that is already a reward (it has bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)
@@ -214,12 +303,12 @@ def function_reward(
     functions: dict[str, UserFunction] = {}
     weights: dict[str, float] = {}
     for function, weight in pairs:
-        made = as_reward(function)
+        made = as_reward(function, {"conversational": conversational})
         if not isinstance(made, UserFunction):
-            raise ConfigError("rewards: a list holds functions; use the reward `mix` for others")
+            raise ConfigError("rewards: a list may contain only functions; use `mix` for others")
         name = getattr(function, "__name__", type(function).__name__)
         if name in functions:
-            raise ConfigError(f"rewards: two functions are called {name}; their parts need names")
+            raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
             raise ConfigError(f"rewards: the weight of {name} is {weight}")
         functions[name], weights[name] = made, float(weight)

@@ -1,1 +1,1 @@
-"""Rollouts: episodes, collecting and scoring groups, filters, and the source of the loop."""
+"""Rollouts: episodes, collecting and scoring of groups, filters, and sources for the loop."""

@@ -1,7 +1,7 @@
-"""Statistics of final answers, which show a policy that answers the same whatever the prompt.
+"""Statistics of final answers, which reveal a policy that ignores the prompt.
 
-A policy that always gives the most frequent target has the accuracy of that constant, and its
-reward curve rises like that of one that learns. Only the variety of its answers tells them apart.
+A policy that learns to answer every prompt with the most frequent target has a rising reward curve,
+like a policy that learns the task. Only the variety of its answers shows the difference.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST_TARGET = 64
-"""Characters of a target that can be a final answer."""
+"""Maximum length of a target that counts as a final answer, in characters."""
 TAIL = 400
-"""Characters at the end of a completion in which a final answer without a mark is looked for."""
+"""Number of last characters of a completion that are searched for an unmarked final answer."""
 
 _MARKED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)|\\boxed\{([^{}]*)\}|#### *([^\n]*)", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def final_answer(text: str) -> str:
-    r"""Return what a completion answers, to count equal answers; no reward is computed from it.
+    r"""Return the final answer of a completion, for counting equal answers, not for rewards.
 
-    The last marked answer, else the last number, else the last line.
+    It is the last marked answer, else the last number, else the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')
@@ -40,14 +40,14 @@ def final_answer(text: str) -> str:
 
 
 def target_counts(targets: Sequence[str]) -> AnswerCounts | None:
-    """Count targets; None if they are not short answers, but texts or programs."""
+    """Count targets; return None if they are long texts or programs instead of short answers."""
     if any(not target.strip() or len(target) > LONGEST_TARGET for target in targets):
         return None
     return AnswerCounts.of([target.strip() for target in targets])
 
 
 def best_constant(targets: Sequence[str]) -> float | None:
-    """Return the accuracy of the best constant answer, by the most frequent target.
+    """Return the accuracy of the best constant answer: the share of the most frequent target.
 
     >>> best_constant(["1", "1", "2", "3"]), best_constant(["a long text " * 9])
     (0.5, None)
@@ -64,18 +64,18 @@ def spaced(items: Sequence[str], most: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
-    """How the final answers of some completions, or targets, are distributed."""
+    """The distribution of final answers or targets."""
 
     distinct: int
     effective: float
-    """exp of the entropy: the number of equally frequent answers with as much variety."""
+    """Effective number of answers: exp of the entropy of their frequencies."""
     top: str
-    """The most frequent."""
+    """The most frequent answer."""
     top_share: float
 
     @staticmethod
     def of(answers: Sequence[str]) -> AnswerCounts:
-        """Count answers. There must be some."""
+        """Count answers. There must be at least one."""
         counts = Counter(answers)
         top, most = counts.most_common(1)[0]
         shares = [count / len(answers) for count in counts.values()]

@@ -1,4 +1,4 @@
-"""Collecting groups: generate completions and score them, both at the same time."""
+"""Collect groups: generate completions, and score them at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
 from covey.rollout.episode import EncodedPrompt, generate
 from covey.rollout.multi_turn import Interaction
-from covey.scoring import Job, Pending, Scorer, ScoreResult
+from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
@@ -24,25 +24,27 @@ class Sharing(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share."""
+        """Return this rank's share of the items."""
 
     def gather(self, item: _T) -> list[_T]:
         """Return the item of every rank."""
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return what all ranks have made of their shares, in the order of the whole."""
+        """Return the results of all ranks for their shares, in the order of the items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Groups with their rewards, and how collecting them went."""
+    """Groups with their rewards, scoring errors and times."""
 
     groups: tuple[Group, ...] = ()
     errors: tuple[tuple[str, ...], ...] = ()
     """For each group, one line for every rollout that could not be scored."""
+    trace: str = ""
+    """The traceback of the first error, if an exception caused it."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -58,24 +60,27 @@ class Collected:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were sampled."""
+        """The number of sampled tokens."""
         return sum(rollout.sampled for rollout in self.rollouts)
 
     def joined(self, more: Collected) -> Collected:
-        """Return this and another round of the same step as one."""
+        """Return this round joined with another round of the same step."""
         return Collected(
             groups=self.groups + more.groups,
             errors=self.errors + more.errors,
+            trace=self.trace or more.trace,
             rollout_seconds=self.rollout_seconds + more.rollout_seconds,
             score_seconds=self.score_seconds + more.score_seconds,
         )
 
     def of_all(self, ranks: Sharing) -> Collected:
-        """Return what all ranks have collected, in the order of the prompts."""
+        """Return the groups that all ranks collected, in the order of the prompts."""
         seconds = ranks.gather((self.rollout_seconds, self.score_seconds))
+        traces = ranks.gather(self.trace)
         return Collected(
             groups=tuple(ranks.unshare(self.groups)),
             errors=tuple(ranks.unshare(self.errors)),
+            trace=next(filter(None, traces), ""),
             rollout_seconds=max(rollout for rollout, _ in seconds),
             score_seconds=max(score for _, score in seconds),
         )
@@ -88,6 +93,7 @@ class Collected:
             part = Collected(
                 groups=self.groups[here],
                 errors=self.errors[here],
+                trace=self.trace,
                 rollout_seconds=self.rollout_seconds * share,
                 score_seconds=self.score_seconds * share,
             )
@@ -98,30 +104,32 @@ class Collected:
 
 @dataclass(slots=True)
 class _Scoring:
-    """Rollouts that the scorer works on, by number of their prompt."""
+    """Rollouts that are being scored, by the number of their prompt."""
 
     prompts: Sequence[Prompt]
     group_size: int
     scorer: Scorer
     share: float
-    texts: dict[int, dict[int, str]] = field(default_factory=dict)
-    """By prompt and sample."""
+    step: int = 0
+    max_steps: int = 0
+    rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
+    """Rollouts to score, by prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
-    """By prompt and sample. A whole group is under sample 0."""
+    """Submitted jobs, by prompt and sample. The job of a whole group is under sample 0."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
-    """What went wrong in an environment, by prompt and sample. Such a rollout is not scored."""
+    """Errors of environments, by prompt and sample. A rollout with an error is not scored."""
 
     def add(self, number: int, rollout: Rollout) -> None:
         """Submit a rollout as soon as it ends, or a group as soon as it is complete."""
         if rollout.finish == "error":
             self.errors[number, rollout.sample] = _failure(rollout)
         elif not self.scorer.whole_groups:
-            self._submit(number, rollout.sample, (rollout.text,))
+            self._submit(number, rollout.sample, (rollout,))
             return
-        texts = self.texts.setdefault(number, {})
-        texts[rollout.sample] = rollout.text
-        if len(texts) == self.group_size and self.scorer.whole_groups:
-            scored = tuple(texts[sample] for sample in self._samples(number))
+        rollouts = self.rollouts.setdefault(number, {})
+        rollouts[rollout.sample] = rollout
+        if len(rollouts) == self.group_size and self.scorer.whole_groups:
+            scored = tuple(rollouts[sample] for sample in self._samples(number))
             if scored:
                 self._submit(number, 0, scored)
 
@@ -129,8 +137,14 @@ class _Scoring:
         """Return the samples of a prompt that the reward scores."""
         return [s for s in range(self.group_size) if (number, s) not in self.errors]
 
-    def _submit(self, number: int, sample: int, texts: tuple[str, ...]) -> None:
-        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share)
+    def _submit(self, number: int, sample: int, rollouts: tuple[Rollout, ...]) -> None:
+        call = Call(
+            completion_ids=tuple(rollout.tokens for rollout in rollouts),
+            step=self.step,
+            max_steps=self.max_steps,
+        )
+        texts = tuple(rollout.text for rollout in rollouts)
+        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share, call=call)
         self.pending[number, sample] = self.scorer.submit(job)
 
     def results(self, number: int) -> list[ScoreResult]:
@@ -152,14 +166,16 @@ class Collector:
 
     engine: Engine
     model: LanguageModel
-    """Its tokenizer turns tokens into text."""
+    """The model whose tokenizer decodes completions."""
     scorer: Scorer
     progress: Callable[[int], None] = field(default=lambda count: None)
     """Called with the number of completions that have just ended."""
     interaction: Interaction | None = None
-    """With an environment. None: every rollout is one completion."""
+    """The interaction with an environment. None if every rollout is one completion."""
     ranks: Sharing | None = None
-    """Several ranks each collect their share, and get all groups. None: there is one rank."""
+    """The ranks, each of which collects its share and gets all groups. None if there is one."""
+    max_steps: int = 0
+    """Number of training steps of the run, which reward functions may ask for."""
 
     def collect(
         self,
@@ -171,9 +187,9 @@ class Collector:
     ) -> Collected:
         """Generate and score `sampling.group_size` rollouts of every prompt.
 
-        Rollouts go to the scorer as they end, so that scoring runs beside generation. Groups are in
-        the order of the prompts, whichever ended first. `share` is the share of the run that is
-        done, 0 to 1: the weights of a reward may depend on it.
+        Rollouts go to the scorer as they end, so scoring and generation overlap. Groups are in the
+        order of the prompts, whichever ends first. `share` is the share of the run that is done,
+        0 to 1; the weights of a reward may depend on it.
         """
         if self.ranks is None or self.ranks.size == 1:
             return self._collect(prompts, sampling, step, share)
@@ -183,11 +199,18 @@ class Collector:
     def _collect(
         self, prompts: Sequence[EncodedPrompt], sampling: Sampling, step: int, share: float
     ) -> Collected:
-        scoring = _Scoring([p.prompt for p in prompts], sampling.group_size, self.scorer, share)
+        scoring = _Scoring(
+            [p.prompt for p in prompts],
+            sampling.group_size,
+            self.scorer,
+            share,
+            step=step if self.max_steps else 0,
+            max_steps=self.max_steps,
+        )
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
-            # The other ranks are about as far.
+            # The other ranks have probably finished about as many.
             self.progress(1 if self.ranks is None else self.ranks.size)
 
         started = time.perf_counter()
@@ -201,7 +224,7 @@ class Collector:
             interaction=self.interaction,
         )
         sampled = time.perf_counter()
-        groups, errors = [], []
+        groups, errors, trace = [], [], ""
         for number, group in enumerate(generated):
             pairs = list(zip(group.rollouts, scoring.results(number), strict=True))
             scored = [_scored(rollout, result, self.scorer.identity) for rollout, result in pairs]
@@ -209,12 +232,14 @@ class Collector:
             failed = (
                 f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
                 for rollout, result in pairs
-                if result.score is None
+                if result.score is None and result.error
             )
             errors.append(tuple(failed))
+            trace = trace or next((result.trace for _, result in pairs if result.trace), "")
         return Collected(
             groups=tuple(groups),
             errors=tuple(errors),
+            trace=trace,
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )
@@ -226,7 +251,7 @@ def _failure(rollout: Rollout) -> str:
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
-    """Fill in the score. Where there is none the reward stays None."""
+    """Fill in the score. Without a score the reward stays None."""
     if result.score is None:
         return replace(rollout, reward_id=identity)
     return replace(
@@ -239,10 +264,15 @@ def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
 
 
 def check_failures(collected: Collected, limit: float) -> None:
-    """Stop when too many completions could not be scored."""
+    """Raise an error if too many completions could not be scored."""
     total = len(collected.rollouts)
     if len(collected.failures) > limit * total:
-        raise RewardError(
+        error = RewardError(
             f"reward: {len(collected.failures)} of {total} completions could not be scored, more "
-            f"than scoring.max_unscored = {limit} allows; the first: {collected.failures[0]}"
+            f"than scoring.max_unscored = {limit} allows; the first error: "
+            f"{collected.failures[0]}"
+            + "; its traceback is in failure.txt in the run folder"
+            * bool(collected.trace)
         )
+        error.details = collected.trace
+        raise error

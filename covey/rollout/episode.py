@@ -1,6 +1,6 @@
-"""Episodes of a single turn, and the choice between them and those with an environment.
+"""Single-turn episodes, and the choice between them and episodes with an environment.
 
-Tokens are those that the engine saw and produced. Text is never tokenised again.
+Rollouts contain the tokens that the engine read and generated. Text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class EncodedPrompt:
     prompt: Prompt
     tokens: tuple[int, ...]
     prefill: str = ""
-    """The end of the prompt that belongs to the text of every completion."""
+    """The end of the prompt that is put in front of every completion's text."""
     step: int | None = None
-    """The training step, where a call generates for several. None: that of the call."""
+    """The training step, if a call generates for several. None means the step of the call."""
 
 
 def encode_prompts(
     model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
 ) -> list[EncodedPrompt]:
-    """Tokenise the messages of each prompt; with an environment, which has its own, not yet."""
+    """Tokenize each prompt's messages; an environment has its own, which are tokenized later."""
     prefill = model.opening
     if interaction is not None:
         return [EncodedPrompt(prompt=p, tokens=(), prefill=prefill) for p in prompts]
@@ -48,10 +48,10 @@ class Episodes:
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """Called with the number of the prompt and the rollout, as soon as it ends."""
+    """Called with the number of the prompt and the rollout as soon as the rollout ends."""
     ready: list[Request] = field(init=False)
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
-    """By number of the prompt, and sample."""
+    """Finished rollouts, by number of the prompt and sample."""
 
     def __post_init__(self) -> None:
         size, seed = self.sampling.group_size, self.sampling.seed
@@ -68,7 +68,7 @@ class Episodes:
 
     @property
     def limits(self) -> Limits:
-        """The size of the whole work: single-turn episodes are one request each."""
+        """Limits for the engine: every single-turn episode is one request."""
         return Limits(
             sampling=self.sampling,
             requests=len(self.prompts) * self.sampling.group_size,
@@ -111,6 +111,7 @@ def _rollout(encoded: EncodedPrompt, completion: Completion, text: str) -> Rollo
         trained=(True,) * size,
         sampler_logp=completion.logp,
         versions=completion.versions,
+        kept=(completion.kept,) if completion.kept else (),
     )
     return Rollout(
         prompt_id=encoded.prompt.id,
@@ -132,7 +133,7 @@ def generate(
     finished: Callable[[int, Rollout], None] = lambda number, rollout: None,
     interaction: Interaction | None = None,
 ) -> list[Group]:
-    """Return a group of `sampling.group_size` rollouts, not scored, for each prompt in order."""
+    """Return a group of `sampling.group_size` unscored rollouts for each prompt, in order."""
     episodes: Episodes | MultiTurnEpisodes
     if interaction is None:
         episodes = Episodes(

@@ -1,4 +1,4 @@
-"""Filters: which groups and tokens a step trains on. They combine with any objective."""
+"""Filters, which choose the groups and tokens to train on. They combine with any objective."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Selected:
 
     groups: tuple[Group, ...]
     unscored: int = 0
-    """Fewer than two of their rollouts have a reward: there is nothing to compare."""
+    """Groups with fewer than two scored rollouts, so that there is nothing to compare."""
     stale: int = 0
-    """Some rollout was sampled too many optimizer steps ago."""
+    """Groups with a rollout that was sampled too many optimizer steps ago."""
     uniform: int = 0
-    """All correct or all wrong; with `drop_flat`, rewards all equal."""
+    """Groups that are all correct or all incorrect; with `drop_flat`, with equal rewards."""
     surplus: int = 0
-    """More than the step takes."""
+    """Groups beyond the number that the step needs."""
 
 
 def select(
@@ -32,14 +32,13 @@ def select(
     max_age: int = 0,
     most: int | None = None,
 ) -> Selected:
-    """Drop whole groups, never single rollouts: statistics are over groups.
+    """Drop whole groups, never single rollouts, because statistics are over groups.
 
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
-    rollouts are correct. It looks at success and not at reward, because a length penalty, say,
-    gives different rewards to a group that is all correct. `drop_flat` is ScaleRL's (2510.13786):
-    keep a group if some rewards differ. With `max_age` a group is dropped if a
-    rollout is older than this many optimizer steps at `version`; 0 keeps all. The first `most`
-    groups are kept.
+    rollouts are correct. It compares success, not reward, because a length penalty makes rewards
+    differ even if all completions are correct. `drop_flat` is ScaleRL's rule (2510.13786): keep a
+    group if some rewards differ. `max_age` drops a group if a rollout is older than this many
+    optimizer steps at `version`; 0 keeps all. Only the first `most` groups are kept.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= 2]
     fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
@@ -72,10 +71,11 @@ def _age(group: Group, version: int) -> int:
 
 
 def without_truncated(batch: Batch) -> Batch:
-    """Train no token of truncated rollouts: overlong filtering, DAPO section 3.4.
+    """Mask all tokens of truncated rollouts: overlong filtering, DAPO section 3.4.
 
-    Call it after advantages are filled in: the rollouts stay in the statistics of their group and
-    in the number of sequences, so that masking shrinks a mean over rollouts and gives the others no
-    more weight. A mean over tokens, of the step or of a group, is over the tokens that are left.
+    Call it after advantages are filled in. The rollouts stay in the statistics of their group and
+    in the number of sequences, so masking reduces a mean over rollouts and does not give the other
+    rollouts more weight. A mean over tokens, of the step or of a group, is over the remaining
+    tokens.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

@@ -1,7 +1,7 @@
-"""Rollouts in flight in a checkpoint: generated, and not yet trained on.
+"""Rollouts in flight in a checkpoint, which were generated but not yet trained on.
 
-The weights that generated them are gone when a run resumes, so they are saved as they are. A line
-is a training step. Prompts are saved by id: the data has the rest.
+A resumed run cannot generate them again, because the weights that generated them no longer exist.
+Each line of the file is a training step. Prompts are saved by id, because the task has the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTS = [f.name for f in fields(Selected) if f.name != "groups"]
 
 
 def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
-    """Write the rollouts of some steps into a checkpoint; no file if there are none."""
+    """Write the rollouts of some steps into a checkpoint; without rollouts, write no file."""
     if steps:
         text = "".join(json.dumps(_row(step)) + "\n" for step in steps)
         (folder / FILE).write_text(text, encoding="utf-8")
@@ -36,7 +36,7 @@ def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
 def read_in_flight(
     folder: Path, prompts: Sequence[Prompt], *, seed: int, count: int
 ) -> list[StepRollouts]:
-    """Read the rollouts in a checkpoint of a run with this seed and `count` prompts a step."""
+    """Read the rollouts in a checkpoint of a run with this seed and `count` prompts per step."""
     file = folder / FILE
     if not file.exists():
         return []
@@ -44,7 +44,7 @@ def read_in_flight(
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return [_step(row, prompts, seed, count) for row in rows]
     except KeyError as error:
-        why = f"its step has no {error}: the data or the seed have changed"
+        why = f"its step has no prompt {error}, so the data or the seed have changed"
     except (OSError, ValueError, TypeError, ValidationError) as error:
         why = str(error)
     raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {why}")
@@ -68,8 +68,14 @@ def _row(step: StepRollouts) -> dict[str, Any]:
 
 
 def _step(row: Mapping[str, Any], prompts: Sequence[Prompt], seed: int, count: int) -> StepRollouts:
-    ticket, rounds, ids = Ticket(*row["ticket"]), row["rounds"], row["prompts"]
-    known = prompts_by_id(prompts, ids, seed=seed, step=ticket.step, count=count, rounds=rounds)
+    step, version, share, *more = row["ticket"]
+    picks = tuple(more[0]) if more else ()  # runs of earlier versions have none
+    ticket, rounds, ids = Ticket(step, version, share, picks), row["rounds"], row["prompts"]
+    known = (
+        {prompts[pick].id: prompts[pick] for pick in picks}
+        if picks
+        else prompts_by_id(prompts, ids, seed=seed, step=step, count=count, rounds=rounds)
+    )
     groups = [
         Group(prompt=known[prompt], rollouts=_ROLLOUTS.validate_python(rollouts))
         for prompt, rollouts in zip(ids, row["groups"], strict=True)

@@ -15,9 +15,9 @@ from covey.rollout.source import StepRollouts
 from covey.types import Group, Rollout
 
 MOST_READ = 128
-"""Completions of a step whose final answers and repetitions are counted; more cost too much."""
+"""Maximum number of completions whose final answers and repetitions are counted, for speed."""
 GRAM = 4
-"""Tokens in a row that count as repeated when they come again."""
+"""Number of consecutive tokens that count as repeated if they occur again."""
 
 
 def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[str, float]:
@@ -45,7 +45,7 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
 
 
 def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return how varied completions are, and what the best constant answer would get."""
+    """Return the variety of completions, and the accuracy of the best constant answer."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     texts = spaced([rollout.text for rollout in rollouts], MOST_READ)
     answers = AnswerCounts.of([final_answer(text) for text in texts])
@@ -64,7 +64,7 @@ def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def repetition(rows: Sequence[Sequence[int]]) -> float:
-    """Return the share of token 4-grams that the same row has had before.
+    """Return the share of token 4-grams that occur earlier in the same row.
 
     >>> repetition([[1, 2, 1, 2, 1, 2]])  # of three, 1212 comes twice
     0.3333333333333333
@@ -74,7 +74,7 @@ def repetition(rows: Sequence[Sequence[int]]) -> float:
     if len(tokens) < GRAM:
         return 0.0
     row = np.repeat(np.arange(len(rows)), lengths)
-    # A hash of the row and of four tokens. Different grams share one about never: 64 bits.
+    # A 64-bit hash of the row and of four tokens, so different grams hardly ever share one.
     prime = np.uint64(0x9E3779B97F4A7C15)
     gram = row[GRAM - 1 :].astype(np.uint64)
     for offset in range(GRAM):

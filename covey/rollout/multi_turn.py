@@ -1,10 +1,11 @@
-"""Multi-turn episodes: many conversations between a policy and its environment, interleaved.
+"""Multi-turn episodes: interleaved conversations between a policy and its environment.
 
     start -> (turn of the policy -> step of the environment -> more tokens) -> end
 
-The engine works on the turns that are ready, while tools work on the others. A rollout that waits
-for a tool holds no slot: its next turn is a new request, whose prompt is all that stands. The
-random numbers of a turn have their own address, so the order in which tools answer changes nothing.
+The engine generates the turns that are ready while tools run for other episodes. A rollout that
+waits for a tool occupies no slot: its next turn is a new request whose prompt is the conversation
+so far. The random numbers of a turn depend on its number, so the order of tool results has no
+effect.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ from covey.types import (
 
 @dataclass(slots=True, kw_only=True)
 class Interaction:
-    """How rollouts interact with an environment."""
+    """Settings of the interaction between rollouts and an environment."""
 
     host: Host
     call_format: CallFormat
     stops: tuple[str, ...] = ()
-    """Texts that end a turn, because a call ends there."""
+    """Texts that end a turn, because a tool call ends there."""
     max_turns: int
-    """Turns of the policy."""
+    """Maximum number of the policy's turns in an episode."""
     max_calls: int
-    """Calls of tools in an episode."""
+    """Maximum number of tool calls in an episode."""
     max_tokens: int
-    """Tokens that the engine reads and samples for a turn: the whole conversation."""
+    """Maximum number of tokens of the whole conversation."""
     noted: bool = False
     """Whether the run has logged that the chat template rewrites history."""
 
     def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Return what a user should know about how these rollouts went, once in a run."""
+        """Return notes for the user about these rollouts, once in a run."""
         if self.noted or all(len(rollout.segments) == 1 for rollout in rollouts):
             return []
         self.noted = True
         return [
-            "the chat template rewrites earlier turns: such rollouts are trained in several "
-            "segments, each as it was sampled"
+            "the chat template rewrites earlier turns, so these rollouts are trained in several "
+            "segments, each with the tokens that were sampled"
         ]
 
 
@@ -72,9 +73,10 @@ class _Growing:
     trained: list[bool] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logp: Sequence[float] | None) -> tuple[int, int]:
-        """Append tokens, sampled ones with their log-probabilities; return where they are."""
+        """Append tokens, sampled ones with log-probabilities; return their start and stop."""
         start = len(self.tokens)
         self.tokens += tokens
         self.trained += [logp is not None] * len(tokens)
@@ -88,6 +90,7 @@ class _Growing:
             trained=tuple(self.trained),
             sampler_logp=tuple(self.logp),
             versions=tuple(self.versions) or (VersionSpan(0, 0, version),),
+            kept=tuple(self.kept),
         )
 
 
@@ -96,19 +99,19 @@ class _Conversation:
     """One episode in progress."""
 
     number: int
-    """Of the prompt."""
+    """Number of the prompt."""
     sample: int
     prompt: Prompt
     messages: list[Message] = field(default_factory=list)
     tools: tuple[Mapping[str, Any], ...] = ()
     state: str = ""
-    """That the next turn is taken in."""
+    """State of the environment at the next turn."""
     context: Context | None = None
     segments: list[_Growing] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """Why it ends, once it does."""
+    """Why the episode ended, once it has."""
     version: int = 0
 
     @property
@@ -117,7 +120,7 @@ class _Conversation:
 
     @property
     def taken(self) -> int:
-        """Turns that the policy has taken."""
+        """Number of turns that the policy has taken."""
         return sum(turn.role == "assistant" for turn in self.turns)
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -127,6 +130,7 @@ class _Conversation:
         segment.versions += [
             VersionSpan(start + a, start + b, version) for a, b, version in completion.versions
         ]
+        segment.kept += [completion.kept] if completion.kept else []
         self.version = completion.versions[-1].version if completion.versions else self.version
         self.messages.append(message)
         calls = tuple(message.get("tool_calls", ()))
@@ -138,11 +142,11 @@ class _Conversation:
         self.turns.append(turn)
 
     def rewarded(self, reward: float) -> None:
-        """Note the reward of the turn that the policy took last."""
+        """Set the reward of the policy's last turn."""
         self.turns[-1] = replace(self.turns[-1], reward=reward)
 
     def add_context(self, context: Context, messages: Sequence[Message]) -> None:
-        """Add what the policy sees next: to the segment that stands, or as a new one."""
+        """Add the policy's next context: to the last segment, or as a new segment."""
         self.context = context
         first = not self.segments
         start = stop = 0
@@ -158,7 +162,7 @@ class _Conversation:
             self.turns.append(Turn(role=role, segment=where, start=start, stop=stop, text=text))
 
     def rollout(self, reply: Reply) -> Rollout:
-        """Return the rollout, not scored."""
+        """Return the unscored rollout."""
         mine = [turn for turn in self.turns if turn.role == "assistant"]
         episode = Episode(
             messages=tuple(self.messages),
@@ -189,14 +193,14 @@ class MultiTurnEpisodes:
     model: LanguageModel
     sampling: Sampling
     finished: Callable[[int, Rollout], None]
-    """Called with the number of the prompt and the rollout, as soon as it ends."""
+    """Called with the number of the prompt and the rollout as soon as the rollout ends."""
     conversations: Conversations = field(init=False)
     waiting: dict[int, _Conversation] = field(default_factory=dict)
-    """Episodes that the environment works on, by key."""
+    """Episodes that wait for the environment, by key."""
     running: dict[int, _Conversation] = field(default_factory=dict)
-    """Episodes that the engine works on, by number of their request."""
+    """Episodes that wait for the engine, by the number of their request."""
     numbers: int = 0
-    """Requests so far."""
+    """Number of requests so far."""
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -218,7 +222,7 @@ class MultiTurnEpisodes:
 
     @property
     def limits(self) -> Limits:
-        """One request for each episode at a time, whose prompt is its conversation so far."""
+        """Limits for the engine: one request per episode at a time, with a growing prompt."""
         episodes = len(self.prompts) * self.sampling.group_size
         return Limits(
             sampling=self.sampling,
@@ -230,12 +234,12 @@ class MultiTurnEpisodes:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest conversation that still leaves room for a turn."""
+        """Maximum number of tokens of a conversation that still leaves room for a turn."""
         most = min(self.interaction.max_tokens, self.model.context)
         return max(1, most - self.sampling.max_tokens)
 
     def take(self) -> Sequence[Request]:
-        """Return the turns that have become ready; wait if the engine has nothing to do."""
+        """Return the turns that have become ready; wait for one if the engine is idle."""
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running
@@ -249,7 +253,7 @@ class MultiTurnEpisodes:
         return _sharing(ready)
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Hand turns of the policy to the environment."""
+        """Pass the policy's turns to the environment."""
         texts = self.model.decode_many([completion.tokens for completion in completions])
         form, prefill = self.interaction.call_format, self.conversations.renderer.template.prefill
         for completion, text in zip(completions, texts, strict=True):
@@ -271,7 +275,7 @@ class MultiTurnEpisodes:
         host.end(key)
 
     def _continue(self, episode: _Conversation, reply: Reply) -> Request | None:
-        """Take what an environment replied; return the next turn, or None if there is none yet."""
+        """Process a reply of the environment; return the next turn, or None if not ready."""
         if reply.reward is not None:
             episode.rewarded(reply.reward)
         episode.messages += reply.messages
@@ -287,7 +291,7 @@ class MultiTurnEpisodes:
         try:
             context = self._fitting(episode)
         except DataError as error:
-            if not episode.taken:  # the prompt itself cannot be used
+            if not episode.taken:  # the prompt itself is too long
                 raise
             episode.finish = "error"
             self._end(episode, Reply(done=True, error=str(error)))
@@ -299,7 +303,7 @@ class MultiTurnEpisodes:
         return self._request(episode, context)
 
     def _fitting(self, episode: _Conversation) -> Context | None:
-        """Return what the policy sees next. None: that leaves no room for a turn."""
+        """Return the policy's next context, or None if it leaves no room for a turn."""
         context = self._context(episode)
         size = len(context.tokens)
         if size <= self.longest:
@@ -307,13 +311,14 @@ class MultiTurnEpisodes:
         if episode.taken:
             return None
         raise DataError(
-            f"prompt {episode.prompt.id} has {size} tokens, and a turn may take "
-            f"{self.sampling.max_tokens}: raise environment.max_tokens, which is "
-            f"{self.interaction.max_tokens}; the model's context is {self.model.context}"
+            f"prompt {episode.prompt.id} has {size} tokens, and with a turn of "
+            f"{self.sampling.max_tokens} tokens it exceeds environment.max_tokens = "
+            f"{self.interaction.max_tokens}; raise it to at most the model's context, "
+            f"{self.model.context}"
         )
 
     def _context(self, episode: _Conversation) -> Context:
-        """Return what the policy sees next."""
+        """Return the policy's next context."""
         before = episode.context
         if before is None:
             return self.conversations.first(episode.messages, episode.tools)
@@ -322,7 +327,7 @@ class MultiTurnEpisodes:
         return self.conversations.following(before, sampled, episode.messages, episode.tools)
 
     def _stop(self, episode: _Conversation, finish: Finish) -> None:
-        """End an episode at a limit; the environment is asked for its reward."""
+        """End an episode at a limit, and ask the environment for its reward."""
         episode.finish = finish
         self.waiting[self._key(episode)] = episode
         self.interaction.host.end(self._key(episode))
@@ -337,7 +342,7 @@ class MultiTurnEpisodes:
         return Request(number=number, prompt=number, tokens=context.tokens, address=address)
 
     def _end(self, episode: _Conversation, reply: Reply) -> None:
-        if not episode.segments:  # it ended before the policy had a turn
+        if not episode.segments:  # the episode ended before the policy had a turn
             episode.segments.append(_Growing(self.model.encode(episode.prompt.messages)))
         rollout = episode.rollout(reply)
         self.rollouts[episode.number, episode.sample] = rollout
@@ -353,7 +358,7 @@ class MultiTurnEpisodes:
 
 
 def _sharing(requests: Sequence[Request]) -> list[Request]:
-    """Return requests with one prompt number for equal tokens, such as a group's first turns."""
+    """Return requests in which equal prompts, such as a group's first turns, share a number."""
     numbers: dict[tuple[int, ...], int] = {}
     shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
     return sorted(shared, key=lambda request: request.prompt)

@@ -1,14 +1,14 @@
-"""Overlap: rollouts that are generated ahead of training, by a bounded number of steps.
+"""Overlap: generation of rollouts ahead of training, by a bounded number of steps.
 
-With a staleness of k, two modes:
+There are two modes, with a staleness of k:
 
     ahead   the trainer's weights generate the rollouts of k + 1 steps in one call: steps s to s + k
             with the weights of step s - 1. A large call decodes more tokens per second.
     copy    an engine with a copy of the weights generates in the background: step s with the
             weights of step s - 1 - k, while the trainer trains on step s - k.
 
-Which weights generate a step depends on its number alone, never on time: a run can be repeated and
-resumed to the bit. The exception is `in_flight`, which loads weights as soon as there are any.
+Which weights generate a step depends only on the step's number, never on timing. So a run repeats
+and resumes bit for bit. The exception is `in_flight`, which loads weights as soon as they exist.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ if TYPE_CHECKING:
     import torch
 
     from covey.engines.protocol import WeightSource
+    from covey.rollout.curriculum import PromptChoice
     from covey.run.trackers import Tracker
     from covey.training.build import Parts
 
     Snapshot = dict[str, torch.Tensor]
 
 CLOSE_SECONDS = 10.0
-"""How long to wait for the producer when a run ends."""
+"""Seconds to wait for the producer thread when a run ends."""
 
 
 class CopySource:
-    """Collects groups in a thread, by an engine that has its own copy of the weights.
+    """Collects groups in a thread, with an engine that has its own copy of the weights.
 
-    Tickets are worked off one by one, each with the weights that were published when it was
-    started. They wait in snapshots until the engine gets to them: at most one more than the
-    staleness.
+    Tickets are processed one by one, each with the weights that were published when it was
+    started. These weights wait in snapshots until the engine loads them. There are at most
+    staleness + 1 snapshots.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -56,8 +57,8 @@ class CopySource:
         self.in_flight = parts.config.overlap.in_flight
         if self.in_flight and not parts.engine.info.loads_in_flight:
             raise ConfigError(
-                f"config: overlap.in_flight = true, and engine.kind = {parts.config.engine.kind!r} "
-                "cannot load weights while it generates"
+                f"config: overlap.in_flight = true does not work with engine.kind = "
+                f"{parts.config.engine.kind!r}, which cannot load weights while it generates"
             )
         self.changed = threading.Condition()
         self.weights: WeightSource = tuple
@@ -70,7 +71,7 @@ class CopySource:
         self.thread.start()
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Note the weights; with `in_flight`, the engine continues with them."""
+        """Keep the weights; with `in_flight`, the engine continues with them at once."""
         self.weights = weights
         if self.in_flight:
             self.parts.engine.load_weights(weights, version)
@@ -93,7 +94,7 @@ class CopySource:
             return self.done.pop(step)
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Wait for everything that was started."""
+        """Wait for the rollouts of all started steps, and return them."""
         with self.changed:
             queued = [ticket.step for ticket, _ in self.queue]
             working = [] if self.working is None else [self.working.step]
@@ -107,7 +108,7 @@ class CopySource:
             raise self.failure
 
     def close(self) -> None:
-        """Let the producer end after the ticket that it works on."""
+        """Let the producer thread end after its current ticket."""
         with self.changed:
             self.closed = True
             self.queue.clear()
@@ -115,7 +116,7 @@ class CopySource:
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Work off tickets until the source is closed."""
+        """Process tickets until the source is closed."""
         while True:
             idle = time.perf_counter()
             with self.changed:
@@ -137,7 +138,7 @@ class CopySource:
                 self.changed.notify_all()
 
     def _collect(self, ticket: Ticket, snapshot: Snapshot) -> StepRollouts:
-        # An evaluation may use the engine in between, with weights of its own.
+        # An evaluation may use the engine in between, with other weights.
         with self.parts.engine_lock:
             if not self.in_flight:
                 self.parts.engine.load_weights(snapshot.items, ticket.version)
@@ -147,26 +148,37 @@ class CopySource:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutQueue:
-    """The rollouts of a run, step by step: what is started when, and what a checkpoint holds."""
+    """The rollouts of a run, step by step: when steps are started, and which a checkpoint saves."""
 
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """By step: from a checkpoint, and of the step that is trained until the next is taken."""
+    """Rollouts from a checkpoint, and of the step that is trained, by step."""
     newest: int = 0
     """The last step that was started."""
+    choice: PromptChoice | None = None
+    """The choice of prompts by a curriculum. None if seed and step choose them."""
 
     def take(self, step: int, share: float) -> StepRollouts:
-        """Start what may be started before `step` is trained, and return the rollouts of it."""
+        """Start the steps that may start before `step` is trained; return the rollouts of it."""
         policy = self.parts.policy
         self.newest = max(self.newest, step - 1, *self.held)
-        tickets = [Ticket(each, policy.version, share) for each in self._to_start(step)]
+        tickets = [
+            Ticket(each, policy.version, share, self._picks(each)) for each in self._to_start(step)
+        ]
         self.source.publish(policy.weights, policy.version)
         self.source.start(tickets)
         self.newest += len(tickets)
         found = self.held.get(step) or self.source.take(step)
         self.held = {n: one for n, one in self.held.items() if n > step} | {step: found}
         return found
+
+    def _picks(self, step: int) -> tuple[int, ...]:
+        """Return the prompts that a curriculum draws for a step, with those of all its refills."""
+        config = self.parts.config
+        rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
+        count = config.rollout.prompts_per_step * rounds
+        return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
         """Return the steps to generate with the weights that `step` starts from."""
@@ -179,15 +191,21 @@ class RolloutQueue:
         return range(self.newest + 1, last + 1)
 
     def in_flight(self, after: int) -> list[StepRollouts]:
-        """Return the rollouts that training has not used after a step: wait for them."""
+        """Wait for and return the started rollouts that training has not used after a step."""
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
 
 
-def rollout_queue(parts: Parts, reporter: Tracker, held: Sequence[StepRollouts]) -> RolloutQueue:
-    """Return the rollouts of a run that starts, or resumes with those of its checkpoint."""
+def rollout_queue(
+    parts: Parts,
+    reporter: Tracker,
+    held: Sequence[StepRollouts],
+    choice: PromptChoice | None = None,
+) -> RolloutQueue:
+    """Return the queue of a run that starts, or that resumes with rollouts of its checkpoint."""
     source: RolloutSource = SynchronousSource(parts, reporter)
     if parts.config.overlap.mode == "copy":
         source = CopySource(parts, reporter)
-    return RolloutQueue(parts=parts, source=source, held={one.ticket.step: one for one in held})
+    by_step = {one.ticket.step: one for one in held}
+    return RolloutQueue(parts=parts, source=source, held=by_step, choice=choice)

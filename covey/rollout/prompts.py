@@ -12,12 +12,12 @@ from covey.types import Prompt
 
 
 def step_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int) -> list[Prompt]:
-    """Return the prompts of a step: a function of seed and step alone."""
-    # In a smaller task a step would hold a prompt twice, with the same random numbers.
+    """Return the prompts of a step, which depend only on seed and step."""
+    # In a smaller task a step would contain a prompt twice, with the same random numbers.
     if len(prompts) < count:
         raise DataError(
-            f"task: {len(prompts)} training prompts cannot fill a step of {count}; "
-            f"lower rollout.prompts_per_step to at most {len(prompts)}"
+            f"task: a step needs {count} different prompts, but there are only {len(prompts)} "
+            f"training prompts; lower rollout.prompts_per_step to at most {len(prompts)}"
         )
     picks = prompt_indices(seed=seed, step=step, count=count, size=len(prompts))
     return [prompts[i] for i in picks]
@@ -32,7 +32,7 @@ def refill_prompts(
     round_number: int,
     count: int,
 ) -> list[Prompt]:
-    """Return up to `count` more prompts for a step, without those it has used, given by id."""
+    """Return up to `count` more prompts for a step, except those whose ids it has used."""
     order = refill_order(seed=seed, step=step, round_number=round_number, size=len(prompts))
     fresh = (prompts[i] for i in order if prompts[i].id not in used)
     return list(itertools.islice(fresh, count))
@@ -47,9 +47,9 @@ def prompts_by_id(
     count: int,
     rounds: int,
 ) -> dict[str, Prompt]:
-    """Return prompts of a step by their id, found where the step and its refills took them from.
+    """Return prompts of a step by id, searched only among those of the step and its refills.
 
-    A task may make its prompts on demand, so that looking through all of them would take minutes.
+    A task may generate its prompts on demand, so a search through all of them would take minutes.
     """
     size, found = len(prompts), dict[str, Prompt]()
     orders = [prompt_indices(seed=seed, step=step - 1, count=count, size=size)] + [
@@ -68,11 +68,11 @@ def prompts_by_id(
 
 
 def prompt_notes(model: LanguageModel, prompts: Sequence[Prompt]) -> list[str]:
-    """Return what a user should know about how the chat template renders these prompts."""
+    """Return notes for the user about how the chat template renders these prompts."""
     first = prompts[0].messages[0]["role"]
     if first == "system" and model.renderer is not None and model.renderer.folds_system:
         return [
-            "the model's chat template has no place for a system message: its text opens the "
-            "first user message instead"
+            "the model's chat template does not support a system message, so its text is put "
+            "before the first user message"
         ]
     return []

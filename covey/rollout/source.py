@@ -1,4 +1,4 @@
-"""Rollout sources: where the training loop gets the groups of a step."""
+"""Rollout sources, from which the training loop gets the groups of a step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 
 class Ticket(NamedTuple):
-    """An order for the rollouts of one training step."""
+    """A request for the rollouts of one training step."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, from 1."""
     version: int
-    """The optimizer steps of the weights that generate: those published last."""
+    """Number of optimizer steps of the weights that generate, which were published last."""
     share: float
-    """The share of the run that is done, 0 to 1: the weights of a reward may depend on it."""
+    """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    picks: tuple[int, ...] = ()
+    """Numbers of the prompts that a curriculum drew, those of refills last. Empty if the prompts
+    depend only on seed and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,48 +41,54 @@ class StepRollouts:
 
     ticket: Ticket
     collected: Collected
-    """All that were sampled."""
+    """All sampled rollouts."""
     selected: Selected
     """The groups to train on."""
     rounds: int
-    """How often completions were sampled; more than once only with dynamic sampling."""
+    """Number of sampling rounds; more than one only with dynamic sampling."""
     notes: tuple[str, ...] = ()
-    """What the user should read when the step is trained."""
+    """Notes for the user, shown when the step is trained."""
     engine_waited: float = 0.0
-    """Seconds that generation had nothing to do before these rollouts."""
+    """Seconds that generation waited for training before these rollouts."""
+
+    @property
+    def used_picks(self) -> tuple[int, ...]:
+        """The numbers of the prompts that a curriculum drew, in the order of the groups."""
+        return self.ticket.picks[: len(self.collected.groups)]
 
 
 class RolloutSource(Protocol):
-    """Gives the training loop the groups of each step. A step of the loop is
+    """Provides the groups of each step to the training loop. A step of the loop is
 
-        publish(weights, version) -> start(tickets, as far ahead as may be) -> take(step) -> train
+        publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
 
-    so that the groups of step s + k are generated with the weights of step s - 1, if the source may
-    be k steps ahead. Every ticket is taken once, in order of its step.
+    If the source may be k steps ahead, the groups of step s + k are generated with the weights of
+    step s - 1. Every ticket is taken once, in the order of the steps.
     """
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Offer the weights of the trainer, which are free to change after this call."""
+        """Offer the trainer's weights to the engine. They may change after this call."""
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Order the rollouts of some steps, with the weights published last. Does not wait."""
+        """Request the rollouts of some steps, with the weights published last. Does not wait."""
 
     def take(self, step: int) -> StepRollouts:
-        """Return the rollouts of a step that was started, and wait for them if need be."""
+        """Return the rollouts of a step that was started, and wait for them if necessary."""
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Return the rollouts of all steps after `after` that were started; wait for them.
+        """Return the rollouts of all started steps after `after`, and wait for them.
 
-        A checkpoint of step `after` holds them, since the weights that generated them are gone.
+        The checkpoint of step `after` contains them, because a resumed run cannot generate them
+        again: the weights that generated them no longer exist.
         """
 
     def close(self) -> None:
-        """End what works in the background. The engine stays open."""
+        """End background work. The engine stays open."""
 
 
 @dataclass(slots=True)
 class SynchronousSource:
-    """Collects groups when the loop asks, with the weights of that moment.
+    """Collects groups when the loop asks for them, with the weights of that moment.
 
     If several steps were started, their prompts are sampled in one call.
     """
@@ -90,34 +99,34 @@ class SynchronousSource:
     version: int = field(init=False, default=0)
     started: list[Ticket] = field(init=False, default_factory=list)
     done: dict[int, StepRollouts] = field(init=False, default_factory=dict)
-    """By step: collected and not yet taken."""
+    """Rollouts that were collected and not yet taken, by step."""
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Note the weights: the engine gets them when there is something to generate."""
+        """Keep the weights, which the engine loads when it has to generate."""
         self.weights, self.version = weights, version
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Give the engine the weights, and note the tickets."""
+        """Load the weights into the engine, and keep the tickets."""
         if tickets:
             self.parts.engine.load_weights(self.weights, self.version)
         self.started = [*tickets]
 
     def take(self, step: int) -> StepRollouts:
-        """Return the groups of a step; unless they are there, collect those of all tickets."""
+        """Return the groups of a step; if they do not exist yet, collect those of all tickets."""
         if step not in self.done:
             found = collect_steps(self.parts, self.reporter, self.started)
             self.done |= {one.ticket.step: one for one in found}
         return self.done.pop(step)
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Return what was collected and not taken."""
+        """Return the rollouts that were collected and not taken."""
         return [self.done[step] for step in sorted(self.done) if step > after]
 
     def close(self) -> None:
         """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Collect the groups of a step with the policy's weights as they are, and note."""
+        """Collect the groups of a step with the policy's present weights, and report its notes."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
         self.publish(policy.weights, policy.version)
@@ -135,17 +144,17 @@ class _Filling:
     parts: Parts
     ticket: Ticket
     prompts: list[Prompt]
-    """Of the next round. None left: the step is complete."""
+    """The prompts of the next round. If empty, the step is complete."""
     collected: Collected = field(default_factory=Collected)
     selected: Selected = field(default_factory=lambda: Selected(groups=()))
     rounds: int = 0
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Collected) -> None:
-        """Add a round, and choose the prompts of the next if the step needs more groups.
+        """Add a round, and choose the prompts of the next round if the step needs more groups.
 
-        The prompts of a refill have the address (seed, step, round), and leave the prompts of later
-        steps as they are.
+        The prompts of a refill depend on (seed, step, round) only, so they do not change the
+        prompts of later steps.
         """
         config, step = self.parts.config, self.ticket.step
         interaction = self.parts.interaction
@@ -169,14 +178,21 @@ class _Filling:
         most_rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
         self.prompts = []
         if missing and self.rounds < most_rounds:
-            self.prompts = refill_prompts(
-                self.parts.train_prompts,
-                used={group.prompt.id for group in self.collected.groups},
-                seed=config.seed,
-                step=step,
-                round_number=self.rounds,
-                count=_refill_size(missing, wanted, len(self.collected.groups)),
-            )
+            self.prompts = self._more(_refill_size(missing, wanted, len(self.collected.groups)))
+
+    def _more(self, count: int) -> list[Prompt]:
+        """Return up to `count` prompts that this step has not used."""
+        prompts, used = self.parts.train_prompts, len(self.collected.groups)
+        if self.ticket.picks:
+            return [prompts[pick] for pick in self.ticket.picks[used : used + count]]
+        return refill_prompts(
+            prompts,
+            used={group.prompt.id for group in self.collected.groups},
+            seed=self.parts.config.seed,
+            step=self.ticket.step,
+            round_number=self.rounds,
+            count=count,
+        )
 
     def rollouts(self) -> StepRollouts:
         """Return the complete step."""
@@ -193,10 +209,12 @@ class _Filling:
     def _note_empty(self) -> None:
         selected, step = self.selected, self.ticket.step
         if not selected.uniform and not selected.stale:
-            raise RewardError(f"step {step}: no group has two scored completions")
+            raise RewardError(
+                f"step {step}: no group has two scored completions, so there is nothing to compare"
+            )
         self.notes.append(
-            f"step {step}: nothing to learn, {selected.uniform} groups without a difference "
-            f"and {selected.stale} too old after sampling {self.rounds} times"
+            f"step {step}: no group to train on after {self.rounds} sampling rounds: "
+            f"{selected.uniform} groups have equal results, and {selected.stale} are too old"
         )
 
 
@@ -212,7 +230,8 @@ def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) ->
         _Filling(
             parts,
             ticket,
-            step_prompts(all_prompts, seed=config.seed, step=ticket.step - 1, count=count),
+            [all_prompts[pick] for pick in ticket.picks[:count]]
+            or step_prompts(all_prompts, seed=config.seed, step=ticket.step - 1, count=count),
         )
         for ticket in tickets
     ]
@@ -233,6 +252,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
         progress=reporter.sampled,
         ranks=parts.world,
         interaction=parts.interaction,
+        max_steps=parts.config.train.steps,
     )
     encoded = [
         replace(prompt, step=one.ticket.step)
@@ -250,7 +270,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
 
 
 def _refill_size(missing: int, wanted: int, collected: int) -> int:
-    """Return how many prompts should fill the step at the rate so far, at most a whole step."""
+    """Return the number of prompts that should fill the step at the present rate of kept groups."""
     rate = (wanted - missing) / collected
     return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
 

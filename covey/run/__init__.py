@@ -1,1 +1,1 @@
-"""The run folder. No torch here."""
+"""The run folder: its records, metrics, health checks and trackers, without importing torch."""

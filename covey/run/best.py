@@ -1,6 +1,6 @@
 """The best step of a run by a named metric, for the checkpoint to keep and for early stopping.
 
-Nothing is stored: the records of a run say which step was best, so that a resumed run knows it.
+The best step is computed from the records of a run and not stored, so a resumed run knows it too.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Best:
     """The best value so far of one metric."""
 
     metric: str
-    """A number of evaluations, such as `greedy` or `pass@4`, or a metric of steps."""
+    """A metric of evaluations, such as `greedy` or `pass@4`, or a metric of steps."""
     mode: Literal["highest", "lowest"] = "highest"
     step: int | None = None
-    """The first step that had the best value. None: there is none yet."""
+    """The first step that had the best value. None if nothing was measured yet."""
     value: float = 0.0
     misses: int = 0
-    """Measurements since then."""
+    """Number of measurements since the best step."""
 
     @property
     def of_evaluations(self) -> bool:
-        """Whether evaluations measure it, and not steps."""
+        """Whether the metric is one of evaluations, and not of steps."""
         return metric(self.metric) is None
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Take in a row of eval.jsonl or steps.jsonl; return whether it is a new best."""
+        """Add a row of eval.jsonl or steps.jsonl; return whether it is a new best."""
         value = measured(row, self.metric)
         if value is None:
             return False
@@ -48,7 +48,7 @@ class Best:
         return True
 
     def line(self) -> str:
-        """Return it in words."""
+        """Return the best step and its value in words."""
         return f"step {self.step} with {self.metric} {self.value:.4g}"
 
 
@@ -85,16 +85,23 @@ def best_checkpoint(run: RunFolder) -> Path | None:
 
 
 def check_metric(name: str, *, samples: int) -> None:
-    """Refuse a name that no evaluation and no step has, or that depends on the machine."""
+    """Refuse an unknown metric, or one that depends on the machine."""
     own = metric(name)
     if own is not None:
         if own.source == MACHINE:
-            raise ConfigError(f"config: save.best: {name!r} depends on the machine; choose another")
+            raise ConfigError(
+                f"config: save.best: {name!r} depends on the machine; choose another metric"
+            )
         return
     powers = [2**power for power in range(1, samples.bit_length())]
-    known = ["greedy", *([f"mean@{samples}"] if samples else []), *(f"pass@{k}" for k in powers)]
+    known = [
+        "greedy",
+        "reward",
+        *([f"mean@{samples}"] if samples else []),
+        *(f"pass@{k}" for k in powers),
+    ]
     if name not in known:
         raise ConfigError(
-            f"config: save.best: {name!r} is neither in evaluations (evaluate.samples = {samples}) "
-            f"nor a metric of steps{nearest(name, known)}"
+            f"config: save.best: {name!r} is not a metric of evaluations (with evaluate.samples = "
+            f"{samples}) or of steps{nearest(name, known)}"
         )

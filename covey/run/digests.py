@@ -1,4 +1,4 @@
-"""SHA-256 digests of a checkpoint's files, which show damage to any of them.
+"""SHA-256 digests of a checkpoint's files, to detect damage.
 
 SHA256SUMS has the format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older versions have
 no such file and are not checked.
@@ -32,7 +32,7 @@ def write_digests(folder: Path) -> None:
 
 
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:
-    """Return which file of a checkpoint differs from what was saved; None if none does.
+    """Return a line about the file of a checkpoint that is damaged; None if no file is.
 
     Files named in `but` are not checked.
     """
@@ -74,7 +74,7 @@ def _difference(file: Path, saved: str) -> str | None:
         same = _sha256(file) == saved
     except OSError as error:
         return f"{file} is damaged: {reason(error)}"
-    return None if same else f"{file} is damaged: its digest is not the one that was saved"
+    return None if same else f"{file} is damaged: its digest differs from the saved one"
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Episodes in the records of a run: written beside a rollout, and read back. No torch here."""
+"""Write and read the episodes of rollouts in the records of a run, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def episode_row(rollout: Rollout) -> Row:
-    """Return what the row of a multi-turn rollout has beside; nothing for a single completion."""
+    """Return the extra fields of a multi-turn rollout's row; none for a single completion."""
     if rollout.episode is None:
         return {}
     return {
@@ -49,15 +49,15 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 
 
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield the lines that show the turns of a row, and whether each was trained.
+    """Yield a line for each turn of a row, and whether the turn was trained.
 
-    Nothing for a rollout of a single completion.
+    A rollout of a single completion has no such lines.
     """
     segment = 0
     for turn in row.get("turns", ()):
         if turn["segment"] != segment:
             segment = turn["segment"]
-            yield f"segment {segment + 1}: the chat template rewrote what came before", False
+            yield f"segment {segment + 1}: the chat template rewrote earlier text", False
         own = turn["role"] == "assistant"
         tokens = turn["stop"] - turn["start"]
         count = f"{tokens} tokens" if own else f"{tokens} tokens, not trained"
@@ -72,7 +72,7 @@ def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 def _called(call: Mapping[str, Any]) -> str:
     if "error" in call:
-        return f"call that cannot be read: {call['error']}"
+        return f"malformed call: {call['error']}"
     function = call["function"]
     shown = ", ".join(f"{k}={v!r}" if k else repr(v) for k, v in function["arguments"].items())
     return f"call {function['name']}({shown})"

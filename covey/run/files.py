@@ -1,4 +1,4 @@
-"""Atomic writes: a file or a folder is either complete or not there."""
+"""Atomic writes: a file or a folder is either complete or does not exist."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from covey.errors import DiskError, RunError
 
 
 def check_free(path: Path, instead: str = "choose another folder") -> None:
-    """Refuse an output folder that already holds files. An empty one is fine."""
+    """Refuse an output folder that already contains files. An empty folder is allowed."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunError(f"{path} already holds files; {instead}")
+        raise RunError(f"{path} already contains files; {instead}")
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON line. If that fails, cut the file back to what it was."""
+    """Append one JSON line. If that fails, truncate the file to its earlier length."""
     data = (json.dumps(row) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:
@@ -41,7 +41,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically: under another name, then renamed into place."""
+    """Write a file atomically: under a temporary name, then rename it."""
     with _partial(path) as partial:
         partial.write_bytes(data)
         sync(partial)
@@ -50,7 +50,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill. It gets its name once all its files are on disk."""
+    """Yield a temporary folder to fill, and rename it once all its files are on disk."""
     with _partial(path) as partial:
         partial.mkdir(parents=True)
         yield partial
@@ -64,7 +64,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`. Nothing is left under it if anything fails."""
+    """Yield a temporary name beside `path`, and remove what is there if anything fails."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)

@@ -10,9 +10,10 @@
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
     failure.txt             the traceback of another process that ended the run
-    superseded/1/           records that a resume replaced or left behind: resume.py
+    changes.jsonl           settings that were changed when the run was resumed
+    superseded/1/           records of later steps that a resume moved away (resume.py)
 
-No torch here: the web page reads runs on machines without it.
+This module does not import torch, because the web page reads runs on machines without it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from covey.types import Group
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
 MOST_NAMED = 8
-"""Edited settings that a note names; the others are counted."""
+"""Maximum number of edited settings that a note names; it counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class RunFolder:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             (path / "rollouts").mkdir(exist_ok=True)
         except OSError as error:
-            raise DiskError(f"cannot make {path}: {error.strerror}") from None
+            raise DiskError(f"cannot create {path}: {error.strerror}") from None
         about = {**environment, "config": config_toml}
         write_text(path / "environment.json", json.dumps(about, indent=2) + "\n")
         write_text(path / "checkpoints.jsonl", "")
@@ -74,7 +75,7 @@ class RunFolder:
             files = ("config.toml", "environment.json")
             whole = [p for p in path.parents if all((p / name).is_file() for name in files)]
             if whole and path.exists():
-                raise RunError(f"{path} is part of a run; give the run itself: {whole[0]}")
+                raise RunError(f"{path} is part of a run; give the run folder: {whole[0]}")
             raise RunError(f"{path} is not a run: it has no config.toml")
         return RunFolder(path)
 
@@ -92,7 +93,7 @@ class RunFolder:
             return {}
 
     def log_step(self, metrics: dict[str, Any]) -> None:
-        """Append the metrics of a step. JSON has no NaN: values that are not finite are null."""
+        """Append the metrics of a step, with null for values that are not finite."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
@@ -115,10 +116,14 @@ class RunFolder:
         return renamed(rows, records.OLD_ITEM)
 
     def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the metrics of every readable step, under today's names."""
+        """Return the metrics of every readable step, under their current names."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
+
+    def has_step(self, step: int) -> bool:
+        """Return whether the metrics of a step are recorded."""
+        return any(row["step"] == step for row in self.steps(lambda text: None))
 
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return every readable evaluation."""
@@ -127,11 +132,17 @@ class RunFolder:
 
     @staticmethod
     def rollout_rows(
-        groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float | None]],
+        replayed: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the rollouts of a step as rows, with what a person reads first."""
+        """Return the rollouts of a step as rows, with the most readable fields first.
+
+        The last `replayed` groups were sampled at earlier steps.
+        """
         rows = []
-        for group, values in zip(groups, advantages, strict=True):
+        for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
+            again = {"replayed": True} if number >= len(groups) - replayed else {}
             for rollout, advantage in zip(group.rollouts, values, strict=True):
                 row = {
                     "prompt": group.prompt.text,
@@ -148,12 +159,14 @@ class RunFolder:
                     "tokens": rollout.tokens,
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
+                    **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
-                    # With these a file can be scored again.
+                    # These fields allow a file to be scored again.
                     "task": group.prompt.task,
                     "info": dict(group.prompt.info),
                     **episode_row(rollout),
+                    **again,
                 }
                 rows.append(row)
         return rows
@@ -176,9 +189,9 @@ class RunFolder:
             raise RunError(f"{self.path} is an SFT run, which samples no completions")
         steps = [number for number, _ in self.numbered("rollouts", ".jsonl")]
         kept = (
-            f"it has steps {steps[0]} to {steps[-1]}"
+            f"the run has steps {steps[0]} to {steps[-1]}"
             if steps
-            else "it has none (save.rollouts = false keeps none)"
+            else "the run has none, because save.rollouts = false or no step has ended"
         )
         raise RunError(f"{self.path} has no completions of step {step}; {kept}")
 
@@ -206,7 +219,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write what another process said about the failure that ended the run, if it did."""
+        """Write the traceback of another process that ended the run to failure.txt."""
         if details:
             write_text(self.path / "failure.txt", details)
 
@@ -216,11 +229,11 @@ class RunFolder:
         with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
             yield folder
             write_digests(folder)
-        # Last: a checkpoint listed here was complete once, so if it is missing, it was removed.
+        # This line is written last, so a checkpoint that is listed but missing was removed.
         append_line(self.path / "checkpoints.jsonl", {"step": step})
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Return the complete checkpoints, oldest first, without a check for damage."""
+        """Return the complete checkpoints, oldest first, without checking them for damage."""
         return self.numbered("checkpoints", "")
 
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
@@ -236,7 +249,7 @@ class RunFolder:
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
-        """Remove all checkpoints but the newest `keep`, and that of the best step."""
+        """Remove all checkpoints except the newest `keep` and the one of the best step."""
         for step, folder in self.checkpoints()[:-keep]:
             if step != best:
                 shutil.rmtree(folder)
@@ -253,13 +266,13 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for this process. The lock ends with the process, however that ends."""
+        """Lock the run for this process. The lock is released when the process ends in any way."""
         path = self.path / ".lock"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             why = f"{path} cannot be locked: {error.strerror}"
-            raise RunError(f"{why}; remove it if no other process uses the run") from None
+            raise RunError(f"{why}; remove this file if no other process uses the run") from None
         with os.fdopen(handle, "rb", closefd=True) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,7 +282,7 @@ class RunFolder:
 
 
 def check_new_run(path: Path) -> None:
-    """Refuse a folder that already holds files. Commands check it before they load anything."""
+    """Refuse a folder that already contains files. Commands check it before they load a model."""
     check_free(path, f"choose another --run, or --resume {path}")
 
 
@@ -280,8 +293,14 @@ def next_run_path(parent: Path, label: str) -> Path:
 
 
 def list_runs(parent: Path) -> list[RunFolder]:
-    """Return the runs in a folder, by name."""
-    return [RunFolder(p.parent) for p in sorted(parent.glob("*/config.toml"))]
+    """Return the runs in a folder, by name; run-2 comes before run-10."""
+    found = (path.parent for path in parent.glob("*/config.toml"))
+    return [RunFolder(path) for path in sorted(found, key=lambda path: _natural(path.name))]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:

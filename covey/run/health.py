@@ -1,10 +1,10 @@
-"""Health of a run: findings in the stream of its steps, each with what to change.
+"""Health of a run: findings in the metrics of its steps, each with the settings to change.
 
     for finding in Health(settings).add(row): ...     while training
     timeline(run.steps(), settings)                   afterwards
 
-The checks are in health_checks.py. No torch here: `covey runs check` and the web page read runs on
-machines without it.
+The checks are in health_checks.py. This module does not import torch, because `covey runs check`
+and the web page read runs on machines without it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from covey.run.history import History
 REPEAT = 50
 """A finding that lasts is logged again after this many steps."""
 SILENCE, SILENT_SECONDS = 10, 60.0
-"""A run is stalled if it is silent for this many steps' time, and at least these seconds."""
+"""A run is stalled if it logs nothing for the time of 10 steps, and for at least 60 seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that a check found."""
+    """A finding of a health check."""
 
     name: str
     since: int
-    """The first step that shows it."""
+    """The first step that shows the problem."""
     what: str
     why: str
     change: tuple[str, ...]
-    """Lines of the configuration to change; one of them may be enough."""
+    """Lines of the configuration to change. One of them may be enough."""
     also: str
-    """What else helps; may be empty."""
+    """A remedy that is not a setting; may be empty."""
     problem: bool
-    """False: worth knowing, and nothing is wrong."""
+    """False if the finding is only information."""
     until: int | None = None
-    """The last step that shows it. None: the last step does."""
+    """The last step that shows the problem. None if the newest step still shows it."""
 
     def line(self) -> str:
         """Return the finding as one line."""
@@ -57,17 +57,17 @@ class Finding:
 
 @dataclass(slots=True)
 class Health:
-    """The checks over a stream of steps."""
+    """Runs all checks on the steps of a run, one by one."""
 
     settings: Settings = field(default_factory=dict)
     history: History = field(default_factory=History)
     active: dict[str, Finding] = field(default_factory=dict)
-    """What the last step shows, by name."""
+    """The findings of the last step, by name."""
     logged: dict[str, int] = field(default_factory=dict)
     """The step at which each finding was last logged."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Take in the metrics of a step; return what is new, or lasts and is due again."""
+        """Add the metrics of a step; return new findings, and lasting ones that are due again."""
         self.history.add(row)
         found = {name: check.find(self.history) for name, check in CHECKS.items()}
         self.active = {
@@ -100,7 +100,7 @@ class Health:
 
 
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
-    """Give the lines to change, without those that hold already or that the algorithm lacks."""
+    """Yield the lines to change, except those already set or unknown to the algorithm."""
     for key, wanted in check.change:
         section, _, name = key.partition(".")
         now = settings.get(section, {}).get(name)
@@ -122,7 +122,7 @@ def _toml(value: Any) -> str:
 
 
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
-    """Return everything found in the steps of a run, in the order in which it began."""
+    """Return all findings in the steps of a run, in the order in which they began."""
     health, found, before = Health(settings), [], 0
     previous: dict[str, Finding] = {}
     for row in rows:
@@ -134,7 +134,7 @@ def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Find
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
-    """Return a finding if a run that still trains logged its last step `seconds` ago, too long."""
+    """Return a finding if the last step of an active run, `seconds` ago, is too long ago."""
     times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
     if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
         return None
@@ -151,4 +151,5 @@ def check_names(names: Iterable[str]) -> None:
     """Refuse a name of train.stop_on that is not a health check."""
     for name in names:
         if name not in CHECKS:
-            raise ConfigError(f"config: train.stop_on: {name!r}{nearest(name, CHECKS)}")
+            hint = nearest(name, CHECKS)
+            raise ConfigError(f"config: train.stop_on: {name!r} is not a health check{hint}")

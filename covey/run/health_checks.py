@@ -1,8 +1,8 @@
 """Health checks: what can go wrong in training, how the metrics show it, and what to change.
 
-A check reads the last steps and returns what it found, or None. Limits come from the registry of
-metrics where it has a healthy range. Rewards of healthy runs are noisy too, so a change counts only
-if it is large against the noise of the same run.
+A check reads the last steps and returns a description of the problem, or None. Its limits are the
+healthy ranges of the metrics registry, where there are any. Rewards of healthy runs are noisy too,
+so a change counts only if it is large compared with the noise of the same run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def high(name: str) -> float:
 
 
 def not_finite(history: History) -> str | None:
-    """Find NaN, and optimizer steps skipped because of it."""
+    """Find NaN values, and optimizer steps that were skipped because of them."""
     row = history.row
     bad = [name for name in NUMBERS if name in row and not is_number(row[name])]
     if bad:
@@ -52,7 +52,7 @@ def reward_falls(history: History) -> str | None:
 
 
 def reward_flat(history: History) -> str | None:
-    """Find a reward that stands still before the task is learned."""
+    """Find a reward that does not rise before the task is learned."""
     success = history.mean(SUCCESS, BLOCK)
     short, long = history.last(REWARD, 10), history.last(REWARD, 50)
     if short and success < 0.95 and pstdev(short) <= 1e-3 * max(abs(fmean(short)), 1e-2):
@@ -70,9 +70,17 @@ def kl_high(history: History) -> str | None:
 
 
 def clip_fraction(history: History) -> str | None:
-    """Find a clip that removes most of the gradient."""
+    """Find clipping that removes most of the gradient."""
     values, limit = history.last("policy/clipfrac_avg", 3), high("policy/clipfrac_avg")
     return f"{values[-1]:.0%} of ratios are clipped" if values and min(values) > limit else None
+
+
+def large_updates(history: History) -> str | None:
+    """Find optimizer steps that change the policy too much within one training step."""
+    values, limit = history.last("policy/approxkl_avg", 3), high("policy/approxkl_avg")
+    if not values or not fmean(values) > limit:
+        return None
+    return f"KL between the policy before and after a step {fmean(values):.2g} nats per token"
 
 
 def ratio_drift(history: History) -> str | None:
@@ -93,7 +101,7 @@ def no_signal(history: History) -> str | None:
 
 
 def learned(history: History) -> str | None:
-    """Find groups that are all correct: the task has nothing left to teach."""
+    """Find a task that is learned: nearly all completions of all groups are correct."""
     return _uniform_groups(history) if history.mean(SUCCESS, 10) > 0.9 else None
 
 
@@ -101,11 +109,11 @@ def _uniform_groups(history: History) -> str | None:
     share = history.mean("rollout/zero_variance_groups", 10)
     if not share > high("rollout/zero_variance_groups"):
         return None
-    return f"over 10 steps {share:.0%} of groups had equal rewards and taught nothing"
+    return f"over 10 steps {share:.0%} of groups had equal rewards and no gradient"
 
 
 def entropy_collapse(history: History) -> str | None:
-    """Find an entropy that fell to nearly nothing while the reward does not rise."""
+    """Find an entropy that fell to nearly 0 while success does not rise."""
     name = "policy/entropy_avg"
     now, start = history.mean(name, 3), history.start(name)
     rises = history.mean(SUCCESS, BLOCK) > history.mean(SUCCESS, BLOCK, before=BLOCK) + 0.01
@@ -115,7 +123,7 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def length_explosion(history: History) -> str | None:
-    """Find completions that grow fast, or run into the limit, without getting better."""
+    """Find completions that grow fast, or reach the token limit, without getting better."""
     lengths, stops = "rollout/lengths", "rollout/stop_rate"
     now, then = history.mean(lengths, 3), history.mean(lengths, 3, before=7)
     better = history.mean(SUCCESS, 3) > history.mean(SUCCESS, 3, before=7) + 0.02
@@ -123,7 +131,7 @@ def length_explosion(history: History) -> str | None:
         return f"{now:.0f} tokens per completion, {then:.0f} seven steps before"
     ended, once = history.mean(stops, 3), history.start(stops)
     if ended < 0.5 < 0.8 < once and not better:
-        return f"{1 - ended:.0%} of completions run into the limit, {1 - once:.0%} at the start"
+        return f"{1 - ended:.0%} of completions reach the token limit, {1 - once:.0%} at the start"
     return None
 
 
@@ -136,7 +144,7 @@ def repetition(history: History) -> str | None:
 
 
 def format_only(history: History) -> str | None:
-    """Find a format that is learned while nothing is correct."""
+    """Find a policy that learned the format while hardly any completion is correct."""
     for name in (name for name in history.parts() if "format" in name):
         values, success = history.last(name, 10), history.last(SUCCESS, 10)
         top = history.most[name]
@@ -168,10 +176,10 @@ def _move(history: History, name: str) -> float:
 
 
 def mismatch(history: History) -> str | None:
-    """Find an engine whose log-probabilities leave those of the trainer."""
+    """Find an engine whose log-probabilities drift away from those of the trainer."""
     name = "debug/sampler_k3"
     values, start = history.last(name, 3), history.start(name)
-    if not values:
+    if not values or history.row.get("data/replayed_groups"):  # these are of older weights
         return None
     grew = min(values) > 1e-4 and min(values) > 10 * start
     if min(values) <= high(name) and not grew:
@@ -180,7 +188,7 @@ def mismatch(history: History) -> str | None:
 
 
 def stalled(history: History) -> str | None:
-    """Find a step that took half a minute or more, many times what others did."""
+    """Find a step that took half a minute or more, and many times as long as other steps."""
     times = history.last("time/total", 6)
     if not times or times[-1] < 30 or times[-1] < 5 * median(times[:-1]):
         return None
@@ -201,7 +209,7 @@ def collapse(history: History) -> str | None:
     accuracy, best = history.mean(SUCCESS, 2), fmean(constants)
     return (
         f"{shares[-1]:.0%} of completions give the same answer whatever the prompt; accuracy "
-        f"{accuracy:.1%}, and the best constant answer has {best:.1%}"
+        f"{accuracy:.1%}, and {best:.1%} for the best constant answer"
     )
 
 
@@ -215,7 +223,10 @@ def few_answers(history: History) -> str | None:
     if not all(t >= 3 and a < 0.5 * t for a, t in pairs):
         return None
     count = history.row.get("rollout/distinct_answers", 0)
-    return f"{count} distinct answers, about {answers[-1]:.1f} in use; targets {targets[-1]:.1f}"
+    return (
+        f"{count} distinct answers, effectively {answers[-1]:.1f}; the targets are effectively "
+        f"{targets[-1]:.1f}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,24 +235,24 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Steps that show it, of which the first is when it began."""
+    """Number of steps that the check looks at; the problem began with the first of them."""
     why: str
-    """Why it matters."""
+    """Why the problem matters."""
     change: tuple[tuple[str, Any], ...]
-    """Settings to change: to a value, or, as a factor `Times`, relative to what is set."""
+    """Settings to change, each with its new value, or a factor `Times` of its present value."""
     also: str = ""
-    """What else helps, that no setting does."""
+    """A remedy that is not a setting."""
     problem: bool = True
-    """Whether something is wrong; otherwise it is worth knowing."""
+    """Whether the finding is a problem, or only information."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A setting to multiply."""
+    """A factor by which to multiply a setting."""
 
     factor: float
     instead_of_zero: float = 0.0
-    """The value to set where there is none to multiply."""
+    """The value to set if the setting is 0."""
 
 
 _SLOWER = ("optimizer.learning_rate", Times(0.5))
@@ -254,15 +265,15 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "nan": Check(
             find=not_finite,
             steps=1,
-            why="such a step teaches nothing, and weights that are not finite stay so",
+            why="such a step is lost, and weights that are not finite stay so",
             change=(_SLOWER, ("model.dtype", "float32")),
         ),
         "collapse": Check(
             find=collapse,
             steps=2,
-            why="one answer for all prompts earns the most frequent target's share, and no more",
+            why="one answer for all prompts is only as accurate as the most frequent target",
             change=(_WARMER, _SLOWER),
-            also="balance the targets of the data, so that no constant answer pays",
+            also="balance the targets of the data, so that no constant answer gets much reward",
         ),
         "few_answers": Check(
             find=few_answers,
@@ -274,7 +285,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "kl_high": Check(
             find=kl_high,
             steps=3,
-            why="a policy this far from its reference forgets what else it could do",
+            why="a policy this far from its reference may lose other abilities",
             change=(_MORE_KL, _SLOWER),
         ),
         "clip_fraction": Check(
@@ -283,10 +294,16 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             why="the optimizer steps after the first have hardly any gradient left",
             change=(_SLOWER, ("train.mini_batches", 1), ("train.epochs", 1)),
         ),
+        "large_updates": Check(
+            find=large_updates,
+            steps=3,
+            why="a policy that moves this far in a step soon forgets what it could do",
+            change=(_SLOWER, ("optimizer.warmup_steps", 10)),
+        ),
         "ratio_drift": Check(
             find=ratio_drift,
             steps=5,
-            why="old and new policy differ so much that the surrogate no longer holds",
+            why="old and new policy differ so much that the surrogate loss is no longer valid",
             change=(_SLOWER, ("optimizer.warmup_steps", 10)),
         ),
         "reward_falls": Check(
@@ -299,7 +316,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "entropy_collapse": Check(
             find=entropy_collapse,
             steps=3,
-            why="completions of a group become equal, and equal completions teach nothing",
+            why="completions of a group become equal, and equal completions have no gradient",
             change=(_WARMER, ("objective.clip_high", Times(1.4)), _SLOWER),
         ),
         "parts_against": Check(
@@ -319,7 +336,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "repetition": Check(
             find=repetition,
             steps=3,
-            why="repeated text earns reward without solving anything, or runs into the limit",
+            why="repeated text gets reward without solving the task, or reaches the token limit",
             change=(_SLOWER, _MORE_KL),
         ),
         "no_signal": Check(
@@ -332,7 +349,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "format_only": Check(
             find=format_only,
             steps=10,
-            why="the reward for the format is earned, and nothing pulls towards correct answers",
+            why="the format gets its reward, and no reward favours correct answers",
             change=(("rollout.group_size", Times(2)),),
             also="easier prompts, or a smaller weight of the format",
         ),
@@ -346,7 +363,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "mismatch": Check(
             find=mismatch,
             steps=3,
-            why="completions are sampled from another policy than the one that is trained",
+            why="the policy that samples differs from the one that is trained",
             change=(("objective.correction", "token_truncate"), ("model.dtype", "float32")),
         ),
         "stalled": Check(
@@ -364,4 +381,4 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         ),
     }
 )
-"""Checks by name; causes before their consequences, which is the order of reports."""
+"""Checks by name, in the order of reports: causes come before their consequences."""

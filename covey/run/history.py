@@ -1,4 +1,4 @@
-"""The recent steps of a run, as health checks read them. Memory stays bounded in any long run."""
+"""The first and recent steps of a run for health checks, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from statistics import fmean, median
 from typing import Any, TypeGuard
 
 KEPT = 60
-"""Steps that checks look back at most."""
+"""Maximum number of steps that checks look back."""
 START = 5
-"""Steps whose mean is the value at the start of a run."""
+"""Number of first steps whose mean is the value at the start of a run."""
 BLOCK = 5
-"""Steps whose mean is compared with that of other steps."""
+"""Number of steps in a block; the means of two blocks are compared."""
 REWARD = "objective/scores"
 
 
 @dataclass(slots=True)
 class History:
-    """The first and the last steps of a stream."""
+    """The first and the last steps of a run, added one by one."""
 
     rows: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
     first: dict[str, list[float]] = field(default_factory=dict)
@@ -29,11 +29,11 @@ class History:
     most: dict[str, float] = field(default_factory=dict)
     """The largest absolute value of each metric."""
     best: float = -math.inf
-    """Highest mean reward of some steps in a row that ended before the last ones."""
+    """Highest mean reward of consecutive steps, not counting the most recent ones."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take in the metrics of the next step."""
+        """Add the metrics of the next step."""
         self.rows.append(row)
         for name, value in row.items():
             if is_number(value):
@@ -60,7 +60,7 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of those values; NaN, which no comparison holds for, without them."""
+        """Return the mean of those values, or NaN if one is missing; comparisons with NaN fail."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 

@@ -1,4 +1,4 @@
-"""Entries of the registry of metrics: what the registry says about a metric."""
+"""The class of entries in the registry of metrics, and the sources of metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         MACHINE: "clock and memory",
     }
 )
-"""What metrics are computed from."""
+"""Sources of metrics, with a description of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Metric:
     """Empty for plain numbers, such as ratios."""
     source: str = ROLLOUTS
     healthy: tuple[float | None, float | None] | None = None
-    """Smallest and largest value in a healthy run; None: no bound."""
+    """Smallest and largest value in a healthy run; None means no bound."""
     open_instruct: str = ""
-    """open-instruct's name, where it is another. Steps log the number under both names."""
+    """Name in open-instruct, if it differs. Steps log the number under both names."""
     trl: str = ""
-    """TRL's name of the same number."""
+    """Name of the same metric in TRL."""

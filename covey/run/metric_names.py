@@ -29,11 +29,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 OPEN_INSTRUCT: Mapping[str, str] = MappingProxyType(
     {entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct}
 )
-"""open-instruct's name -> ours, where they differ."""
+"""Metric name in open-instruct -> name in Covey, where they differ."""
 TRL: Mapping[str, str] = MappingProxyType(
     {entry.trl: name for name, entry in METRICS.items() if entry.trl}
 )
-"""TRL's name -> ours."""
+"""Metric name in TRL -> name in Covey."""
 
 
 def current_name(name: str) -> str:

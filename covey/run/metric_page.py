@@ -1,4 +1,4 @@
-"""The table of docs/metrics.md, from the registry: python -m covey.run.metric_page FILE."""
+"""Write docs/metrics.md from the registry of metrics: python -m covey.run.metric_page FILE."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Registry of metrics: name, definition, unit, source, healthy range and aliases of all of them.
+"""Registry of all metrics: name, definition, unit, source, healthy range and aliases.
 
-docs/metrics.md, the health checks (health.py), trackers and tests read this table. Names follow
-open-instruct's where it has one. Means over tokens are over trained tokens only. They are pooled as
-(sum, count) over all micro-batches and optimizer steps of a step, never a mean of means. A name
-with `*` stands for several metrics.
+docs/metrics.md, the health checks (health.py), trackers and tests read this table. Names are those
+of open-instruct where it has the metric. Means over tokens are over trained tokens only. They are
+pooled as (sum, count) over all micro-batches and optimizer steps of a step, never a mean of means.
+A name with `*` covers several metrics.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from covey.run.data_metrics import DATA
 from covey.run.metric import MACHINE, ROLLOUTS, RUN, Metric
 from covey.run.training_metrics import TRAINING
 
@@ -67,7 +68,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             healthy=(0.0, 0.9),
             trl="frac_reward_zero_std",
         ),
-        "rollout/trained_groups": Metric("Groups trained on.", "groups", ROLLOUTS),
+        "rollout/trained_groups": Metric(
+            "Groups of this step that were trained on.", "groups", ROLLOUTS
+        ),
         "rollout/rounds": Metric(
             "Sampling rounds. Only dynamic sampling needs more than one.",
             "rounds",
@@ -95,7 +98,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             ROLLOUTS,
         ),
         "rollout/lengths": Metric(
-            "Mean tokens per completion, its end token included.",
+            "Mean tokens per completion, including the end token.",
             "tokens",
             ROLLOUTS,
             open_instruct="val/sequence_lengths",
@@ -129,20 +132,21 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             ROLLOUTS,
         ),
         "rollout/turns": Metric(
-            "Mean turns of the policy in an episode. With an environment, as the next five.",
+            "Mean number of the policy's turns in an episode. Only with an environment, as are the "
+            "next five metrics.",
             "turns",
         ),
-        "rollout/tool_calls": Metric("Mean calls of tools in an episode.", "calls"),
+        "rollout/tool_calls": Metric("Mean number of tool calls in an episode.", "calls"),
         "rollout/unreadable_calls": Metric(
-            "Calls that could not be read; the policy was told why.", "calls"
+            "Number of malformed calls; the policy gets an error message for each.", "calls"
         ),
         "rollout/segments": Metric(
-            "Mean segments of a rollout: more than 1 where the chat template rewrites earlier "
-            "turns.",
+            "Mean number of segments of a rollout; more than 1 if the chat template rewrites "
+            "earlier turns.",
             "segments",
         ),
         "rollout/limit_rate": Metric(
-            "Share of episodes that a limit of turns, calls or tokens ended.", "share"
+            "Share of episodes that ended at a limit of turns, calls or tokens.", "share"
         ),
         "rollout/environment_errors": Metric(
             "Episodes that ended because the environment failed. They have no reward.",
@@ -156,7 +160,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "val/num_stop_token_ids": Metric("Stop tokens in all completions.", "tokens", ROLLOUTS),
         "val/format_scores": Metric(
-            "Mean of the reward's part `format`. Only if it has one.",
+            "Mean of the reward's part `format`. Only if the reward has this part.",
             "reward",
             ROLLOUTS,
         ),
@@ -167,25 +171,24 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             healthy=(0.1, 1.0),
         ),
         "rollout/repetition": Metric(
-            "Share of 4-grams of tokens that the same completion has had before, over"
+            "Share of 4-grams of tokens that occur earlier in the same completion, over"
             " up to 128 completions.",
             "share",
             ROLLOUTS,
             healthy=(0.0, 0.5),
         ),
         "rollout/distinct_answers": Metric(
-            "Different final answers among up to 128 completions.",
+            "Number of different final answers among up to 128 completions.",
             "answers",
             ROLLOUTS,
         ),
         "rollout/effective_answers": Metric(
-            "exp of the entropy of these answers: how many they would be if all were "
-            "equally frequent.",
+            "Effective number of final answers: exp of the entropy of their frequencies.",
             "answers",
             ROLLOUTS,
         ),
         "rollout/effective_targets": Metric(
-            "The same of the targets of the step's prompts. Only if they are short.",
+            "Effective number of targets of the step's prompts. Only if they are short.",
             "answers",
             ROLLOUTS,
         ),
@@ -206,7 +209,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "those that the step starts from. Only with overlap.staleness.",
             "optimizer steps",
         ),
-        "overlap/staleness_max": Metric("The most of these optimizer steps.", "optimizer steps"),
+        "overlap/staleness_max": Metric(
+            "Maximum of these optimizer steps over sampled tokens.", "optimizer steps"
+        ),
         "overlap/version_min": Metric(
             "Optimizer steps of the oldest weights that sampled for the step.", "optimizer steps"
         ),
@@ -265,7 +270,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             MACHINE,
         ),
         "memory/peak": Metric(
-            "Most GPU memory allocated so far by this process. Only on a GPU.",
+            "Peak GPU memory allocated so far by this process. Only on a GPU.",
             "GiB",
             MACHINE,
         ),
@@ -274,6 +279,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "tokens/s",
             MACHINE,
         ),
+        **DATA,
         **TRAINING,
     }
 )

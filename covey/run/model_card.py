@@ -1,4 +1,4 @@
-"""The model card: README.md of an exported model, written from its run folder. No torch here."""
+"""The model card: README.md of an exported model, written from its run folder without torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from covey.escape import printable
+from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Hub names of models that have a short name here."""
 UNKNOWN = "unknown"
-"""Stands for a setting that was removed from an edited configuration."""
+"""Shown for a setting that was removed from an edited configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,9 @@ class Exported:
 
     name: str
     source: str
-    """The folder or the name that it was loaded from."""
+    """The folder or the name from which the model was loaded."""
     step: int | None
-    """The training step, if it is a checkpoint of a run."""
+    """The training step, if the model is a checkpoint of a run."""
     dtype: str
     stop_ids: Sequence[int]
     merged: bool = False
@@ -35,7 +36,7 @@ class Exported:
 
 
 def model_card(exported: Exported, run: RunFolder | None) -> str:
-    """Return README.md for a model, with what its run has recorded, if it has one."""
+    """Return README.md for a model, with the records of its run if it has one."""
     merged = " Its adapter is merged into the weights." if exported.merged else ""
     if run is None:
         origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
@@ -59,7 +60,7 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
 
 
 def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
-    """Return what the steps of a run were, and the tags of such a model."""
+    """Return a description of the run's training, and the tags of the model."""
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if sft:
@@ -77,7 +78,7 @@ def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
 def _front_matter(base: str, tags: Sequence[str] = ()) -> str:
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     hub = HUB_NAMES.get(base, base)
-    # A name with one slash is on the hub, unless it is a folder here.
+    # A name with one slash is a hub name, unless it is a local folder.
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub) and not Path(base).exists():
         lines.append(f"base_model: {hub}")
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in ("covey", *tags)), "---"])
@@ -93,7 +94,7 @@ def _use(exported: Exported, model: Mapping[str, Any]) -> str:
     stops = ", ".join(str(stop) for stop in exported.stop_ids)
     lines = [
         f"Prompts were rendered {rendered}.",
-        *([f"Every completion began with {prefill!r}; prompt in the same way."] if prefill else []),
+        *([f"Every completion began with {prefill!r}; end prompts with it."] if prefill else []),
         f"Tokens that end a completion: {stops}.",
     ]
     return "## Use\n\n" + " ".join(lines)
@@ -109,19 +110,13 @@ def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
     names = [n for n, v in evaluations[-1].items() if isinstance(v, dict) and "low" in v]
     table = ["| | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for label, row in labelled:
-        cells = [_estimate(row.get(name)) for name in names]
+        cells = [estimate_text(name, row[name]) if name in row else "-" for name in names]
         table.append(f"| {label} | {row['step']} | " + " | ".join(cells) + " |")
     return (
         f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals. The "
-        "best was chosen on these same prompts, so its value is biased upwards.\n\n"
+        "best checkpoint was chosen on the same prompts, so its value is biased upwards.\n\n"
         + "\n".join(table)
     )
-
-
-def _estimate(estimate: Mapping[str, float] | None) -> str:
-    if estimate is None:
-        return "-"
-    return f"{estimate['value']:.1%} [{estimate['low']:.1%}, {estimate['high']:.1%}]"
 
 
 def _data(task: Mapping[str, Any]) -> str:

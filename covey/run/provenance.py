@@ -40,7 +40,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git says about the working folder; None without git or a repository."""
+    """Return the output of git in the working folder; None without git or a repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, timeout=10, check=False

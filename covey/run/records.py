@@ -1,8 +1,8 @@
-"""Reading the records of a run, which a disk, a crash or an editor may have damaged.
+"""Read the records of a run, which a disk, a crash or an editor may have damaged.
 
-A line that cannot be used is left out, and one note names its file and line. A reader that needs
-every line calls `read_lines`, which raises instead. The shapes below list the fields that readers
-rely on. No torch here.
+An unreadable line is left out, and one note names its file and line. A reader that needs every line
+calls `read_lines`, which raises instead. The shapes below list the fields that readers rely on.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Row(BaseModel):
 
 
 class _Step(_Row):
-    """A line of steps.jsonl: everything but the reward's name is a number."""
+    """A line of steps.jsonl. All fields are numbers, except the reward's name."""
 
     step: Count
     reward_id: str | None = None
@@ -54,6 +54,7 @@ class _Evaluation(_Row):
     unscored: Count = 0
     distinct_answers: Count | None = None
     best_constant: Number | None = None
+    baselines: dict[str, dict[str, Number | str]] = {}
     __pydantic_extra__: dict[str, _Estimate | Number]
 
 
@@ -103,6 +104,8 @@ class _Item(_Row):
     target: str = Field(validation_alias=AliasChoices("target", "expected"))
     completion: str = Field(validation_alias=AliasChoices("completion", "answer"))
     success: bool | None = Field(validation_alias=AliasChoices("success", "right"))
+    reward: Number | None = None
+    parts: dict[str, Number] = {}
     tokens: Count
     finish: str
 
@@ -137,22 +140,22 @@ ANY_OBJECT: Shape = TypeAdapter(Row)
 
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
-"""Field names of version 0.1 -> names of today."""
+"""Field names of version 0.1 -> current names."""
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """Return rows with the field names of today."""
+    """Return rows with the current field names."""
     return [{names.get(name, name): value for name, value in row.items()} for row in rows]
 
 
 def to_stderr(text: str) -> None:
-    """Print a note for the user, apart from what the command prints."""
+    """Print a note for the user on stderr."""
     print(f"covey: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file: its row, or why it cannot be used."""
+    """A line of a file: its row, or why it cannot be read."""
 
     raw: bytes
     row: Row | None
@@ -165,11 +168,11 @@ def is_missing(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file. RunError if it is not a regular file: a pipe never ends."""
+    """Return the content of a file. RunError if it is not a regular file, such as a pipe."""
     try:
         if path.is_file():
             return path.read_bytes()
-        other = "not an ordinary file" if path.exists() else "not there"
+        other = "not a regular file" if path.exists() else "missing"
         why = f"it is {'a folder' if path.is_dir() else other}"
     except OSError as error:
         why = reason(error)
@@ -177,7 +180,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
-    """Read JSON lines, good and bad. An unfinished last line is left out."""
+    """Read all JSON lines, valid and invalid. An unfinished last line is left out."""
     if is_missing(path):
         return []
     *whole, last = read_bytes(path).split(b"\n")
@@ -196,7 +199,7 @@ def _line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
 def _checked(raw: bytes, shape: Shape) -> Row:
     """Return a JSON object of that shape, or raise ValueError with a short reason."""
     try:
-        # JSON has no NaN; a value that is not finite is null.
+        # JSON has no NaN, so a value that is not finite is written as null.
         row: Row = json.loads(raw.decode("utf-8"), parse_constant=lambda name: None)
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8 text") from None
@@ -223,7 +226,7 @@ def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
 
 
 def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
-    """Read the lines that can be used, and report the others in one note."""
+    """Read the valid lines, and report the others in one note."""
     try:
         lines = scan_lines(path, shape)
     except RunError as error:
@@ -231,22 +234,22 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
         return []
     bad = [line.problem for line in lines if line.row is None]
     if bad:
-        more = f" ({len(bad)} lines are)" if len(bad) > 1 else ""
-        note(f"{bad[0]}; it is left out{more}")
+        more = f" ({len(bad)} lines in all)" if len(bad) > 1 else ""
+        note(f"{bad[0]}; the line is left out{more}")
     return [line.row for line in lines if line.row is not None]
 
 
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
-    """Return rows with each step once and in order, and note where a file has them otherwise."""
+    """Return rows with each step once and in order, and note if the file differs."""
     last = {row["step"]: row for row in rows}
     ordered = [last[step] for step in sorted(last)]
     if ordered != rows:
-        note(f"{path}: steps come twice or out of order; the last line of each step counts")
+        note(f"{path}: steps are repeated or out of order; the last line of each step is used")
     return ordered
 
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
-    """Read a file that holds one JSON object. RunError if it does not."""
+    """Read a file with one JSON object. RunError if its content is anything else."""
     data = read_bytes(path)
     try:
         return _checked(data, shape)

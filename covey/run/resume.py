@@ -1,8 +1,9 @@
-"""Where a run resumes, and what happens to its later records.
+"""Choose the checkpoint from which a run resumes, and move its later records away.
 
-A run resumes from the newest checkpoint it has saved, and deletes nothing. If that checkpoint is
-missing or damaged, the resume stops and names the step that `--step` can resume from. Records of
-later steps move to superseded/1, superseded/2 and so on, under the same names. No torch here.
+A run resumes from the newest checkpoint that it saved, and deletes no records. If that checkpoint
+is missing or damaged, the resume stops and names the step from which `--step` can resume. Records
+of later steps move to superseded/1, superseded/2 and so on, under the same names. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from covey.run.records import (
 )
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
-"""Files with one line per step. checkpoints.jsonl decides where a run resumes: trimmed last."""
+"""Files with one line per step. checkpoints.jsonl decides where a run resumes, so it is last."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
 """Folders with one file or folder per step, and its suffix. Version 0.1 had "review"."""
@@ -41,7 +42,7 @@ class Start:
 
     step: int = 0
     checkpoint: Path | None = None
-    """None: the model that the run was started with."""
+    """The checkpoint to load. None means the model that the run was started with."""
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
@@ -59,7 +60,7 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
         asked = f"--step {step}: "
         if step and step not in found:
             have = ", ".join(str(each) for each in found) or "none"
-            raise RunError(f"{asked}{run.path} has no such checkpoint; it has: {have}")
+            raise RunError(f"{asked}{run.path} has no such checkpoint; its checkpoints: {have}")
     if step == 0:
         return Start()
     if problem := damage(found[step]):
@@ -68,14 +69,14 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return which checkpoint is missing, as when a disk is not mounted; None if none is.
+    """Return a line about a missing checkpoint, such as on an unmounted disk; None if none is.
 
-    The run lists what it has saved. Without that list, its other records show it.
+    checkpoints.jsonl lists the saved checkpoints. Without it, the other records show them.
     """
     saved, recorded = run.saved_steps(), _last_recorded(run)
     last = max(saved or [], default=0)
     if last > newest:
-        what = f"{run.path} has saved a checkpoint of step {last}"
+        what = f"{run.path} saved a checkpoint of step {last}"
     elif (saved is None and newest == 0 and recorded > 0) or (
         # A run that was killed while saving lacks at most one checkpoint.
         0 < save_every < recorded - newest
@@ -83,8 +84,9 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
         what = f"{run.path} has records up to step {recorded}"
     else:
         return None
-    there = f"none after step {newest}" if newest else "no checkpoint"
-    return f"{what}, but {run.path / 'checkpoints'} holds {there}: mount its disk or put it back"
+    there = f"no checkpoint after step {newest}" if newest else "no checkpoint"
+    where = run.path / "checkpoints"
+    return f"{what}, but {where} contains {there}: mount its disk, or restore the folder"
 
 
 def _last_recorded(run: RunFolder) -> int:
@@ -93,9 +95,9 @@ def _last_recorded(run: RunFolder) -> int:
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
-    """Return the newest undamaged checkpoint, of those before a step if one is given.
+    """Return the newest undamaged checkpoint, or the newest before the step `before`.
 
-    Commands that only read a run pass a `note`, which reports the damaged ones.
+    Commands that only read a run pass a `note`, which reports damaged checkpoints.
     """
     for step, folder in reversed(run.checkpoints()):
         if before is None or step < before:
@@ -103,7 +105,7 @@ def last_good(run: RunFolder, before: int | None = None, note: Note | None = Non
             if problem is None:
                 return Start(step, folder)
             if note is not None:
-                note(f"{problem}; the checkpoint before it is used")
+                note(f"{problem}; the previous checkpoint is used")
     return Start()
 
 
@@ -115,19 +117,24 @@ def offer(run: RunFolder, before: int | None = None) -> str:
         if good.checkpoint is None
         else f"the last good checkpoint is of step {good.step}; to resume from it"
     )
-    command = f"covey {'sft' if run.is_sft else 'train'} --resume {shlex.quote(str(run.path))}"
-    return f"{what} (later records are kept in superseded/): {command} --step {good.step}"
+    command = f"{resume_command(run)} --step {good.step}"
+    return f"{what} (later records are kept in superseded/): {command}"
+
+
+def resume_command(run: RunFolder) -> str:
+    """Return the command that resumes a run."""
+    return f"covey {'sft' if run.is_sft else 'train'} --resume {shlex.quote(str(run.path))}"
 
 
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
-    """Move all records after the start to superseded/N. Return that folder; None if none moved.
+    """Move all records after the start to superseded/N, and return that folder or None.
 
     A run that starts again from step 0 also repeats the evaluation of step 0.
     """
     keep = start.step if start.checkpoint is not None else -1
     numbered = (run.path / "superseded" / str(number) for number in itertools.count(1))
     aside = next(path for path in numbered if is_missing(path))
-    # All files are read first: if one cannot be, nothing has been moved.
+    # All files are read first, so that nothing is moved if one cannot be read.
     trimmed = [_trimmed(run.path / name, shape, keep) for name, shape in RECORDS.items()]
     try:
         for folder, suffix in KEPT_BY_STEP.items():
@@ -145,14 +152,14 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
         for leftover in (run.path / "checkpoints").glob(".*.partial"):
             shutil.rmtree(leftover)
     except OSError as error:
-        raise DiskError(f"cannot put records aside in {aside}: {error.strerror}") from None
+        raise DiskError(f"cannot move records to {aside}: {error.strerror}") from None
     return aside if aside.exists() else None
 
 
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
-    """Return a file, the lines that stay, and the rest with an unfinished last line.
+    """Return the bytes of a file, of the lines that stay, and of the lines to move.
 
-    Lines up to step `keep` stay, and lines that cannot be read.
+    Lines up to step `keep` and unreadable lines stay. An unfinished last line moves.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

@@ -1,7 +1,6 @@
 """A Markdown page with the completions of a step that have the highest and lowest rewards.
 
-A policy that games its reward looks fine in every curve. The completions with the highest rewards
-show it.
+Curves do not show that a policy games its reward. The completions with the highest rewards do.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def samples_page(step: int, groups: Sequence[Group], count: int) -> str:
     lines = [
         f"# Completions of step {step}",
         "",
-        "Look for completions that score high and should not, and for good ones that score low.",
+        "Look for bad completions with a high reward, and for good completions with a low reward.",
         "",
         f"{len(scored)} completions, {unscored} not scored. "
         f"Reward: {_code(scored[0][1].reward_id if scored else '')}",
@@ -59,12 +58,12 @@ def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
 
 
 def quoted(text: str) -> list[str]:
-    """Return text as an indented block of Markdown, which no text can close."""
+    """Return text as an indented Markdown block, which the text itself cannot end."""
     return [f"    {printable(line)}" for line in text.splitlines()] or ["    (nothing)"]
 
 
 def _code(text: str) -> str:
-    """Return text on one line, between more backticks than it has in a row."""
+    """Return text on one line as Markdown code, with enough backticks around it."""
     line = printable(" ".join(text.split())) or "none"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"

@@ -19,9 +19,14 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             PASSES,
             healthy=(None, 15.0),
         ),
-        "objective/kl2": Metric("The same of (logp - ref_logp)^2 / 2.", "nats", PASSES),
+        "objective/kl2": Metric(
+            "Mean over completions of the sum over tokens of (logp - ref_logp)^2 / 2.",
+            "nats",
+            PASSES,
+        ),
         "objective/kl3": Metric(
-            "The same of exp(ref_logp - logp) - 1 - (ref_logp - logp).",
+            "Mean over completions of the sum over tokens of exp(ref_logp - logp) - 1 - "
+            "(ref_logp - logp).",
             "nats",
             PASSES,
         ),
@@ -47,8 +52,8 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             PASSES,
         ),
         "objective/teacher_floored": Metric(
-            "Share of tokens that the teacher finds less likely than exp(-20), which count as "
-            "that. Only with a teacher.",
+            "Share of tokens to which the teacher gives a probability below exp(-20), which is "
+            "raised to exp(-20). Only with a teacher.",
             "share",
             PASSES,
         ),
@@ -68,6 +73,7 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
             "nats",
             PASSES,
+            healthy=(None, 0.1),
         ),
         "policy/approxkl_k1": Metric("Mean of old_logp - logp; may be negative.", "nats", PASSES),
         "policy/approxkl_k2": Metric("Half the mean of (logp - old_logp)^2.", "nats", PASSES),
@@ -80,25 +86,26 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             trl="clip_ratio/region_mean",
         ),
         "policy/clipfrac_low": Metric(
-            "The same, at the lower bound only.",
+            "As policy/clipfrac_avg, at the lower bound only.",
             "share",
             PASSES,
             trl="clip_ratio/low_mean",
         ),
         "policy/clipfrac_high": Metric(
-            "The same, at the upper bound only.",
+            "As policy/clipfrac_avg, at the upper bound only.",
             "share",
             PASSES,
             trl="clip_ratio/high_mean",
         ),
         "policy/clipfrac_dual": Metric(
-            "Share with A < 0 and a ratio above the dual clip. Only with one.",
+            "Share of tokens with a negative advantage and a ratio above the dual clip. Only with "
+            "a dual clip.",
             "share",
             PASSES,
         ),
         "policy/ratio_overflow": Metric(
             "Share of tokens with |logp - old_logp| above 20, where ratios are cut "
-            "off. Anything but 0 points to an error.",
+            "off. A value above 0 points to an error.",
             "share",
             PASSES,
             healthy=(0.0, 0.0),
@@ -184,12 +191,12 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             SFT,
         ),
         "sft/tokens": Metric(
-            "Tokens of the step's solutions, their end tokens included.",
+            "Tokens of the step's solutions, including their end tokens.",
             "tokens",
             SFT,
         ),
         "optim/grad_norm": Metric(
-            "Mean gradient norm before clipping, over optimizer steps not skipped.",
+            "Mean gradient norm before clipping, over optimizer steps that were not skipped.",
             "",
             OPTIMIZER,
             trl="grad_norm",
@@ -209,7 +216,7 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             open_instruct="val/ratio",
         ),
         "policy/ratio_var": Metric(
-            "Variance of r, over the same.",
+            "Variance of r, over the same tokens or completions.",
             "",
             PASSES,
             open_instruct="val/ratio_var",
@@ -220,13 +227,13 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
         "reward/advantages_min": Metric("Smallest advantage.", "", PASSES),
         "reward/advantages_max": Metric("Largest advantage.", "", PASSES),
         "policy/off_policy_dropped": Metric(
-            "Share of tokens dropped: negative advantage, and by now too unlikely. "
-            "Only with off_policy_limit.",
+            "Share of tokens dropped because their advantage is negative and their probability "
+            "fell too far. Only with off_policy_limit.",
             "share",
             PASSES,
         ),
         "policy/correction_mean": Metric(
-            "Mean importance weight of the correction. Only with one.",
+            "Mean importance weight of the correction. Only with a correction.",
             "",
             PASSES,
         ),
@@ -242,8 +249,8 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             healthy=(0.3, 1.0),
         ),
         "other/packed_ratio": Metric(
-            "Rows in the forward passes of the optimizer steps over completions: 1 "
-            "without packing; with it, a micro-batch is one row.",
+            "Rows in the forward passes of the optimizer steps, divided by completions: 1 "
+            "without packing. With packing, a micro-batch is one row.",
             "share",
             PASSES,
         ),
@@ -269,6 +276,11 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             "nats",
             PASSES,
             healthy=(0.0, 0.01),
+        ),
+        "debug/kept_tokens": Metric(
+            "Mean number of tokens that top_k, top_p and min_p kept, with rollout.mask_replay.",
+            "",
+            PASSES,
         ),
         "debug/sampler_chi2": Metric("Mean of rho^2, minus 1.", "", PASSES),
         "debug/sampler_ppl_ratio": Metric(

@@ -1,10 +1,11 @@
-"""A control group (cgroup v2) for each sandbox, where the machine allows it.
+"""A control group (cgroup v2) for each sandbox, if the machine allows it.
 
 The kernel then counts all memory of a sandbox at all times, including kernel memory for pipes,
 sockets and files. Without a cgroup, the harness polls the memory that it can see.
 
-A group needs a writable directory of the hierarchy that delegates the memory and pids controllers:
-root has one, and so has a delegated scope (`systemd-run --user --scope -p Delegate=yes covey ...`).
+A group needs a writable directory of the hierarchy that delegates the memory and pids controllers.
+Root has one; other users get one in a delegated scope (`systemd-run --user --scope -p Delegate=yes
+covey ...`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _numbers = itertools.count()
 def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
     """Make a group for one sandbox, and remove it afterwards with all its processes.
 
-    Raises RewardError if that fails although the directory was usable before.
+    Raises RewardError if that fails.
     """
     if parent is None:
         yield None
@@ -127,9 +128,9 @@ def _is_limited(folder: Path) -> bool:
 
 
 def _enable_controllers(folder: Path) -> bool:
-    """Delegate controllers to groups below. Only the root group may then hold processes.
+    """Delegate controllers to groups below. After that only the root group may contain processes.
 
-    So the processes of the group move to a group below, if all belong to our session.
+    So the processes of the group are moved to a group below, if all belong to our session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):
@@ -160,7 +161,7 @@ def _move_down(folder: Path) -> bool:
 
 
 def _is_of_our_session(pid: str) -> bool:
-    """Return whether a process is in our session, or gone. Pid 0 is outside our namespace."""
+    """Return whether a process is in our session, or has ended. Pid 0 is outside our namespace."""
     try:
         return pid != "0" and os.getsid(int(pid)) == os.getsid(0)
     except ProcessLookupError:
@@ -168,7 +169,7 @@ def _is_of_our_session(pid: str) -> bool:
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """Make a group. The lock on its directory shows that its owner is alive."""
+    """Make a group. A lock on the directory shows that its owner is alive."""
     while True:
         folder = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}-{time.monotonic_ns()}"
         folder.mkdir()

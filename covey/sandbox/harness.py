@@ -1,8 +1,9 @@
-"""The harness: the first process in the sandbox, which runs the program in a child per case.
+"""The harness: the first process in the sandbox, which runs the program in one child per case.
 
-It is compiled outside and sent in with the job, so it cannot import the package. It imports only
-fast modules (hence `_json` and `_signal`), because every program gets its own sandbox. It never
-runs the program itself. It does not know the expected results, so a program cannot steal them here.
+It is compiled outside and sent into the sandbox with the job, so it cannot import the package. It
+imports only fast modules (hence `_json` and `_signal`), because every program gets its own sandbox.
+It never runs the program itself. It does not know the expected results, so a program cannot steal
+them here.
 
 As process 1 of its namespace, it receives no signals from inside, and all processes die with it.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 ENDED = ("exited", "timed out", "output limit", "killed")
 READY = b"ready\n"
 TICK = 20
-"""Milliseconds between checks of the total memory."""
+"""The milliseconds between checks of the total memory."""
 FILES = 10_000
 """The most files: even an empty file takes memory that no size limit counts."""
 Pipe = tuple[int, int]
@@ -60,7 +61,7 @@ def main(job: dict[str, Any]) -> None:
         write_all(report, line.encode() + b"".join(outputs))
         if job["isolated"]:
             empty(job["place"])
-    os._exit(0)  # a normal exit would only cost time
+    os._exit(0)  # a normal exit would only take longer
 
 
 def become(uid: int) -> None:
@@ -97,7 +98,7 @@ class Watch:
         self.poll.register(self.stdin, select.POLLOUT)
 
     def step(self, milliseconds: float) -> bool:
-        """Move available data, after waiting for it; return whether there was any."""
+        """Wait for data and move it; return whether there was any."""
         events = self.poll.poll(milliseconds)
         for file, _ in events:
             if file == self.report:
@@ -173,7 +174,7 @@ def supervise(
 def reap(child: int) -> int | None:
     """Reap dead processes, including orphans; return the child's status if it is among them."""
     found = None
-    for _ in range(64):  # many dying orphans must not block us
+    for _ in range(64):  # many dying orphans must not block the harness
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
@@ -218,9 +219,10 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 
 
 def held_by(process: str) -> tuple[int, int]:
-    """Return a process's memory in bytes and the number of all sockets; (0, 0) if it is gone.
+    """Return a process's memory in bytes and the number of all sockets; (0, 0) if it has ended.
 
-    All threads report the same, except one that has ended, which may be the main thread.
+    All threads report the same numbers, except a thread that has ended, which may be the main
+    thread.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -232,7 +234,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return a column of the lines with these starts; nothing if the file is gone."""
+    """Return a column of the lines with these starts; empty if the file is gone."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -243,7 +245,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 def empty(place: str) -> None:
     """Remove the files of a case before the next one.
 
-    Nested directories are moved up first: paths to deep ones can be too long to use.
+    Nested directories are moved up first, because paths to deep directories can be too long to use.
     """
     moved = 0
     try:
@@ -387,7 +389,7 @@ def foreign(value: Any) -> str:
     if hasattr(value, "tolist"):
         lone = getattr(value, "ndim", 1) == 0
         return encode(value.tolist()) if lone else sequence("array", list(value))
-    raise TypeError(f"the result holds {type(value).__name__}, which is not plain data")
+    raise TypeError(f"the result contains {type(value).__name__}, which is not plain data")
 
 
 def sequence(kind: str, items: list[object]) -> str:

@@ -1,10 +1,11 @@
 """The bubblewrap command line that isolates a process.
 
 For an ordinary user, bubblewrap makes a user namespace with its own count of processes. For root,
-the process limit does not apply, even in a user namespace. So root gets no user namespace:
-bubblewrap keeps only the right to change users, and the harness uses it to become a user id of its
-own. The id must be unique, because the limit counts all processes of a user on the machine. Where
-root has no other id to become, as in some containers, it is treated as an ordinary user.
+the process limit does not apply, even in a user namespace. So root gets no user namespace.
+bubblewrap keeps only the right to change users, and the harness uses that right to switch to a
+separate user id. The id must be unique, because the limit counts all processes of a user on the
+machine. If root can switch to no other id, as in some containers, it is treated as an ordinary
+user.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ ENVIRONMENT = {
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
-"""Not /dev/zero: its shared mappings are memory of no process, which no limit counts."""
+"""/dev/zero is missing, because its shared mappings are memory that no limit counts."""
 _LAST_PIECE = 64 << 10
-"""A socket accepts one more piece while it is not full."""
+"""The most that a socket takes beyond its buffer: it accepts a piece while it is not full."""
 _ENTER = """
 { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
 [ -z "$1" ] || echo $$ >"$1/cgroup.procs" || exit 1
@@ -145,7 +146,7 @@ def _packages(seen: list[str]) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Make the parent directories of a path: bubblewrap would close them to other users."""
+    """Make the parent directories of a path: bubblewrap would hide them from other users."""
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
 

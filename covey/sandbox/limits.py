@@ -12,21 +12,24 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resource limits. Times and outputs count per case, the rest at any moment."""
+    """Resource limits.
+
+    Limits on time and output apply to each case, the other limits at any moment.
+    """
 
     cpu_seconds: int = 4
-    """CPU time of each process."""
+    """The limit on CPU time of each process."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """For all cases together; cases that do not start count as timed out."""
+    """The time limit of all cases together; cases that do not start count as timed out."""
     memory_bytes: int = 512 << 20
-    """Of each process; in isolation, also of all processes together, with data in sockets."""
+    """The memory limit of each process; in isolation, also of all processes and sockets."""
     processes: int = 32
-    """Includes threads. Enforced in isolation only."""
+    """Includes threads. The limit on processes, which is enforced only in isolation."""
     file_bytes: int = 16 << 20
-    """Of each file; in isolation, also of all files together."""
+    """The size limit of each file; in isolation, also of all files together."""
     output_bytes: int = 1 << 20
-    """Of each output: standard output, standard error and the value of a call."""
+    """The size limit of each output: standard output, standard error and the value of a call."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,7 +55,7 @@ class Outcome:
 
     ended: Ended
     exit_code: int = 0
-    """Minus the signal number, if a signal ended the process."""
+    """The exit code; if a signal ended the process, minus the signal number."""
     stdout: bytes = b""
     stderr: bytes = b""
     value: bytes = b""

@@ -32,7 +32,7 @@ _BOOTSTRAP = (
     "names['main'](job)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
-"""Not -I, which ignores the environment: PYTHONHASHSEED fixes the order of sets."""
+"""-I is missing, because it ignores PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
@@ -47,8 +47,8 @@ def run_program(
 ) -> list[Outcome]:
     """Run a Python program once per case, and return how each case ended.
 
-    `unsafe` runs it as an ordinary process with all rights of its user. Only the limits on time and
-    the limits of each single process hold then.
+    `unsafe` runs it as an ordinary process with all rights of its user. Then only the limits on
+    time and the limits of each single process apply.
 
     Raises RewardError if the sandbox itself cannot start.
     """
@@ -184,7 +184,7 @@ def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tup
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the sandbox. All its processes die with the first one."""
+    """Kill the sandbox. All processes of the sandbox die with the first one."""
     for pipe in (process.stdout, process.stderr):
         if pipe:
             pipe.close()  # a harness that is still alive then exits
@@ -202,7 +202,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_reports(data: bytes, cases: int) -> list[Outcome]:
-    """Parse the reports of the harness. Cases without a report were killed with it."""
+    """Parse the reports of the harness.
+
+    Cases without a report were killed together with the harness.
+    """
     outcomes: list[Outcome] = []
     at = 0
     while len(outcomes) < cases and (header := _HEADER.match(data, at)):

@@ -29,13 +29,13 @@ from covey.sandbox.program import _FLAGS, _end, _filter_file
 LIMITS = Limits(
     cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20
 )
-"""Limits of one text. CPU time is the binding one: a busy machine must not change a score."""
+"""Limits of one text. CPU time is the tightest, because a busy machine must not change a score."""
 LONGEST = LIMITS.wall_seconds + 1.0
 """The most seconds that one text may take."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Huge pages of 2 MiB make a fork faster: it copies the page table, which is then much smaller.
-Only glibc's own allocator requests them. On a machine without huge pages nothing changes."""
+Only glibc's own allocator requests them. On a machine without huge pages this has no effect."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """
@@ -66,7 +66,7 @@ class Sandboxed:
     The last of `modules` has three functions. `load()` imports slow packages. `prepare(trusted)`
     turns the trusted part of a request into the input of `score(prepared, text)`. Only `score` sees
     the text, in its own process, and returns a number from 0 to 1. The sandbox hides this package,
-    so the modules are sent in. Each may import the modules before it, and installed packages.
+    so the modules are sent into it. Each may import the modules before it, and installed packages.
     """
 
     modules: tuple[str, ...]
@@ -95,7 +95,7 @@ class Sandboxed:
         return None
 
     def close(self) -> None:
-        """End the sandbox. The next text starts a new one."""
+        """End the sandbox. The next text starts a new sandbox."""
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return  # the sandbox belongs to a parent process
@@ -165,7 +165,7 @@ class Sandboxed:
                 start_new_session=True,
             )
         assert process.stdin
-        with contextlib.suppress(OSError):  # if it is gone, the missing reply shows it
+        with contextlib.suppress(OSError):  # if it has ended, the missing reply shows that
             process.stdin.write(len(first).to_bytes(4, "big") + first)
             process.stdin.flush()
         return process

@@ -1,11 +1,11 @@
 """The scoring server: the first process in a scoring sandbox, with one child per text.
 
-`Sandboxed` (see `scorer.py`) sends it in with the modules that it needs. It imports slow packages
-once. For each request it forks: the child scores one text and ends. So every text meets the same
-fresh state, and changes that a text makes to its process die with it.
+`Sandboxed` (see `scorer.py`) sends it into the sandbox with the modules that it needs. It imports
+slow packages once. For each request it forks: the child scores one text and ends. So every text is
+scored in the same fresh state, and changes that a text makes to its process end with the process.
 
-The server itself never reads a text. A child cannot reach it: the server is process 1 of its
-namespace, its directory in /proc is hidden, and the child holds only the pipe for its own score.
+The server itself never reads a text. A child cannot reach the server: it is process 1 of its
+namespace, its directory in /proc is hidden, and the child has only the pipe for its own score.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def read_frame(file: int) -> bytes:
-    """Read a frame: a length in four bytes, then the data. Return nothing at end of file."""
+    """Read a frame: a length in four bytes, then the data. Return empty data at end of file."""
     size = int.from_bytes(_read(file, 4), "big")
     return _read(file, size)
 
@@ -71,7 +71,7 @@ def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: in
     """Return the reply line to a request."""
     try:
         prepared = module.prepare(trusted)
-    except Exception as error:  # a bug of ours or the user's: the text is not involved
+    except Exception as error:  # a bug of Covey or the user, because the text is not involved
         line = f"{type(error).__name__}: {error}".encode(errors="replace")
         return FAILED + b" ".join(line[:2000].split()) + b"\n"
     deadline = time.monotonic() + job["wall_seconds"]

@@ -1,8 +1,8 @@
 """The system calls that sandboxed programs may make; all others are refused.
 
-They suffice for Python with threads, child processes, pipes, files, timers, numpy and sympy. Each
-entry is a name with its number on x86-64 and in the kernel's generic table (arm64, riscv64); "-"
-means that the architecture does not have it.
+These calls suffice for Python with threads, child processes, pipes, files, timers, numpy and sympy.
+Each entry is a name with its number on x86-64 and in the kernel's generic table (arm64, riscv64);
+"-" means that the architecture does not have it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ socketpair=53/199
 MISSING = """
 clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/450
 """
-"""Calls that C libraries try first. They fail with ENOSYS, so that older calls are used."""
+"""Calls that C libraries try first.
+
+These calls fail with ENOSYS, so that the libraries use older calls.
+"""
 NEWER = 453
 """Calls from this number on are newer than this table, and fail with ENOSYS too."""
 

@@ -1,6 +1,6 @@
 """A unique user id for each sandbox that root starts, because process limits count per user.
 
-Workers do not know each other, so a worker takes an id by locking its byte in a shared file. The
+Workers do not know of each other, so a worker takes an id by locking its byte in a shared file. The
 kernel releases the lock when the holder ends, in any way. Containers that share user ids but no
 files cannot see each other's locks; a random choice among many ids makes collisions unlikely.
 """
@@ -29,7 +29,7 @@ _FOLDERS = ("/run", "/tmp")
 
 @contextlib.contextmanager
 def leased() -> Iterator[int | None]:
-    """Yield a user id that no other sandbox has meanwhile, or None if there are none."""
+    """Yield a user id that no other sandbox has at the same time, or None if there are no ids."""
     taken = take()
     if taken is None:
         yield None
@@ -103,7 +103,7 @@ def _open_locks(folders: Sequence[str]) -> int:
         found = os.fstat(file)
         if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
             return file
-        os.close(file)  # its owner could hold every lock
+        os.close(file)  # its owner could take every lock
     raise RewardError(f"sandbox: cannot make a lock file in any of {', '.join(folders)}")
 
 

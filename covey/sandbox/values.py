@@ -16,7 +16,7 @@ from typing import Any
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
 """Tolerances for an expected float: relative, and absolute only if 0 is expected.
 
-With an absolute tolerance elsewhere, 0 would pass for every small number.
+With an absolute tolerance for other values, 0 would pass for every small number.
 """
 _MOST_BITS = 4096
 """The most bits of a numerator or denominator: reducing a fraction takes quadratic time."""
@@ -25,7 +25,7 @@ _MOST_IN_A_KEY = 1000
 
 
 def read_expected(text: str) -> object:
-    """Parse a Python literal. It comes with the prompt, so it is trusted.
+    """Parse a Python literal. The literal comes with the prompt, so it is trusted.
 
     Raises ValueError if the text is not a literal.
     """

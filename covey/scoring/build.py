@@ -1,4 +1,4 @@
-"""From a reward to a scorer: inline for quick rewards, a pool of worker processes for others."""
+"""Make the scorer of a reward: inline for quick rewards, a pool of worker processes for others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.scoring.pool import Pool
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Results that are already there. The locks of a Future cost as much as a quick reward."""
+    """Finished results, without the locks of a Future, which cost as much as a quick reward."""
 
     results: list[ScoreResult]
 
@@ -35,11 +35,11 @@ class InlineScorer:
         return bool(getattr(self.reward, "whole_groups", False))
 
     def submit(self, job: Job) -> Pending:
-        """Score a job."""
+        """Score a job and return its results."""
         return _Done(score_job(self.reward, job))
 
     def events(self) -> list[str]:
-        """Return none."""
+        """Return no events, because there is no process."""
         return []
 
     def close(self) -> None:
@@ -49,9 +49,10 @@ class InlineScorer:
 def make_scorer(
     name: str, reward: Reward, *, workers: int = 0, timeout: float = 30.0, gigabytes: float = 8.0
 ) -> Scorer:
-    """Return an inline scorer for a quick reward, else a pool; 0 workers: one per core.
+    """Return an inline scorer for a quick reward, and a pool of workers for any other.
 
-    The pool starts at once, so that a reward that workers cannot load is reported early.
+    With 0 workers the pool has one per core. The pool starts at once, so that a reward that
+    workers cannot load is reported early.
     """
     reward_identity = identity(name, reward)
     if reward.quick:
@@ -64,10 +65,10 @@ def make_scorer(
 
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
-    """Refuse a time limit below the reward's own: a timeout would replace its score of 0."""
+    """Refuse a time limit below the reward's own, because a timeout would replace a score of 0."""
     if timeout < max_seconds(reward):
         raise ConfigError(
             f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} "
-            f"seconds that reward {name} may take by its own limits: raise it, or lower the "
-            "reward's total_seconds if it has them"
+            f"seconds that reward {name} may take: raise scoring.timeout, or lower the reward's "
+            "option total_seconds if it has one"
         )

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from covey.rewards.score import Reward, Score
+from covey.rewards.score import NO_CALL, Call, Reward, Score
 from covey.types import Prompt
 
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
+"""Folders of Python's library, of installed packages and of covey."""
 READY = "ready"
 """The message of a worker process that has loaded the reward."""
 
@@ -21,15 +29,19 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The fraction of the run that is done, 0 to 1: the weights of a reward may depend on it."""
+    """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    call: Call = NO_CALL
+    """Other arguments that a user's function may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """A score, or why there is none."""
+    """A score, or the error that prevented it. It has neither if the reward skips a completion."""
 
     score: Score | None = None
     error: str = ""
+    trace: str = ""
+    """The traceback of the error, if an exception caused it."""
 
 
 class Pending(Protocol):
@@ -48,13 +60,13 @@ class Scorer(Protocol):
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a job must hold all completions of a group."""
+        """Whether a job must contain all completions of a group."""
 
     def submit(self, job: Job) -> Pending:
         """Start or queue a job."""
 
     def events(self) -> list[str]:
-        """Return which worker processes were replaced since the last call, a line each."""
+        """Return a line for each worker process that was replaced since the last call."""
 
     def close(self) -> None:
         """End all worker processes."""
@@ -63,10 +75,9 @@ class Scorer(Protocol):
 def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     """Score every completion of a job. An exception in the reward becomes a result."""
     reward = at_progress(reward, job.progress)
-    if getattr(reward, "whole_groups", False):
+    if hasattr(reward, "score_group"):
         try:
-            score_group = reward.score_group  # type: ignore[attr-defined]
-            return _checked_group(score_group(job.prompt, job.texts), job.texts)
+            return _checked_group(reward.score_group(*_arguments(reward, job)), job, reward)
         except Exception as error:
             return failed(error, job.texts)
     results = []
@@ -81,26 +92,32 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
     """Score every completion of a job with an async reward."""
     try:
-        return _checked_group(await reward.score_group_async(job.prompt, job.texts), job.texts)
+        return _checked_group(await reward.score_group_async(*_arguments(reward, job)), job, reward)
     except Exception as error:
         return failed(error, job.texts)
 
 
-def _checked_group(scores: Sequence[Score | None], texts: Sequence[str]) -> list[ScoreResult]:
-    """Check the scores of a group one by one: an invalid one does not affect the others."""
+def _arguments(reward: Any, job: Job) -> tuple[Any, ...]:
+    own = (job.call,) if getattr(reward, "takes_call", False) else ()
+    return (job.prompt, job.texts, *own)
+
+
+def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> list[ScoreResult]:
+    """Check the scores of a group one by one, so that an invalid one does not affect the others."""
+    texts, skips = job.texts, getattr(reward, "skips_none", False)
     if len(scores) != len(texts):
         raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
     results = []
     for score, text in zip(scores, texts, strict=True):
         try:
-            results.append(checked(score))
+            results.append(ScoreResult() if score is None and skips else checked(score))
         except Exception as error:
             results += failed(error, [text])
     return results
 
 
 def checked(score: Score | None) -> ScoreResult:
-    """Validate a score, and convert its numbers to plain floats that any file can hold."""
+    """Validate a score, and convert its numbers to plain floats for JSON."""
     if score is None:
         raise ValueError("the function returned None")
     if not isinstance(score, Score):
@@ -117,11 +134,23 @@ def checked(score: Score | None) -> ScoreResult:
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return a result with the error for each completion."""
-    return [ScoreResult(error=f"{type(error).__name__}: {error}")] * len(texts)
+    """Return a result with the error and its place in the code for each completion."""
+    trace = "".join(traceback.format_exception(error))
+    what = f"{type(error).__name__}: {error}{_place(error)}"
+    return [ScoreResult(error=what, trace=trace)] * len(texts)
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line of the user's own code that raised an error; empty if none did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith((*_INSTALLED, "<frozen "))
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward at this point of the run, where its weights follow a schedule."""
+    """Return the reward at this point of the run, because its weights may follow a schedule."""
     at = getattr(reward, "at", None)
     return reward if at is None else at(progress)

@@ -1,9 +1,9 @@
-"""The scoring pool: worker processes that score under a time limit, enforced by killing them.
+"""The scoring pool: worker processes, which are killed if they exceed the time limit.
 
 One thread manages each process. It sends a few jobs at a time, receives the results, and replaces
-the process when a job takes too long or the process dies. The job at fault gets no reward; jobs
-queued behind it go back to the front of the queue. If jobs ran concurrently, the one at fault is
-unknown, and each is tried again alone.
+the process when a job takes too long or the process dies. The job that caused this gets no reward;
+jobs queued behind it go back to the front of the queue. If jobs ran concurrently, the cause is
+unknown, and each job is tried again alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Worker:
         except (EOFError, OSError):
             reply = f"it ended {self.how_ended()}"
         if reply != READY:
-            raise RewardError(f"reward: its process cannot load it: {reply}")
+            raise RewardError(f"reward: a scoring process cannot load the reward: {reply}")
 
     def kill(self) -> None:
         """Kill the process and all its children."""
@@ -109,7 +109,7 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs whose process was killed by others, which are tried again once."""
+        """Jobs whose process was killed from outside. They are tried again once."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
@@ -144,7 +144,7 @@ class Pool:
         return future
 
     def events(self) -> list[str]:
-        """Return which processes were killed and replaced since the last call."""
+        """Return a line for each process that was replaced since the last call."""
         with self._changed:
             happened, self._happened = self._happened, []
         return happened
@@ -165,7 +165,7 @@ class Pool:
             thread.join(timeout=5)
 
     def _new_worker(self) -> Worker:
-        """Start a process, registered at once so that `close` kills it."""
+        """Start a process and register it at once, so that `close` kills it."""
         with self._changed:
             if self._closed:
                 raise RewardError("reward: the scoring processes are closed")
@@ -187,13 +187,13 @@ class Pool:
         worker.kill()
 
     def _take(self, most: int) -> list[QueuedJob]:
-        """Wait for jobs and take a fair share of them. Return none if the pool is closed."""
+        """Wait for jobs and take a fair share of them. Return no jobs if the pool is closed."""
         with self._changed:
             while not (self._queue or self._suspects or self._closed):
                 self._changed.wait()
             if self._suspects:
                 return [self._suspects.popleft()]
-            # Concurrent jobs mostly wait, so take all. Leave some of the others for idle workers.
+            # Concurrent jobs mostly wait, so take all. Leave some other jobs for idle workers.
             shares = self._workers if self._concurrent else 2 * self._workers
             fair = -(-len(self._queue) // shares)
             return [self._queue.popleft() for _ in range(min(fair, most))]
@@ -208,7 +208,7 @@ class Pool:
             self._changed.notify_all()
 
     def _serve(self, ready: Future[None]) -> None:
-        """Manage one process. It must start in this thread: it dies with its parent thread."""
+        """Manage one process, started in this thread because it dies with its parent thread."""
         worker: Worker | None = None
         try:
             worker = self._new_worker()
@@ -250,7 +250,7 @@ class Pool:
                     self._give_up(waiting, too_long)
                     return False
                 number, results = worker.connection.recv()
-                if results is None:  # cancelled, but threads that it started may still run
+                if results is None:  # cancelled, but threads that the job started may still run
                     usable = False
                     _fail(waiting.pop(number), too_long)
                 else:
@@ -269,7 +269,7 @@ class Pool:
             self._happened.append(f"a scoring process ended {how}, and was replaced")
 
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
-        """Handle the jobs of a process that has died. If it was killed, no job is at fault yet."""
+        """Handle the jobs of a dead process. If it was killed from outside, blame no job yet."""
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
             self._killed.add(first[1])
@@ -279,7 +279,7 @@ class Pool:
         self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
-        """Fail the job at fault, and queue the others again."""
+        """Fail the job that ended its process, and queue the others again."""
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
             self._put_back(jobs, self._suspects)

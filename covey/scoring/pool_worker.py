@@ -1,7 +1,7 @@
 """A worker process of a scoring pool: `python -m covey.scoring.pool_worker FD`.
 
-It receives the reward once, then lists of jobs, and sends the result of each job when it is done.
-Output that a reward prints goes to standard error, away from the connection.
+It receives the reward once and then lists of jobs. It sends the result of each job when the job is
+done. Text that a reward prints goes to stderr, away from the connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def prepare() -> None:
-    """Die with the parent, be the OOM killer's first choice, and detach from the terminal."""
+    """Set this process to die with its parent and to be the first choice of the OOM killer."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -53,12 +53,12 @@ def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: 
 def loaded(
     connection: Connection, then: Callable[[Any], object] = lambda work: None
 ) -> tuple[Any, float]:
-    """Receive what this process works with, and the time limit; set its limit of memory.
+    """Receive the pickled object and the time limit of this process, and set its memory limit.
 
-    `then` makes it ready. What fails in it is reported, as is work that cannot be loaded.
+    `then` prepares the object. An exception in it, or in loading the object, is reported.
     """
     path, payload, gigabytes, timeout = connection.recv()
-    # It may be in a module on the parent's path, or in the working directory.
+    # The object may be defined in a module on the parent's path, or in the working directory.
     sys.path[:] = [*path, os.getcwd()]
     limit, most = int(gigabytes * 2**30), resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)

@@ -2,7 +2,7 @@
 
 A problem starts with a two-digit number and adds or subtracts single digits (3 to 9); every partial
 result lies between 0 and 99. One sum in six is held out: no training problem contains it at any
-step, and held-out problems contain no other sums. So held-out accuracy measures arithmetic on
+step, and held-out problems contain only such sums. So held-out accuracy measures arithmetic on
 number pairs that no training problem contains. The embedded model was trained for this task.
 """
 
@@ -20,7 +20,10 @@ from covey.types import Prompt
 
 HELD_OUT_ONE_IN = 6
 DIGITS = range(3, 10)
-"""The digits that are added or subtracted. Smaller ones rarely carry, and carrying is hard."""
+"""The digits that are added or subtracted.
+
+Smaller digits rarely cause a carry, and carries are the hard part.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Sum:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum belongs to the held-out problems. No seed changes this."""
+        """Whether the sum belongs to the held-out problems, for every seed."""
         return zlib.crc32(f"{self.left}{self.operator}{self.right}".encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -101,7 +104,7 @@ def parse_prompt(text: str) -> list[Sum]:
 
 
 def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
-    """Return problem `index` of a split, which depends on these three arguments only."""
+    """Return problem `index` of a split; it depends only on these three arguments."""
     low, high = operations
     name = f"arithmetic/{split}/{low}-{high}/{index}"
     random = Random(name)
@@ -121,7 +124,7 @@ def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic(GeneratedTask):
-    """Chains of additions and subtractions. More operations are harder."""
+    """Chains of additions and subtractions. Problems with more operations are harder."""
 
     min_operations: int = 2
     max_operations: int = 4

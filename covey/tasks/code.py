@@ -41,7 +41,7 @@ class Code:
     """48 small problems; a fixed quarter is held out.
 
     `info["tests"]` holds {call, expected} for functions, with expected as a Python literal, and
-    {stdin, stdout} for programs. The prompt shows other examples, none of the tests. The target is
+    {stdin, stdout} for programs. The examples in the prompt are not among the tests. The target is
     the name of the function or of the problem.
     """
 

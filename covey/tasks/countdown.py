@@ -1,7 +1,7 @@
 """The `countdown` task: make a number out of others, such as 27 out of 3, 5 and 12: `12 + 5 * 3`.
 
-Every problem has a solution, because it is made from one: numbers are joined two by two with
-+ - * / until one is left, and that one is the target. All results are positive integers.
+Every problem has a solution, because it is made from one: pairs of numbers are joined with + - * /
+until one number is left, which is the target. All results are positive integers.
 
 Training and held-out problems never share both numbers and target: a hash of the two decides the
 split, whatever the order of the numbers.
@@ -19,7 +19,7 @@ from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""An operator, and an operator on its right side that needs parentheses there."""
+"""Pairs of an operator and an operator that needs parentheses on its right side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,10 @@ def prompt_text(numbers: Sequence[int], target: int) -> str:
 
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
-    """Return whether a problem is held out. Neither a seed nor the numbers' order matters."""
+    """Return whether a problem is held out.
+
+    The result does not depend on the seed or on the order of the numbers.
+    """
     return hash_fraction(f"{sorted(numbers)} {target}") < HELD_OUT_SHARE
 
 
@@ -93,8 +96,8 @@ def is_held_out(numbers: Sequence[int], target: int) -> bool:
 class Countdown(GeneratedTask):
     """Make `target` out of `numbers` by + - * / and parentheses, using each number once.
 
-    More numbers are harder. `template`, if given, is the prompt's text, with {numbers} and
-    {target}; `system` is the system message.
+    Problems with more numbers are harder. `template`, if given, is the prompt's text, with
+    {numbers} and {target}; `system` is the system message.
 
     A dataset can replace the generator: the tasks `jsonl` and `hub` read rows of `nums` and
     `target` with the options columns = {nums = "numbers", target = "target"} and

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.errors import ConfigError
 from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import TARGET_COLUMNS, NumberedRow, RowReader
+from covey.tasks.rows import PROMPT_COLUMNS, TARGET_COLUMNS, NumberedRow, RowReader
 from covey.tasks.task import hash_fraction
 from covey.types import Prompt
 
@@ -26,6 +26,8 @@ class DatasetTask:
 
     training: Sequence[Prompt]
     evaluation: Sequence[Prompt]
+    conversational: bool = False
+    """Whether prompts are lists of messages; reward functions then get such completions."""
     name: str = NAME
 
     def train(self) -> Sequence[Prompt]:
@@ -42,19 +44,29 @@ def dataset_task(
 ) -> DatasetTask:
     """Make a task of rows with `prompt` (text or messages), optionally `target`, and other columns.
 
-    Without `held_out`, one row in ten is held out, chosen by a hash of its number, so that the
-    choice does not depend on the other rows; at least one row is.
+    Without `held_out`, one row in ten is held out, and at least one. A hash of the row's number
+    decides, so the choice does not depend on the other rows.
     """
-    prompts = _read("train", dataset)
+    rows = dataset if isinstance(dataset, str | Path) else list(dataset)
+    prompts, conversational = _read("train", rows), _is_conversational(rows)
     if held_out is not None:
-        return DatasetTask(prompts, _read("held_out", held_out))
+        return DatasetTask(prompts, _read("held_out", held_out), conversational)
     chosen = [hash_fraction(prompt.id) < HELD_OUT_SHARE for prompt in prompts]
     if not any(chosen):
         chosen[-1] = True
     training = [prompt for prompt, out in zip(prompts, chosen, strict=True) if not out]
     if not training:
-        raise ConfigError("dataset: give at least two rows, or held_out rows of their own")
-    return DatasetTask(training, [p for p, out in zip(prompts, chosen, strict=True) if out])
+        raise ConfigError("dataset: give at least two rows, or separate held_out rows")
+    evaluation = [prompt for prompt, out in zip(prompts, chosen, strict=True) if out]
+    return DatasetTask(training, evaluation, conversational)
+
+
+def _is_conversational(rows: Sequence[Mapping[str, Any]] | str | Path) -> bool:
+    """Whether the first row has its prompt as messages."""
+    lines = (row for _, _, row in json_lines(Path(rows))) if isinstance(rows, str | Path) else rows
+    first = next(iter(lines), {})
+    column = next((name for name in PROMPT_COLUMNS if name in first), "")
+    return isinstance(first, Mapping) and isinstance(first.get(column), list)
 
 
 def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
@@ -66,7 +78,7 @@ def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
 
 
 def _with_target(numbered: NumberedRow | tuple[int, str, Mapping[str, Any]]) -> NumberedRow:
-    """Give a row without a target an empty one: a reward may not need any."""
+    """Give a row without a target an empty target, because a reward may not need one."""
     number, where, row = numbered
     if not isinstance(row, Mapping):
         what = row if isinstance(row, str) else f"is not a dict but {type(row).__name__}"

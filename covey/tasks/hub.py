@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
+from covey.hub_access import offline_if_unreachable
 from covey.tasks.rows import NumberedRow, RowReader
-from covey.tasks.task import hash_fraction, require_module, with_instruction
+from covey.tasks.task import require_module
 from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""Options of `load_dataset`: in a CSV file an empty cell is missing, while NA or None is text."""
+"""Options of `load_dataset`: in CSV an empty cell is a missing value; NA and None are text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
@@ -22,8 +23,10 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
 
     A single .csv, .parquet, .json or .jsonl file is one split, `train`.
     """
-    datasets = require_module("datasets")
     local = Path(path)
+    if not local.exists():
+        offline_if_unreachable()  # before datasets is imported, which reads the setting
+    datasets = require_module("datasets")
     try:
         if local.is_file():
             kind = FORMATS.get(local.suffix)
@@ -34,7 +37,7 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
         return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
     except DataError:
         raise
-    except Exception as error:  # from datasets, the network or any file format
+    except Exception as error:  # errors of datasets, the network or a file format
         raise DataError(
             f"task: cannot load the dataset {path!r}: {_why(error)}; without access to the Hub, "
             "give the path of a local folder or file, or use the task jsonl"
@@ -57,9 +60,9 @@ def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Numb
 class Hub(RowReader):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
-    `RowReader` documents the columns. For a dataset with one split, leave `held_out_split` empty: a
-    hash of the prompt then holds out the fraction `held_out_share`, always the same prompts. Equal
-    prompts are in the same split.
+    `RowReader` documents the columns. For a dataset with one split, leave `held_out_split` empty:
+    the fraction `held_out_share` is then held out. A hash of the prompt decides, so the same
+    prompts are always held out. Equal prompts are in the same split.
     """
 
     path: str
@@ -95,17 +98,6 @@ class Hub(RowReader):
         splits = load_splits(self.path, self.subset, self.revision)
         source = f"{self.path}/{self.subset}" if self.subset else self.path
         prompts = self.read(split, rows_of(splits, source_split, source), source)
-        if not self.held_out_split:
-            prompts = [p for p in prompts if self._is_held_out(p) == (split == "held_out")]
-        if not prompts:
-            raise DataError(
-                f"task: {source} has too few rows for held_out_share = {self.held_out_share}: "
-                f"no {split} prompts"
-            )
-        return prompts
-
-    def _is_held_out(self, prompt: Prompt) -> bool:
-        text = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
-        # A change of the instruction must not move prompts between the splits.
-        bare = text.removesuffix(with_instruction("", self.instruction))
-        return hash_fraction(bare) < self.held_out_share
+        if self.held_out_split:
+            return prompts
+        return self.part(split, prompts, self.held_out_share, source)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from covey.errors import DataError, reason
+from covey.errors import ConfigError, DataError, reason
 from covey.tasks.rows import NumberedRow, Row, RowReader
 from covey.types import Prompt
 
@@ -16,24 +16,44 @@ from covey.types import Prompt
 class Jsonl(RowReader):
     """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
 
-    `RowReader` documents the other options.
+    With one file, leave `held_out_file` empty: the fraction `held_out_share` of `train_file` is
+    then held out. A hash of the prompt decides, so the same prompts are always held out, and equal
+    prompts are in the same split. `RowReader` documents the other options.
     """
 
     train_file: str
-    held_out_file: str
+    held_out_file: str = ""
+    held_out_share: float = 0.1
     name: str = "jsonl"
 
+    def __post_init__(self) -> None:
+        RowReader.__post_init__(self)
+        if not 0 < self.held_out_share < 1:
+            raise ConfigError(
+                f"task: held_out_share = {self.held_out_share} must lie between 0 and 1; "
+                "set held_out_file to train on all of train_file"
+            )
+
     def train(self) -> Sequence[Prompt]:
-        """The prompts of `train_file`."""
-        return self.read("train", json_lines(Path(self.train_file)), self.train_file)
+        """The prompts of `train_file` that are not held out."""
+        return self._read("train", self.train_file)
 
     def held_out(self) -> Sequence[Prompt]:
-        """The prompts of `held_out_file`."""
-        return self.read("held_out", json_lines(Path(self.held_out_file)), self.held_out_file)
+        """The prompts of `held_out_file`, or the held-out part of `train_file`."""
+        return self._read("held_out", self.held_out_file or self.train_file)
+
+    def _read(self, split: str, file: str) -> Sequence[Prompt]:
+        prompts = self.read(split, json_lines(Path(file)), file)
+        if self.held_out_file:
+            return prompts
+        return self.part(split, prompts, self.held_out_share, file)
 
 
 def json_lines(path: Path) -> Iterator[NumberedRow]:
-    """Read a file of JSON objects. Blank lines are skipped; other lines give what is wrong."""
+    """Read a file of JSON objects.
+
+    Blank lines are skipped; for a line that is not an object, return what is wrong with it.
+    """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:  # undecodable text, or a path with NUL: ValueError

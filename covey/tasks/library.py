@@ -1,8 +1,8 @@
 """The `library` task: questions about a made-up country, which only its documents can answer.
 
 The country has towns, each with a building, and people, each born in a town. One document is about
-one town or one person. A question of one hop needs one document, a question of two hops needs what
-one document says to find the other. No model can know the answers.
+one town or one person. A question of one hop needs one document. A question of two hops needs two:
+the first document names the second. No model can know the answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Person:
 
     @property
     def text(self) -> str:
-        """What the document says."""
+        """The text of the document."""
         return (
             f"{self.name}, {self.trade}, was born in {self.birthplace} in {self.born}. Some of the "
             f"country's best buildings are the work of {self.name}."
@@ -65,7 +65,7 @@ class Town:
 
     @property
     def text(self) -> str:
-        """What the document says."""
+        """The text of the document."""
         return (
             f"{self.name} is a town. Its {self.building}, the pride of {self.name}, was built by "
             f"{self.builder.name} and opened in {self.opened}."
@@ -102,7 +102,7 @@ def documents() -> dict[str, str]:
 class Library:
     """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of towns is held out.
 
-    `info["sources"]` lists the documents that hold the answer.
+    `info["sources"]` lists the documents that contain the answer.
     """
 
     max_hops: int = 2

@@ -17,10 +17,10 @@ LONGEST_BLOCK = 1000
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Return how many prompts of each part a block holds.
+    """Return how many prompts of each part a block contains.
 
-    The block is the shortest with exact proportions. If no block of up to 1000 prompts has them,
-    the block has about 1000 prompts, with each count rounded and at least 1.
+    The block is the shortest one with exact proportions. If that would exceed 1000 prompts, the
+    block has about 1000 prompts; each count is then rounded and at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -51,15 +51,15 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """Tasks by weight: `parts` is {KEY: {name, weight, options of that task}}.
+    """Several tasks, mixed by weight: `parts` is {KEY: {name, weight, options of that task}}.
 
-    `name` defaults to the key, `weight` to 1. Training prompts come in blocks that hold the parts
-    in proportion to their weights. There are enough blocks for every prompt of every part. A part
-    that runs out earlier starts again, and its ids then end in `~1`, `~2` and so on. The held-out
-    prompts are those of all parts, one part after the other.
+    `name` defaults to the key, `weight` to 1. Training prompts come in blocks that contain the
+    parts in proportion to their weights. There are enough blocks for every prompt of every part. A
+    part that runs out earlier starts again, and its ids then end in `~1`, `~2` and so on. The
+    held-out prompts are those of all parts, one part after the other.
 
-    Prompts keep the name of their task, so rewards can depend on it. Their ids start with the
-    part's key if they do not already.
+    Prompts keep the name of their task, so rewards can depend on it. Their ids get the part's key
+    as a prefix, unless they already have it.
     """
 
     parts: Mapping[str, Mapping[str, Any]]
@@ -101,7 +101,9 @@ class Mixed:
             prompt = _of_part(splits[part][which], keys[part])
             return replace(prompt, id=f"{prompt.id}~{again}") if again else prompt
 
-        return Generated(blocks * len(block), make)
+        prompts = Generated(blocks * len(block), make)
+        prompts.block = tuple(keys[part] for part, _ in block)
+        return prompts
 
     def held_out(self) -> Sequence[Prompt]:
         """The held-out prompts of every part, one after the other."""

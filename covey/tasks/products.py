@@ -24,7 +24,7 @@ def factors(split: str, digits: int, index: int) -> tuple[int, int]:
         left, right = random.randint(low, high), random.randint(low, high)
         if (hash_fraction(f"{left}*{right}") < HELD_OUT_SHARE) == (split == "held_out"):
             return left, right
-    raise AssertionError("a number of any split is drawn sooner or later")
+    raise AssertionError("every split has numbers, so one is drawn at some point")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ overlap, however few questions a dataset has. If problem i falls in the other sp
 again with another seed.
 
 Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set. They are refused without it. The prompt also carries the entry, so
-scores are correct in every process.
+unless PYTHONHASHSEED is set. Covey refuses them if it is not set. The prompt also carries the
+entry, so scores are correct in every process.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ HELD_OUT_SHARE = 0.25
 MAX_SIZE = 10_000_000
 FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
-"""Seeds to try, MAX_SIZE apart because entry i uses seed + i. All stay below numpy's 2**32."""
+"""How many seeds to try.
+
+They are MAX_SIZE apart, because entry i uses seed + i, and below 2**32.
+"""
 
 EXAMPLES = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
 }
-"""Datasets with many correct answers: the entry has no answer, but this metadata field has one."""
+"""Datasets with many correct answers, and the metadata field that gives one of them."""
 
 HASH_DEPENDENT = frozenset(
     {
@@ -69,7 +72,7 @@ class Source:
     size: int
     options: Mapping[str, Any] = field(compare=False)
     key: str
-    """The options as text: a mapping is not hashable."""
+    """The options as text, because a mapping is not hashable."""
 
 
 @lru_cache(maxsize=64)
@@ -167,9 +170,9 @@ class ReasoningGym(GeneratedTask):
         dependent = HASH_DEPENDENT & {self.dataset, *(part["name"] for part in parts)}
         if dependent and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             raise ConfigError(
-                f"task: reasoning_gym's {', '.join(sorted(dependent))} gives other prompts or "
-                "targets in every process, so no run could be resumed or compared; run with "
-                "PYTHONHASHSEED=0"
+                f"task: reasoning_gym's {', '.join(sorted(dependent))} gives different prompts or "
+                "targets in each process, so a run could not be resumed or compared; set the "
+                "environment variable PYTHONHASHSEED=0"
             )
 
     def _check_options(self) -> None:
@@ -197,7 +200,7 @@ class ReasoningGym(GeneratedTask):
             "size": size,
             "index": index,
         }
-        # An entry that is not plain data cannot be pickled; workers generate it again.
+        # An entry that is not plain data cannot be pickled, so workers generate it again.
         with suppress(TypeError):
             origin["entry"] = plain(entry)
         solution = target or _example(self.dataset, entry)

@@ -13,6 +13,7 @@ from covey.tasks.countdown import Countdown
 from covey.tasks.dataset import NAME as DATASET
 from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
+from covey.tasks.instructions import Instructions
 from covey.tasks.jsonl import Jsonl
 from covey.tasks.library import Library
 from covey.tasks.mixed import Mixed
@@ -20,6 +21,7 @@ from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
 from covey.tasks.task import Task
 from covey.tasks.tools import Tools
+from covey.tasks.user_task import UserTask, described
 from covey.tasks.verifiers import Verifiers
 from covey.tasks.worlds import Worlds
 from covey.trust import import_callable, is_import_path
@@ -31,6 +33,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "countdown": Countdown,
         "gsm8k": Gsm8k,
         "hub": Hub,
+        "instructions": Instructions,
         "jsonl": Jsonl,
         "library": Library,
         "mixed": Mixed,
@@ -67,14 +70,14 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return import_callable(name, where), {}
     if name == DATASET:
         raise ConfigError(
-            f"config: {where} = {name!r} stands for data that was passed in Python: use "
-            "covey.train(..., dataset=...), with resume=RUN to continue a run"
+            f"config: {where} = {name!r} is data that was passed in Python: call covey.train(..., "
+            "dataset=...), with resume=RUN to continue a run"
         )
     raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, TASKS)}")
 
 
 def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:
-    """Make a task from its name and resolved options, and check that a user's task is one."""
+    """Make a task from its name and resolved options, and check a user's task."""
     maker, _ = find_task(name, where)
     if not is_user_task(name):
         return maker(**options)
@@ -83,12 +86,11 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
     except CoveyError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"config: {where} = {name!r} fails: {what}") from error
+        raise ConfigError(f"config: {where} = {name!r} fails: {described(error)}") from error
     methods = all(callable(getattr(task, method, None)) for method in ("train", "held_out"))
     if not methods or not isinstance(getattr(task, "name", None), str):
         raise ConfigError(
             f"config: {where} = {name!r} returned {type(task).__name__}, not a task: a task has "
             "a name, train() and held_out()"
         )
-    return task
+    return UserTask(task, name)

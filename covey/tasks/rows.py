@@ -1,4 +1,4 @@
-"""From rows of data to prompts: which column means what, and how bad rows are reported."""
+"""Turns rows of data into prompts: the meaning of each column, and the report of bad rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError, closest, nearest
-from covey.tasks.task import chat_messages, with_instruction
+from covey.tasks.task import chat_messages, hash_fraction, with_instruction
 from covey.types import Message, Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
-"""Columns that are tried by default; the first that a row has is used."""
+"""Columns that are tried by default; the first one that a row has is used."""
 EXACT_FLOAT = 2**53
-"""Below it, a float represents every integer exactly."""
+"""Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 """In a template: a doubled brace, a column in braces, or `{}`, which stays as it is."""
 
@@ -27,24 +27,25 @@ NumberedRow = tuple[int, str, Row | str]
 
 
 class BadRow(Exception):
-    """A row that gives no prompt. The message says what it lacks: `has no 'target'`."""
+    """A row that cannot become a prompt. The message says why: `has no 'target'`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
-    """Makes prompts of rows: the options that say what columns mean.
+    """Turns rows into prompts; its options say what each column means.
 
     `prompt` names the column with the prompt: text, or a list of {role, content} messages. By
-    default it is the first of `prompt`, `question` and `messages` that a row has. `template`, if
-    given, is the prompt's text instead, with every `{column}` filled in; `{{` and `}}` are braces,
-    and `{}` stays as it is. `target` names the column with the expected answer; by default `target`
-    or `answer`. All other columns are kept in `info`. `columns` renames columns there, and keeps
-    every column that it names. `system`, if given, is the system message, unless the row's
-    messages have one. `instruction` follows each prompt. `only` is {column: values}: rows with
-    another value there are left out, and are not bad.
+    default this column is the first of `prompt`, `question` and `messages` that a row has.
+    `template`, if given, replaces it: it is the prompt's text, with every `{column}` filled in. In
+    a template `{{` and `}}` are braces, and `{}` stays as it is. `target` names the column with the
+    expected answer; by default `target` or `answer`. All other columns are kept in `info`.
+    `columns` gives columns other names in `info`, and keeps every column that it names. `system`,
+    if given, is the system message, unless the row's messages have one. `instruction` follows each
+    prompt. `only` is {column: values}: rows with another value in that column are left out, and do
+    not count as bad rows.
 
-    Bad rows are errors, unless `skip_bad_rows`: then they are left out and listed in `bad_rows`, by
-    split.
+    A bad row is an error. With `skip_bad_rows` a bad row is left out instead, and listed in
+    `bad_rows` by split.
     """
 
     renamed_options: ClassVar[Mapping[str, str]] = {
@@ -90,8 +91,24 @@ class RowReader:
                 skipped.append(line)
         if not prompts:
             lost = f": {len(skipped)} bad rows, the first: {skipped[0]}" if skipped else ""
-            raise DataError(f"task: {source} holds no prompts{lost}")
+            raise DataError(f"task: {source} has no prompts{lost}")
         return prompts
+
+    def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
+        """Return the training or the held-out prompts of rows without splits of their own."""
+        held_out = split == "held_out"
+        chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
+        if not chosen:
+            raise DataError(
+                f"task: {source} has too few rows for held_out_share = {share}: no {split} prompts"
+            )
+        return chosen
+
+    def _is_held_out(self, prompt: Prompt, share: float) -> bool:
+        text = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
+        # A change of the instruction must not move prompts between the splits.
+        bare = text.removesuffix(with_instruction("", self.instruction))
+        return hash_fraction(bare) < share
 
     def _is_wanted(self, row: Row) -> bool:
         only = (self.only or {}).items()
@@ -110,6 +127,7 @@ class RowReader:
             messages=self._messages(value, used),
             target=_target(row[target], target),
             info=self._info(row, {target} if self.template else {target, used}),
+            columns={name: row[name] for name in (target, used) if name in row},
         )
 
     def _messages(self, value: Any, column: str) -> tuple[Message, ...]:
@@ -136,7 +154,7 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _present(row: Row, column: str, defaults: tuple[str, ...]) -> str:
-    """Return the column that is named or, if none is, the first default that the row has."""
+    """Return the column that is named, else the first default column that the row has."""
     choices = (column,) if column else defaults
     for name in choices:
         if name in row:
@@ -157,7 +175,7 @@ def _replacement(match: re.Match[str], row: Row) -> str:
 
 
 def _written(value: Any) -> str:
-    """Write a value as text. An empty cell turns a column of integers into floats: 4.0 is 4."""
+    """Write a value as text. Write 4.0 as 4: an empty cell turns integers into floats."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOAT:
         return str(int(value))
     return str(value)
@@ -175,7 +193,7 @@ def _encodable(value: str, column: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer accepts
-        raise BadRow(f"has {column!r} with a character that does not exist") from None
+        raise BadRow(f"has {column!r} with a character that is not valid Unicode") from None
     return value
 
 

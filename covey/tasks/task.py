@@ -25,9 +25,9 @@ MOST_PROMPTS = 10**9
 class Task(Protocol):
     """Training prompts and held-out prompts: two disjoint sequences.
 
-    Each prompt is a function of its index alone. `info["solution"]`, where a task has it, is a
-    correct answer: the text between the answer tags, the code or the tool call itself.
-    `info["worked"]` is the reasoning that leads to it.
+    Each prompt depends only on its index. `info["solution"]`, where a task has it, is a correct
+    answer: the text between the answer tags, the code or the tool call itself. `info["worked"]` is
+    the reasoning that leads to it.
 
     A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
     """
@@ -49,6 +49,8 @@ class Generated(Sequence[Prompt]):
     def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
         self.size = size
         self.make = make
+        self.block: tuple[str, ...] = ()
+        """For a mixed task, the part of each prompt in a block; blocks repeat."""
 
     def __len__(self) -> int:
         return self.size

@@ -16,7 +16,7 @@ from covey.types import Message, Prompt
 class Verifiers:
     """The rows of a package's `load_environment()`; its evaluation rows are held out.
 
-    Take the environment of the same name and package with it, and the reward `environment`.
+    Use it with the environment `verifiers` of the same package and with the reward `environment`.
     """
 
     package: str
@@ -30,7 +30,8 @@ class Verifiers:
         environment = load(**self.arguments)
         if not hasattr(environment, "get_dataset"):
             raise ConfigError(
-                f"task: {self.package} is no environment of verifiers 0.1: it has no get_dataset"
+                f"task: {self.package} is not an environment of verifiers 0.1: it has no "
+                "get_dataset"
             )
         return environment
 
@@ -39,7 +40,7 @@ class Verifiers:
         return self._prompts("train", self._environment.get_dataset())
 
     def held_out(self) -> Sequence[Prompt]:
-        """The rows of the evaluation dataset. A package without one gives its training rows."""
+        """The rows of the evaluation dataset, or the training rows if the package has none."""
         return self._prompts("held_out", self._environment.get_eval_dataset())
 
     def _prompts(self, split: str, rows: Any) -> list[Prompt]:

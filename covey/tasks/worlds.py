@@ -1,4 +1,4 @@
-"""The `worlds` task: numbered worlds for environments that make their own, such as `games`."""
+"""The `worlds` task: numbers from which environments such as `games` make their worlds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.types import Prompt
 class Worlds(GeneratedTask):
     """Prompts that differ in `info["world"]`, from which the environment makes its world.
 
-    No held-out world is ever trained. The environment adds its rules to the text.
+    No held-out world is used for training. The environment adds its rules to the text.
     """
 
     text: str = "Let us play a game. Use the tools to act."

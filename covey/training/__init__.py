@@ -1,1 +1,1 @@
-"""Training: the loop, the optimizer step, checkpoints."""
+"""Training: the loop, the training step, the optimizer and checkpoints."""

@@ -1,23 +1,20 @@
-"""Building the parts of a run from its configuration. Every name and option is checked here."""
+"""Build the parts of a run from its configuration, and check every name and option."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-
-from torch import nn
 
 from covey.config import Config
 from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import adapter_base, add_adapter, load_adapter
+from covey.models.adapter import adapter_base, add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
@@ -25,18 +22,17 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.identity import identity
+from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
-from covey.scoring import Scorer, make_scorer
-from covey.scoring.build import check_timeout
+from covey.scoring import Scorer
+from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
-from covey.training.compact_adamw import CompactAdamW
 from covey.training.critic import Critic, make_critic
 from covey.training.interaction import interaction_of, with_stops
-from covey.training.make_engine import check_engine, make_engine, ray_reference, ray_scorer
-from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
+from covey.training.make_engine import check_engine, make_engine, ray_reference
+from covey.training.make_optimizer import adamw_of, optimizer_of
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
 from covey.training.parallel.ranks import Ranks
@@ -44,6 +40,7 @@ from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
+from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
     held_out_of,
     objective_of,
@@ -53,41 +50,49 @@ from covey.training.resolve import (
     template_of,
 )
 from covey.training.schedule import schedule_of
+from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What every run is made of, whatever it is trained by."""
+    """The parts of every run, of RL or SFT."""
 
     config: Config
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """Scores evaluations. The scorer itself, unless several runs must be measured alike."""
+    """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
+    several runs must be evaluated alike."""
+    baselines: Baselines | None = None
+    """Scores on the held-out prompts that need no skill. None: they cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held from loading weights into the engine until it has generated with them."""
+    """Locked from the loading of weights into the engine until it has generated with them."""
     sampling: Sampling
     interaction: Interaction | None = None
-    """With an environment. None: every rollout is one completion."""
+    """The interaction with an environment. None if every rollout is one completion."""
     world: World = field(default_factory=World)
 
     def close(self) -> None:
-        """End the processes of the scorer and of the environment."""
+        """End the processes of the scorers and of the environment."""
         self.scorer.close()
+        if self.eval_scorer is not self.scorer:
+            self.eval_scorer.close()
         if self.interaction is not None:
             self.interaction.host.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(Components):
-    """What a run of reinforcement learning is made of."""
+    """The parts of a run of reinforcement learning."""
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
@@ -97,7 +102,7 @@ class Parts(Components):
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
-        """Return what the training step that begins at `state` works with."""
+        """Return the learner of the training step that begins at `state`."""
         base = Learner(
             policy=self.policy,
             objective=self.objective,
@@ -110,21 +115,6 @@ class Parts(Components):
         return learner_at(base, self.config, state)
 
 
-def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
-    """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
-    reward = reward_of(config) if reward is None else reward
-    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
-        check_timeout(config.reward.name, reward, config.scoring.timeout)
-        return ray_scorer(config, reward, identity(config.reward.name, reward))
-    return make_scorer(
-        config.reward.name,
-        reward,
-        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
-        timeout=config.scoring.timeout,
-        gigabytes=config.scoring.gigabytes,
-    )
-
-
 def assemble(
     config: Config,
     reward: Reward | None = None,
@@ -132,33 +122,35 @@ def assemble(
     world: World = World(),  # noqa: B008 - without state
     environment: Factory | None = None,
 ) -> Parts:
-    """Build everything that a resolved configuration names; objects from Python replace theirs."""
+    """Build all parts of a resolved configuration; objects from Python replace named ones."""
     check_engine(config)
     task = task_of(config) if task is None else task
-    file = config.preferences.file
-    train_prompts = read_pairs(file) if file else task.train()
-    held_out = held_out_of(config, task)
-    if not train_prompts:
-        raise DataError(f"task: {task.name} has no training prompts")
+    train_prompts, held_out = _prompts(config, task)
     objective = objective_of(config)
+    reward = reward_of(config) if reward is None else reward
+    check_columns(reward, (held_out if config.preferences.file else train_prompts)[0])
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
         check_ranks(config, world, _digest(model, train_prompts, held_out))
+    train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
+    held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
+    config = over_epochs(config, len(train_prompts))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
+    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     interaction = interaction_of(config, model, environment)
     return Parts(
         config=config,
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
+        notes=(*notes, *more_notes),
         scorer=scorer,
-        eval_scorer=scorer,
-        length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
-            **config.length_penalty.options
-        ),
+        eval_scorer=eval_scorer,
+        baselines=baselines_of(config, eval_scorer, held_out, reward),
+        length_penalty=_length_penalty(config),
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
@@ -174,18 +166,38 @@ def assemble(
     )
 
 
+def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Return the training and the held-out prompts. There must be some."""
+    file = config.preferences.file
+    train_prompts = read_pairs(file) if file else task.train()
+    held_out = held_out_of(config, task)
+    if not train_prompts:
+        raise DataError(f"task: {task.name} has no training prompts")
+    return train_prompts, held_out
+
+
+def _length_penalty(config: Config) -> LengthPenalty:
+    return LENGTH_PENALTIES[config.length_penalty.name](**config.length_penalty.options)
+
+
+def over_epochs(config: Config, prompts: int) -> Config:
+    """Return the configuration with the number of steps for `train.stop_after.epochs`, if set."""
+    train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
+    return config if train is config.train else config.model_copy(update={"train": train})
+
+
 def check_ranks(config: Config, world: World, digest: str) -> None:
-    """Refuse ranks that differ in weights or data, and settings that several ranks do not have."""
+    """Refuse ranks that differ in weights or data, and settings that need a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
-            "config: overlap.mode = 'copy' works on one rank; set it to 'ahead', or "
+            "config: overlap.mode = 'copy' works only on one rank; set it to 'ahead', or set "
             "overlap.staleness = 0"
         )
     check_alike(world, "weights or data", digest)
 
 
 def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
-    """Return a text in which ranks with other weights, or other prompts, would differ."""
+    """Return a digest of weights and prompts, which must be equal on all ranks."""
     ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     return f"{ids} {size!r}"
@@ -213,12 +225,12 @@ def teacher_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Reference | None:
-    """Load the teacher, if the objective learns from one."""
+    """Load the teacher, if the objective needs one."""
     if "teacher" not in objective.needs:
         return None
 
     def load(path: str) -> LanguageModel:
-        # [adapter] is the policy's; a teacher has the adapter at its path, if any.
+        # [adapter] describes the policy; a teacher only has the adapter at its own path.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
         return _load_frozen(alone, model, world, offload=config.teacher.offload)
@@ -246,14 +258,14 @@ def critic_of(
         return load_model(config.model_copy(update={"model": section}))
 
     return make_critic(
-        config, policy=model, load=load, optimizer=partial(_adamw, config, sharded=False)
+        config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
     )
 
 
 def _load_frozen(
     config: Config, policy: LanguageModel, world: World, *, offload: bool
 ) -> LanguageModel:
-    """Load a model beside the policy, divided among the ranks if the policy is."""
+    """Load a frozen model beside the policy, sharded over the ranks if the policy is."""
     found = load_model(config, world.device(config.model.device))
     if not policy.sharded:
         return found
@@ -263,7 +275,7 @@ def _load_frozen(
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model. Checkpointing only acts in training mode, so references may have it too."""
+    """Load the model. Gradient checkpointing has no effect in references, which never train."""
     if config.model.deterministic:
         make_deterministic()
     path = config.model.path
@@ -274,32 +286,42 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
         device=device or config.model.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
         template=template_of(config),
+        four_bit=config.adapter.load_in_4bit,
     )
-    return _with_adapter(config, model if base is None else load_adapter(model, Path(path)))
+    model = with_prompt_limit(config, model)
+    if base is not None:
+        model = load_adapter(model, Path(path))
+    model = _with_adapter(config, model)
+    if config.adapter.dropout:
+        set_dropout(model, config.adapter.dropout)
+    return model
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Give the model the adapter of the configuration, unless it has one already."""
+    """Add the adapter of the configuration to the model, unless the model has one already."""
     wanted = config.adapter
     if model.adapter is not None:
         if wanted.rank not in (0, model.adapter.r):
             raise ConfigError(
                 f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
-                f"rank {model.adapter.r}: leave the rank out, or merge it into a model first"
+                f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
             )
         return model
-    if getattr(model.model, "peft_config", None):  # transformers follows such names by itself
+    if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
         raise ConfigError(
-            f"config: model.path = {config.model.path!r} is an adapter; give a folder that holds "
-            "adapter_config.json and adapter_model.safetensors alone"
+            f"config: model.path = {config.model.path!r} is an adapter together with a model; give "
+            "a folder with only its adapter_config.json and adapter_model.safetensors"
         )
-    if wanted.rank == 0 and wanted.also_train:
-        raise ConfigError(
-            "config: adapter.also_train needs adapter.rank; without a rank all weights are trained"
-        )
+    for name in ("also_train", "dropout", "load_in_4bit"):
+        if wanted.rank == 0 and getattr(wanted, name):
+            raise ConfigError(
+                f"config: adapter.{name} needs adapter.rank; without an adapter all weights are "
+                "trained"
+            )
     if wanted.rank == 0:
         return model
-    return add_adapter(model, **wanted.model_dump(), seed=config.seed, base=config.model.path)
+    settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
+    return add_adapter(model, **settings, seed=config.seed, base=config.model.path)
 
 
 def policy_of(
@@ -307,7 +329,7 @@ def policy_of(
     model: LanguageModel,
     world: World = World(),  # noqa: B008 - without state
 ) -> Policy:
-    """Give a model its optimizer; on several ranks, divide it among them or sum its gradients."""
+    """Build the policy: the model with its optimizer, sharded or with summed gradients on ranks."""
     sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
     whole, model = model, shard_model(model, config.parallel, world) if sharded else model
     optimizer = optimizer_of(config, model)
@@ -316,48 +338,24 @@ def policy_of(
         optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        graphs=config.records_passes and not sharded,
+        # A CUDA graph would replay the random numbers of its recording.
+        graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
         sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
     )
 
 
-def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
-    """Build the optimizer of a model's trained parameters."""
-    return _adamw(config, model.model.named_parameters(), sharded=model.sharded)
-
-
-def _adamw(
-    config: Config, parameters: Iterable[tuple[str, nn.Parameter]], *, sharded: bool
-) -> Optimizer:
-    settings = config.optimizer
-    options: AdamWSettings = {
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-    }
-    if settings.state == "compact" and sharded:
-        raise ConfigError(
-            "config: optimizer.state = 'compact' does not work with parallel.strategy = 'fsdp', "
-            "which divides the state among ranks; set it to 'float32'"
-        )
-    if settings.state == "compact":
-        return CompactAdamW(parameters, **options, seed=config.seed)
-    return MasterAdamW(parameters, **options)
-
-
 def step_settings_of(
     config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
 ) -> StepSettings:
-    """Return how a batch is turned into optimizer steps, with the learning rate of the first.
+    """Return the settings that turn a batch into optimizer steps, with their learning rates.
 
-    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
-    rollouts may be older than that, they may if the ratio itself has to correct for it.
+    The engine declares `exact_logp`: whether its log-probs may serve as old_logp. Log-probs of
+    stale rollouts may too, if the objective's ratio has to correct for their age.
     """
-    source, stale = config.train.old_logp, config.overlap.staleness > 0
+    source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file
-    exact = exact_logp and not sampling.distribution.truncates
+    exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
     return StepSettings(
@@ -368,6 +366,7 @@ def step_settings_of(
         sampled=sampled,
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
+        dropout=config.adapter.dropout > 0,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
         stale=stale,

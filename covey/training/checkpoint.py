@@ -4,11 +4,10 @@
     optimizer.safetensors                          AdamW's moments
     covey.json                                     the state of the run and the policy version
 
-With an adapter, the first line is adapter_config.json and adapter_model.safetensors instead, as
-peft has them: frozen weights are not saved again. A reference that moves adds files of its own, and
-so do rollouts that were generated ahead (in_flight.jsonl). Where parameters are sharded, the folder
-`state` takes the place of optimizer.safetensors (sharded_state.py). Any number of ranks loads
-either.
+With an adapter, the first line is adapter_config.json and adapter_model.safetensors in peft's
+format instead, because frozen weights are not saved again. Moving references and rollouts in flight
+(in_flight.jsonl) add files. With sharded parameters, the folder `state` replaces
+optimizer.safetensors (sharded_state.py). Any number of ranks can load either.
 """
 
 from __future__ import annotations
@@ -47,18 +46,20 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """What a training step hands on to the next, beside the policy and the reference."""
+    """The state that training steps pass on, beside the policy and the reference."""
 
     step: int = 0
     episode: int = 0
-    """Rollouts sampled so far."""
+    """Number of rollouts sampled so far."""
     tokens: int = 0
-    """Tokens of these rollouts."""
+    """Number of tokens of these rollouts."""
     beta: float = 0.0
     """Weight of the KL, which an objective may adapt."""
+    evaluation_due: bool = False
+    """Whether a planned evaluation after this step has not been done yet."""
 
     def used(self, policy: Policy) -> Used:
-        """Return how much of its budget the run has used."""
+        """Return the part of its budget that the run has used."""
         return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
@@ -72,10 +73,10 @@ def save(
     more: Callable[[Path], None] = lambda folder: None,
     world: World = World(),  # noqa: B008 - without state
 ) -> None:
-    """Write the checkpoint of a step, whole or not at all; keep the newest `keep`, and the best.
+    """Write the checkpoint of a step atomically; keep only the newest `keep` and the best one.
 
-    Rank 0 writes it. Of sharded parameters each rank writes its own, into the same folder. `more`
-    adds files to it, and is called on every rank.
+    Rank 0 writes it. With sharded parameters, each rank writes its own part into the same folder.
+    `more` adds files to it, and is called on every rank.
     """
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
@@ -93,13 +94,13 @@ def save(
 
 
 def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -> State:
-    """Restore policy and reference from the checkpoint of a step; return the state saved there."""
+    """Restore policy and reference from the checkpoint of a step; return the saved state."""
     saved = load_policy(policy, folder)
     if saved["step"] != step:
-        raise RunError(f"{folder} holds step {saved['step']}, not step {step}")
+        raise RunError(f"{folder} contains the checkpoint of step {saved['step']}, not of {step}")
     if reference is not None:
         reference.load(folder)
-    if saved.keys() == {"step", "version"}:  # supervised training once saved no more
+    if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these
         return State(step=step)
     try:
         return State(
@@ -107,6 +108,7 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
             episode=int(saved["episode"]),
             tokens=int(saved.get("tokens", 0)),
             beta=float(saved["beta"]),
+            evaluation_due=bool(saved.get("evaluation_due", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None
@@ -122,9 +124,9 @@ def resume(
     note: Note,
     world: World = World(),  # noqa: B008 - without state
 ) -> State:
-    """Restore a run at `start`: the state of its checkpoint, or `fresh` where it has none.
+    """Restore a run at `start`: return the state of its checkpoint, or `fresh` without one.
 
-    Records of later steps are moved aside, since these steps are done again.
+    Records of later steps are moved away, because these steps are computed again.
     """
     state = fresh
     if start.checkpoint is not None:
@@ -134,17 +136,17 @@ def resume(
             raise RunError(f"{error}; {offer(run, before=start.step)}") from None
     aside = world.from_main(lambda: put_aside_after(run, start))
     if aside is not None:
-        note(f"steps after {start.step} are done again; their earlier records are in {aside}")
+        note(f"steps after {start.step} are computed again; their old records are in {aside}")
     return state
 
 
 def save_policy(
     policy: Policy, folder: Path, state: Mapping[str, Any], *, writes: bool = True
 ) -> None:
-    """Write policy and optimizer into an existing folder, and `state` beside them.
+    """Write policy, optimizer and `state` into an existing folder.
 
-    Of a sharded policy, all ranks call this, and the one that `writes` writes the whole model. The
-    optimizer's part is then in the folder already.
+    With a sharded policy, all ranks call this, and the rank with `writes` writes the whole model.
+    The optimizer's state is then in the folder already.
     """
     try:
         if policy.model.adapter is None:
@@ -161,7 +163,7 @@ def save_policy(
             tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
             save_file(tensors, folder / OPTIMIZER_FILE)
     except SafetensorError as error:
-        # A full disk, in safetensors' own words; callers handle it as an OSError.
+        # safetensors reports a full disk with its own error; callers expect an OSError.
         raise OSError(str(error)) from None
     (folder / STATE_FILE).write_text(json.dumps({**state, "version": policy.version}, indent=2))
 
@@ -177,7 +179,7 @@ def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return the model's weights at the optimizer's precision; without `keep`, only gather them."""
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
-    # A tied weight has two names, and one master.
+    # A tied weight has two names and one master.
     names = {id(p): n for n, p in policy.optimizer.parameters.items()}
     found = _whole(policy.optimizer.masters, keep=keep)
     rest = {name: value for name, value in state.items() if id(value) not in names}
@@ -188,9 +190,9 @@ def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.T
 
 
 def _whole(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return tensors whole and in main memory; without `keep`, only take part in gathering them.
+    """Return full tensors in main memory; without `keep`, only take part in gathering them.
 
-    One at a time: a device may have no room for all of them, or for masters made on demand.
+    Tensors are gathered one at a time, because a device may have no memory for all of them.
     """
     found: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
@@ -201,13 +203,13 @@ def _whole(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torc
 
 
 def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Restore policy and optimizer in place; return the state that was saved beside them."""
+    """Restore policy and optimizer in place; return the saved state."""
     try:
         state = _read_state(folder / STATE_FILE)
         if has_state(folder):
             load_state(policy.optimizer, folder, sharded=policy.model.sharded)
         else:
-            weights = _read_weights(policy, folder)
+            weights = read_weights(policy, folder)
             moments = load_file(folder / OPTIMIZER_FILE)
             _load_whole(policy.optimizer, weights, moments)
         policy.version = state["version"]
@@ -219,7 +221,7 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
 def _load_whole(
     optimizer: Optimizer, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load whole tensors, which all ranks have read; sharded masters take their parts."""
+    """Load full tensors, which all ranks have read, into whole or sharded masters."""
     masters = optimizer.masters
     placed = {name: placed_like(weights[name].detach(), masters[name]) for name in masters}
     state = {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()}
@@ -236,16 +238,18 @@ def _read_state(file: Path) -> dict[str, Any]:
     return {"step": None, **state}
 
 
-def _read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
+def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
+    """Return the weights in a checkpoint, by the names of the optimizer."""
     model = policy.model.model
     if policy.model.adapter is not None:
         saved = load_file(folder / WEIGHTS_FILE)
         weights = named_weights(policy.model, saved)
         if weights.keys() != policy.optimizer.masters.keys() or len(weights) != len(saved):
             raise RunError(
-                f"checkpoint {folder} has another adapter than the [adapter] section describes"
+                f"checkpoint {folder} has an adapter that does not match the [adapter] section of "
+                "the configuration"
             )
         return weights
-    # In the file, many models use other names, and one tensor for each expert.
+    # In the file, many models use other names, and have one tensor per expert.
     exact = torch.promote_types(model.dtype, torch.float32)
     return dict(read_pretrained(type(model), str(folder), exact).named_parameters())

@@ -1,8 +1,9 @@
-"""Collating groups into a batch of tensors."""
+"""Collate groups into a batch of tensors."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,11 +12,12 @@ import numpy as np
 import torch
 
 from covey.errors import ConfigError, ModelError
+from covey.kept_sets import KeptSets
 from covey.types import TRUNCATED, Batch, Group, Rollout, Segment
 
 
 class _Row(NamedTuple):
-    """A segment of a rollout, and where they belong."""
+    """A segment of a rollout, with the numbers of its rollout and group."""
 
     group: int
     rollout: int
@@ -30,9 +32,9 @@ def collate(
     device: torch.device | str = "cpu",
     parts: Sequence[str] | None = None,
 ) -> Batch:
-    """Stack the segments of all rollouts of all groups, row by row in order.
+    """Stack the segments of all rollouts of all groups in order, one row per segment.
 
-    `parts` are the names of the parts of the reward to fill in; empty: all. None: leave them out.
+    `parts` names the reward parts to include; empty means all, and None means no parts.
     """
     numbered = enumerate(
         (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
@@ -60,6 +62,7 @@ def collate(
         rollout=column([r.rollout for r in rows], torch.long),
         truncated=column([r.of.finish in TRUNCATED for r in rows], torch.bool),
         parts=None if parts is None else _parts([row.of for row in rows], parts),
+        kept=_kept(rows),
         **_turns(rows),
     )
     _check_sampler_logp(batch, [row.of for row in rows])
@@ -71,13 +74,16 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
     scored = [r for r in rollouts if r.reward is not None]
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
-        raise ConfigError("objective: this reward has no parts to compare; grpo needs none")
+        raise ConfigError(
+            "objective: this algorithm compares the parts of the reward, and this reward has none; "
+            "use another reward, or an algorithm such as grpo"
+        )
     for rollout in scored:
         if missing := [name for name in names if name not in rollout.parts]:
             raise ConfigError(
                 f"objective: the reward of completion {rollout.sample} of prompt "
-                f"{rollout.prompt_id} has no part {missing[0]!r}, it has {_listed(rollout.parts)}; "
-                "name the parts that every completion has in objective.parts"
+                f"{rollout.prompt_id} has no part {missing[0]!r}, only {_listed(rollout.parts)}; "
+                "set objective.parts to parts that every completion has"
             )
     rows = [
         [math.nan] * len(names) if r.reward is None else [r.parts[name] for name in names]
@@ -94,13 +100,13 @@ def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     place = np.arange(lengths.max()) < lengths[:, None]
     whole: np.ndarray = np.zeros(place.shape, dtype=dtype)
-    # All values at once and by numpy: torch takes several times as long for Python numbers.
+    # numpy converts all values at once; torch takes several times as long for Python numbers.
     whole[place] = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=lengths.sum())
     return torch.from_numpy(whole)
 
 
 def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
-    """Return turn, turn_reward and state of each token; nothing if no rollout has an episode."""
+    """Return turn, turn_reward and state of each token; empty if no rollout has an episode."""
     if all(row.of.episode is None for row in rows):
         return {}
     shape = len(rows), max(len(row.segment.tokens) for row in rows)
@@ -121,8 +127,29 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
     return found
 
 
+def _kept(rows: Sequence[_Row]) -> KeptSets | None:
+    """Return the kept set of each token, or None without sets. Refuse a set without its token."""
+    if not any(row.segment.kept for row in rows):
+        return None
+    tokens = _padded([row.segment.tokens for row in rows], np.int64).numpy()
+    try:
+        segments = [(row.segment.trained, row.segment.kept) for row in rows]
+        kept = KeptSets.of(segments, tokens.shape[1])
+        wrong = kept.lacking(tokens).any(axis=1)
+        what = "a token is not in its kept set"
+    except (ValueError, zlib.error) as error:
+        wrong, what = np.ones(len(rows), dtype=bool), str(error)
+    if wrong.any():
+        first = rows[int(wrong.argmax())].of
+        raise ModelError(
+            f"engine: {what}, in completion {first.sample} of prompt {first.prompt_id}; "
+            "rollout.mask_replay needs the set that every token was drawn from"
+        )
+    return kept
+
+
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
-    """Refuse log-probabilities that are not finite; on the CPU, so that no device is waited for."""
+    """Refuse log-probs that are not finite, on the CPU, so that no device must be waited for."""
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():
         first = rollouts[int(wrong.any(dim=1).int().argmax())]

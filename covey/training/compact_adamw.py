@@ -6,9 +6,9 @@
     sum of gradients      4         4      float32
     moments               8         4      compact: bfloat16, rounded at random (compact_step.py)
 
-Weights lose nothing: both halves together are the float32 master, bit for bit. A float32 parameter
-stays as it is, and only its moments are compact. Random rounding is addressed by (seed, storage,
-step, element), so a resumed run gives the same numbers.
+Weights lose no precision: both halves together are the float32 master, bit for bit. A float32
+parameter stays in float32, and only its moments are compact. Random rounding depends only on (seed,
+storage, step, element), so a resumed run gives the same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from covey.training.optimizer import AdamWSettings, Stepped
 Step = Callable[..., None]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""As torch's AdamW names them, so that either state can be loaded into the other."""
+"""Names of the moments in torch's AdamW, so that either state can be loaded into the other."""
 
 
 class CompactAdamW:
@@ -68,7 +68,7 @@ class CompactAdamW:
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The exact weights by name; those of bfloat16 parameters are computed on access."""
+        """The exact weights by name; the masters of bfloat16 parameters are computed on access."""
         return _Masters(self.parameters, self._kept)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -92,7 +92,7 @@ class CompactAdamW:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore weights and moments; those of a float32 state are rounded to the nearest."""
+        """Restore weights and moments; moments of a float32 state are rounded to nearest."""
         for name, parameter in self.parameters.items():
             kept = self._kept[name]
             if "low" in kept:
@@ -108,7 +108,7 @@ class CompactAdamW:
 
 
 class _Store:
-    """Parameters that share one storage, with their state and one step for all of them."""
+    """Parameters that share one storage, with their state. One step updates all of them."""
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
         self.number, self.names, self.parameters = number, list(names), list(parameters)
@@ -118,7 +118,7 @@ class _Store:
         self.moments = torch.zeros_like(blank), torch.zeros_like(blank)
 
     def weight(self) -> torch.Tensor:
-        """Return all parameters as one tensor; of bfloat16, the bits as int16."""
+        """Return all parameters as one tensor; bfloat16 parameters as int16 bits."""
         found = fused_view(self.parameters)
         assert found is not None, "parameters were moved apart"
         return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
@@ -177,8 +177,8 @@ def _check(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.bfloat16, torch.float32):
             raise ConfigError(
-                f"config: optimizer.state = 'compact' is for weights in bfloat16 or float32, and "
-                f"{name} is {str(parameter.dtype).removeprefix('torch.')}; take 'float32'"
+                f"config: optimizer.state = 'compact' needs weights in bfloat16 or float32, but "
+                f"{name} is {str(parameter.dtype).removeprefix('torch.')}; set it to 'float32'"
             )
 
 
@@ -199,7 +199,7 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
 
 
 def _holder(parameter: nn.Parameter) -> Any:
-    """Return the holder of a parameter's gradient: itself, or its master in a sink."""
+    """Return the tensor that has a parameter's gradient: itself, or its master in a sink."""
     sink: GradSink | None = getattr(parameter, "grad_sink", None)
     part: int = getattr(parameter, "grad_part", 0)
     return parameter if sink is None else sink.masters[part]
@@ -214,7 +214,7 @@ def _step_for(device: torch.device) -> Step:
 
 
 def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
-    """Write float32 values as two halves, a part at a time."""
+    """Write float32 values as two halves, a chunk at a time."""
     bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
     for start in range(0, len(bits), CHUNK):
         part = slice(start, start + CHUNK)

@@ -1,10 +1,11 @@
-"""AdamW step on a compact state in torch operations, the same as covey/accel/kernels/adamw.py.
+"""AdamW step on a compact state in torch operations, with the results of the Triton kernel.
 
 A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16, which
 the model computes with. The lower half is the difference between the bits of the two, so together
 they are the exact weight. Moments are bfloat16 with stochastic rounding: up or down at random, and
-correct on average. Rounding to the nearest would freeze the second moment: with beta2 = 0.999 a
-step reduces it by a thousandth at most, and bfloat16 numbers are 1 in 128 to 256 apart.
+correct on average. Rounding to nearest would freeze the second moment: with beta2 = 0.999 a step
+reduces it by at most a thousandth, while neighbouring bfloat16 numbers differ by 1/256 to 1/128.
+The kernel is covey/accel/kernels/adamw.py.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 from covey.training.optimizer import AdamWSettings
 
 CHUNK = 1 << 17
-"""Elements at a time, so that temporary tensors stay small."""
+"""Number of elements that are processed at a time, so that temporary tensors stay small."""
 
 
 class Numbers(NamedTuple):
-    """Numbers that all elements of a step share, in the order of the kernel's arguments."""
+    """Scalars that all elements of a step share, in the order of the kernel's arguments."""
 
     clip: float
-    """Factor of gradients, so that clipping needs no separate pass."""
+    """Factor that clips gradients within the step, so that clipping needs no separate pass."""
     beta1: float
     rest1: float
     """1 - beta1."""
@@ -41,7 +42,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) -> Numbers:
-    """Return the numbers of step number `step`, counted from 1."""
+    """Return the scalars of step number `step`, counted from 1."""
     beta1, beta2 = settings["betas"]
     return Numbers(
         clip=clip,
@@ -57,9 +58,9 @@ def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) 
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits of the nearest bfloat16, ties away from 0, and the rest of float32's bits.
+    """Return float32 values as two int16 halves: the nearest bfloat16, and the rest of the bits.
 
-    Both are int16. A NaN stays a NaN, and its other bits are dropped.
+    Ties are rounded away from 0. A NaN stays a NaN, and its other bits are dropped.
     """
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -102,9 +103,10 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Return the bits of bfloat16, int16; `random` is from 0 to 2 ** 16 - 1 for each value.
+    """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    It is added to the bits that are cut off, and carries the more often, the larger they are.
+    `random`, from 0 to 2 ** 16 - 1 for each value, is added to the bits that are cut off. Larger
+    bits carry more often, so values are rounded up with the right probability.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -119,9 +121,9 @@ def adamw(
     numbers: Numbers,
     keys: tuple[int, int],
 ) -> None:
-    """Take a step in place, on flat tensors. Moments are the bits of bfloat16, as int16.
+    """Take an AdamW step in place on flat tensors. Moments are bfloat16 bits as int16.
 
-    With `low`, weights are int16 halves; without, they are float32. The step uses the moments
+    With `low`, weights are int16 halves; without it, they are float32. The step uses the moments
     before they are rounded.
     """
     n = numbers
@@ -133,7 +135,7 @@ def adamw(
         mean = first.view(torch.bfloat16).float().mul_(n.beta1).add_(pull * n.rest1)
         square = second.view(torch.bfloat16).float().mul_(n.beta2)
         square.add_(pull.mul_(pull).mul_(n.rest2))
-        # The nearest float32, through float64: torch's float32 root is sometimes one bit off.
+        # Computed in float64, because torch's float32 square root is sometimes one bit off.
         root = square.double().sqrt_().float()
         move = mean / root.mul_(n.inverse_root).add_(n.eps)
         value.mul_(n.keep).sub_(move.mul_(n.size))

@@ -1,8 +1,8 @@
-"""Keeping Python's garbage collector from objects that live as long as the process.
+"""Exclude long-lived objects from Python's garbage collection, for speed.
 
-Torch, transformers and Triton make some four hundred thousand objects when they are imported, and
-a full collection visits every one of them: a fifth of a second. The thousands of rollouts of a
-step trigger such collections, one after the other, while a GPU waits.
+Torch, transformers and Triton create about four hundred thousand objects when they are imported. A
+full collection visits all of them, which takes a fifth of a second. The thousands of rollouts of a
+step trigger many such collections while a GPU waits.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
-    """Leave objects that exist by now out of all collections; later ones are collected.
+    """Exclude all present objects from garbage collection; later objects are collected as usual.
 
-    A full collection comes first, or garbage that exists already would stay, such as a model. If
-    the caller has frozen objects already, nothing is done: what stays frozen is its choice.
+    A full collection comes first, because present garbage, such as an old model, would stay
+    otherwise. If the caller has already frozen objects, this does nothing.
     """
     if gc.get_freeze_count():
         yield

@@ -1,4 +1,4 @@
-"""Building what rollouts need to interact with an environment, from the configuration."""
+"""Build the interaction of rollouts with an environment from the configuration."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from covey.rollout.multi_turn import Interaction
 def interaction_of(
     config: Config, model: LanguageModel, factory: Factory | None = None
 ) -> Interaction | None:
-    """Build the environment's host and limits; a factory from Python replaces the named one.
+    """Build the environment's host and limits; a class passed from Python replaces the named one.
 
-    None: the configuration names no environment, and a rollout is one completion.
+    Return None if the configuration names no environment, so that a rollout is one completion.
     """
     section = config.environment
     if factory is None:
@@ -28,8 +28,8 @@ def interaction_of(
         factory = make_factory(section.name, section.options)
     if section.max_tokens <= config.rollout.max_tokens:
         raise ConfigError(
-            f"config: environment.max_tokens = {section.max_tokens} is the whole conversation and "
-            f"must be more than rollout.max_tokens = {config.rollout.max_tokens}, which is one turn"
+            f"config: environment.max_tokens = {section.max_tokens}, the limit of a conversation, "
+            f"must be more than rollout.max_tokens = {config.rollout.max_tokens}, that of one turn"
         )
     name = section.call_format if section.call_format != "auto" else call_format_of(model)
     form = CALL_FORMATS[name]
@@ -54,7 +54,7 @@ def interaction_of(
 
 
 def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
-    """Return sampling settings that also stop where a call ends, if a turn has one call."""
+    """Return sampling settings that also stop at the end of a call if a turn has only one."""
     if interaction is None:
         return sampling
     stops = dict.fromkeys([*sampling.stop_strings, *interaction.stops])
@@ -62,7 +62,7 @@ def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
 
 
 def call_format_of(model: LanguageModel) -> str:
-    """Return the call format that a model's chat template describes; hermes if none."""
+    """Return the call format that a model's chat template describes, or else hermes."""
     renderer = model.renderer
     template = renderer.tokenizer.get_chat_template() if renderer and renderer.chat else ""
     is_llama = "<tool_call>" not in template and "ipython" in template

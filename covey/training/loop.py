@@ -1,69 +1,36 @@
-"""The training loop. One skeleton serves reinforcement learning and supervised training:
+"""The training loop, shared by reinforcement learning and supervised training:
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
-A step of reinforcement learning is in rl.py, one of supervised training in sft.py. Everything
-random is addressed by (seed, step), so the loop carries little state beside the policy, and saves
-it with the policy: a resumed run computes what it would have computed without the interruption.
+An error saves the last complete step.
+
+The step of reinforcement learning is in rl.py, that of supervised training in sft.py. Random
+numbers depend only on their address, such as (seed, step), so the loop has little state beside the
+policy, and saves both. A resumed run therefore gives the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 from covey.errors import CoveyError, RunError
 from covey.run.folder import RunFolder
-from covey.run.resume import Start, start_of
+from covey.run.resume import Start, resume_command, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.choose import make_trackers
-from covey.stopping import GivenUp, StopSignal
+from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
-from covey.training.budget import Budget
+from covey.training.budget import Used
 from covey.training.build import Components, Parts
 from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.measure import measure
 from covey.training.rl import Reinforcement
+from covey.training.trainer import Trainer
 from covey.training.watch import Watch
-
-
-class Trainer(Protocol):
-    """One kind of training: all that the loop does not know of it."""
-
-    @property
-    def parts(self) -> Components:
-        """What the run is made of."""
-
-    @property
-    def budget(self) -> Budget:
-        """How long the run is."""
-
-    @property
-    def rollouts(self) -> int:
-        """Rollouts, or examples, of a step."""
-
-    @property
-    def evaluate_every(self) -> int:
-        """Steps between evaluations. 0: there are none."""
-
-    def fresh(self) -> State:
-        """Return the state of a run that begins."""
-
-    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare for the first step, after the given checkpoint. None: the run begins."""
-
-    def step(self, state: State, run: RunFolder, log: Tracker) -> None:
-        """Take training step number `state.step`, and log it."""
-
-    def save(self, folder: Path, step: int) -> None:
-        """Add to the checkpoint of a step what resuming after it needs, beside the state."""
-
-    def close(self) -> None:
-        """End what works beside the loop."""
 
 
 def train(
@@ -73,7 +40,7 @@ def train(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train by reinforcement until the budget is spent, or a signal; return the last saved step."""
+    """Train with RL until the budget is used up or a signal comes; return the last saved step."""
     return run_loop(Reinforcement(parts), run, trackers, stop, start)
 
 
@@ -100,6 +67,8 @@ def run_loop(
             note=log.note,
             world=parts.world,
         )
+        for note in parts.notes:
+            log.note(note)
         watch.replay(run, state.step)
         trainer.begin(start.checkpoint, log)
         loop = _Loop(trainer=trainer, run=run, log=log, watch=watch, state=state, saved=state.step)
@@ -108,10 +77,13 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            what = f"step {state.step} was waiting for another process, and was given up"
-            if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
+            what = f"step {state.step} waited or evaluated, and was abandoned"
+            if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(f"{what}; --resume continues from the last checkpoint") from None
             log.note(what)
+        except Exception:
+            loop.keep_progress()
+            raise
         if stop.received is not None and not stop.by_signal:
             log.note(f"stopped after step {state.step}: {stop.received}")
         loop.save_last()
@@ -125,7 +97,7 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return the trackers of a run: its folder, those of the caller and of the configuration."""
+    """Return all trackers of a run: of its folder, of the caller and of the configuration."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
@@ -142,36 +114,63 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last step whose evaluation and log are complete, while the policy is still
-    that of this step. None: there is nothing that could be saved."""
+    """The state of the last complete step, with its log, as long as the policy has not changed
+    since. None if there is nothing to save."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state
-        evaluate_every, save_every = trainer.evaluate_every, parts.config.save.every
-        if state.step == 0 and evaluate_every:
-            measure(parts, self.log, step=0)
+        save_every = parts.config.save.every
+        if state.evaluation_due or (state.step == 0 and trainer.evaluate_every):
+            self._evaluate()
         while not (
             trainer.budget.over(used := state.used(parts.policy)) or parts.world.agree(stop)
         ):
             state.step += 1
             try:
                 trainer.step(state, self.run, self.log)
-            except GivenUp:
+            except BaseException:
                 if parts.policy.version != used.updates:
                     self.complete = None
+                if self.run.has_step(state.step):  # only the report of the step failed
+                    self._trained(used)
                 raise
-            self.complete = None
-            now = state.used(parts.policy)
-            last = trainer.budget.over(now)
-            if evaluate_every and (last or trainer.budget.passed(evaluate_every, used, now)):
-                measure(parts, self.log, state.step)
-            self.complete = replace(state)
+            last = self._trained(used)
+            if state.evaluation_due:
+                self._evaluate()
             if last or self.watch.is_best or (save_every and state.step % save_every == 0):
                 self.save_last()
             self.watch.report(self.log, stop)
 
+    def _trained(self, before: Used) -> bool:
+        """Mark the step as complete, except its evaluation; return whether it is the last step."""
+        budget, every = self.trainer.budget, self.trainer.evaluate_every
+        now = self.state.used(self.trainer.parts.policy)
+        last = budget.over(now)
+        due = every and (last or budget.passed(every, before, now))
+        self.state.evaluation_due = bool(due)
+        self.complete = replace(self.state)
+        return last
+
+    def _evaluate(self) -> None:
+        parts = self.trainer.parts
+        # A signal ends a long evaluation, which a resumed run repeats; ranks must stay together.
+        with may_be_given_up() if parts.world.size == 1 else nullcontext():
+            measure(parts, self.log, self.state.step)
+        self.state.evaluation_due = False
+        self.complete = replace(self.state)
+
+    def keep_progress(self) -> None:
+        """Save the last complete step after an error, and print how to resume."""
+        try:
+            if self.trainer.parts.world.size == 1:  # other ranks may be in the middle of a step
+                self.save_last()
+        except Exception as error:
+            self.log.note(f"the last complete step could not be saved: {error}")
+        if self.saved:
+            self.log.note(f"saved step {self.saved}; resume with: {resume_command(self.run)}")
+
     def save_last(self) -> None:
-        """Save the last complete step, unless it is saved already."""
+        """Save the last complete step, unless it was saved already."""
         parts, state = self.trainer.parts, self.complete
         if state is None or state.step <= self.saved:
             return

@@ -1,4 +1,4 @@
-"""From the [engine] and [cluster] sections to an engine, a scorer and a reference elsewhere."""
+"""Build the engine of a run, and its scorer and reference if they run in Ray actors."""
 
 from __future__ import annotations
 
@@ -24,23 +24,29 @@ from covey.scoring import Scorer
 from covey.training.policy import Policy
 
 Load = Callable[[Config], LanguageModel]
-"""Loads the model of a configuration: covey.training.build.load_model."""
+"""Type of covey.training.build.load_model, which loads the model of a configuration."""
 
 
 def check_engine(config: Config) -> None:
-    """Refuse an engine or a cluster that is not there, before a model is loaded."""
+    """Refuse an engine or a cluster that is not available, before a model is loaded."""
     if config.engine.kind == "vllm":
         from covey.engines.vllm.check import check_vllm
 
         check_vllm(config)
-    if config.cluster.address:
+    if config.cluster.address and config.cluster.trainers and "RANK" not in os.environ:
+        raise ConfigError(
+            f"config: cluster.trainers = {config.cluster.trainers} works only with `covey train` "
+            "and `covey sft`; start the ranks with torchrun, or set it to 0"
+        )
+    if config.cluster.any_actors:
         from covey.cluster.ray_client import check_room, connect
 
         connect(config.cluster.address, config.cluster.trainer_gpus)
-        check_room(_needs(config))
+        check_room(actor_needs(config))
 
 
-def _needs(config: Config) -> list[tuple[str, int, Any]]:
+def actor_needs(config: Config) -> list[tuple[str, int, Any]]:
+    """Return the actors of a trainer rank: their kinds, numbers and resources."""
     from covey.cluster.ray_client import Need
 
     cluster, engine = config.cluster, _engine_need(config)
@@ -62,17 +68,17 @@ def _scoring_workers(config: Config) -> int:
 
 
 def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
-    """Build what generates for a policy."""
-    if config.engine.kind == "native" and not config.cluster.address:
+    """Build the engine that generates for a policy."""
+    if config.engine.kind == "native" and not config.cluster.engine_actors:
         return native_engine(policy)
     engine = _engine_elsewhere(config, policy, load)
     return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
 
 
 def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
-    """Build an engine with weights of its own."""
+    """Build an engine with its own copy of the weights."""
     model = policy.model if policy.whole is None else policy.whole
-    if config.cluster.address:
+    if config.cluster.engine_actors:
         return _ray_engine(config, model, load)
     if config.engine.kind == "vllm":
         from covey.engines.vllm.build import vllm_engine
@@ -85,7 +91,7 @@ def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
 
 
 def native_engine(policy: Policy) -> NativeEngine:
-    """Return the engine in this process; of a sharded policy it has a whole copy."""
+    """Return the engine in this process; for a sharded policy, it has a full copy."""
     return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
 
 
@@ -109,19 +115,19 @@ def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
 
 
 def _changed(config: Config, **model: Any) -> dict[str, Any]:
-    """Return the settings with others for the model, and without gradient checkpointing."""
+    """Return the settings with changes to [model], and without gradient checkpointing."""
     data = config.model_dump()
     return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
 
 
 def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
-    """Build the engine of an actor, inside it."""
+    """Build the engine inside a Ray actor."""
     config = parse_config(settings)
     if config.engine.kind != "vllm":
         return NativeCopy(load(config))
     from covey.engines.vllm.build import vllm_engine
 
-    # The server has the GPU. The actor needs a model for the tokenizer and the probe.
+    # The server uses the GPU. The actor needs a model for the tokenizer and the probe.
     model = load(parse_config(_changed(config, device="cpu")))
     return vllm_engine(config, model, cuda=config.model.device == "cuda", first_gpu=0)
 
@@ -153,7 +159,7 @@ def ray_reference(config: Config, load: Load) -> Reference:
     if config.reference.kind != "frozen" or config.adapter.rank:
         raise ConfigError(
             "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no "
-            "adapter: other references follow the policy or share its weights"
+            "adapter, because other references change with the policy or share its weights"
         )
     settings = _changed(config, device="cuda" if config.cluster.engine_gpus else "cpu")
     return RayReference(
@@ -164,7 +170,7 @@ def ray_reference(config: Config, load: Load) -> Reference:
 
 
 def actor_reference(settings: Mapping[str, Any], load: Load) -> Reference:
-    """Build the reference of an actor, inside it."""
+    """Build the reference inside a Ray actor."""
     config = parse_config(settings)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     return FrozenReference(

@@ -1,4 +1,4 @@
-"""Evaluation of the policy of a run, which its trackers are told of."""
+"""Evaluate the policy of a run, and report the results to its trackers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from covey.training.build import Components
 
 
 def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
-    """Evaluate the policy as it is after `step`, and log that."""
+    """Evaluate the policy after `step`, and log the results."""
     model, engine = parts.policy.model, parts.engine
     with parts.engine_lock:
         engine.load_weights(parts.policy.weights, parts.policy.version)
@@ -26,8 +26,9 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,
             temperature=parts.config.evaluate.temperature,
+            baselines=parts.baselines,
         )
-    # The rows first: a line in eval.jsonl means that they are there.
+    # The rows come first, so that they exist for every line of eval.jsonl.
     log.table("evaluations", step, [item.row() for item in evaluation.items])
     log.evaluation(step, evaluation)
     return evaluation

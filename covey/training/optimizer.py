@@ -3,10 +3,10 @@
 There are two implementations: MasterAdamW here, and CompactAdamW (compact_adamw.py), which keeps
 less state.
 
-When the model computes in bfloat16, its parameters stay bfloat16, for the engine and the forward
-pass alike, and each has a float32 master. Gradients are added up in the master's precision as soon
-as they appear, so the number of micro-batches costs no accuracy; after a step the parameters are
-rounded from the masters in place, and the engine has the new weights without any transfer.
+If the model computes in bfloat16, its parameters stay bfloat16, for the engine and the forward pass
+alike, and each has a float32 master. Gradients are added up in the master's precision as soon as
+they are computed, so more micro-batches lose no precision. After a step the parameters are rounded
+from the masters in place, so the engine has the new weights without a transfer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from covey.training.parallel.shard import whole_tensor
 
 
 class AdamWSettings(TypedDict):
-    """Options of AdamW beside the rate, whichever implementation keeps its state."""
+    """Options of AdamW beside the learning rate, for both implementations."""
 
     betas: tuple[float, float]
     eps: float
@@ -32,19 +32,19 @@ class AdamWSettings(TypedDict):
 
 
 class Stepped(NamedTuple):
-    """What an optimizer step reports."""
+    """The result of an optimizer step."""
 
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     skipped: bool
-    """Whether the gradient was not finite, and the weights were therefore not changed."""
+    """Whether the step was skipped because the gradient was not finite."""
 
 
 class Optimizer(Protocol):
-    """What a policy needs from its optimizer."""
+    """The interface of a policy's optimizer."""
 
     parameters: dict[str, nn.Parameter]
-    """Those that are trained, by name."""
+    """The trained parameters, by name."""
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
@@ -67,7 +67,7 @@ class Optimizer(Protocol):
 
 
 class MasterAdamW:
-    """AdamW on float32 masters of the given parameters, which are themselves updated in place."""
+    """AdamW on float32 masters of the given parameters, which are updated in place."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class MasterAdamW:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """The float32 weights by name; a parameter that is float32 is its own."""
+        """The float32 weights by name; a float32 parameter is its own master."""
         return self._masters
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -155,7 +155,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         return parameter
     master = nn.Parameter(parameter.detach().float())
     if parameter.is_cuda:
-        return master  # and gradients go to a sink
+        return master  # gradients go to a sink
 
     def collect(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

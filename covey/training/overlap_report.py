@@ -1,4 +1,4 @@
-"""What a run says about overlap: age of rollouts, waiting, restarts, and the active correction."""
+"""Notes and metrics of overlap: age of rollouts, waiting, restarts, and the active correction."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "token_mask": "masked importance sampling, as in IcePop",
     }
 )
-"""What the field calls a correction."""
+"""Common names of corrections."""
 
 
 def overlap_note(parts: Parts) -> str:
-    """Return how old rollouts may be, and what corrects for it."""
+    """Return a note about the maximum age of rollouts and the correction for it."""
     overlap, options = parts.config.overlap, parts.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
     if parts.step_settings.old_logp_from_sampler:
-        return f"{age}; the objective's ratio to the engine's log-probs corrects for it"
+        return f"{age}; the objective's ratio to the engine's log-probs corrects for their age"
     name, low, high = (options[f"correction{end}"] for end in ("", "_low", "_high"))
     known = f" ({NAMES[name]})" if name in NAMES else ""
     more = f" and objective.veto = {options['veto']:g}" if options["veto"] else ""
-    return (
-        f"{age}; objective.correction = {name!r}{known}, {low:g} to {high:g}{more} corrects for it"
-    )
+    return f"{age}; correction: objective.correction = {name!r}{known}, {low:g} to {high:g}{more}"
 
 
 def overlap_metrics(
     parts: Parts, rollouts: StepRollouts, waited: float, version: int
 ) -> dict[str, float]:
-    """Return the metrics of overlap: of a step that starts at `version`, and waited so long."""
+    """Return the metrics of overlap of a step that starts at `version`."""
     overlap, metrics = parts.config.overlap, {}
     if not overlap.staleness:
         return {}
@@ -57,7 +55,7 @@ def overlap_metrics(
 
 
 def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
-    """Return what died and was started again since the last call, as notes and as metrics."""
+    """Return the processes restarted since the last call, as notes and as metrics."""
     engine, scoring = parts.engine.events(), parts.scorer.events()
     metrics: dict[str, float] = {}
     if engine or not parts.engine.info.shares_weights:

@@ -1,4 +1,4 @@
-"""The policy that is trained: a language model with its optimizer."""
+"""The trained policy: a language model with its optimizer."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from covey.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """The weights, how log-probabilities are taken of them, and how they change."""
+    """A model, its log-probabilities and its optimizer."""
 
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature: training sees the distribution that was sampled."""
+    """The sampling temperature. Training uses the distribution that was sampled."""
     logits_megabytes: float
     version: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     graphs: bool = True
-    """Whether CUDA graphs are used, where the model and its device allow it."""
+    """Whether to use CUDA graphs if the model and its device allow it."""
     passes: TrainGraphs | None = None
     """The CUDA graphs of forward and backward passes."""
     whole: LanguageModel | None = None
-    """Of a sharded model the whole copy that the engine has, which checkpoints are written from."""
+    """The engine's full copy of a sharded model, from which checkpoints are written."""
     sums: GradientSums | None = None
-    """Sums gradients over ranks. None: they are whole already."""
+    """Sums gradients over ranks. None if no sum is needed."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights that training changes, by name: what an engine's copy needs.
+        """Yield the trained weights by name, to update an engine's copy.
 
-        Sharded ones are gathered one by one, which all ranks must do together.
+        Sharded weights are gathered one by one, and all ranks must take part.
         """
         named = self.model.model.named_parameters()
         return ((name, whole_tensor(w.detach())) for name, w in named if w.requires_grad)
@@ -48,14 +48,16 @@ class Policy:
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token, with gradient if enabled.
 
-        Call backward before the next call: the passes may be CUDA graphs, which share their memory
-        (accel/train_graph.py). The gradient goes straight to where the optimizer reads it.
+        Call backward before the next call, because CUDA graphs of the passes share their memory
+        (accel/train_graph.py). Gradients are written where the optimizer reads them.
         """
         if self.graphs and self.passes is None:
             self.passes = train_graphs_for(
                 self.model, temperature=self.temperature, megabytes=self.logits_megabytes
             )
-        taken = None if self.passes is None else self.passes.run(host_rows(batch))
+        # Kept sets have a different size in every batch, but a CUDA graph needs a fixed size.
+        graphs = self.passes if batch.kept is None else None
+        taken = None if graphs is None else graphs.run(host_rows(batch))
         if taken is not None:
             return scatter_logp(batch, *taken)
         try:
@@ -64,12 +66,12 @@ class Policy:
             if self.passes is None or self.passes.failed:
                 raise
             self.passes.give_up(error)
-        # By now nothing refers to the memory of the failed pass, or of the graphs.
+        # Here nothing refers to the memory of the failed pass or of the graphs any more.
         torch.cuda.empty_cache()
         return self.plain_logp(batch)
 
     def plain_logp(self, batch: Batch) -> LogProbs:
-        """Return the same without CUDA graphs: differentiable at any time, by any caller."""
+        """Return the same as `logp` without CUDA graphs, so that backward may come at any time."""
         return batch_logp(
             self.model,
             batch,
@@ -78,12 +80,12 @@ class Policy:
         )
 
     def expect_last_pass(self) -> None:
-        """Note that the next backward pass is the last before an optimizer step."""
+        """Announce that the next backward pass is the last before an optimizer step."""
         if self.sums is not None:
             self.sums.expect()
 
     def step(self, rate: float) -> Stepped:
-        """Take an optimizer step on the gradients collected so far, on all ranks."""
+        """Take an optimizer step with the gradients so far, on all ranks."""
         if self.sums is not None:
             self.sums.finish()
         self.version += 1

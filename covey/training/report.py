@@ -1,4 +1,4 @@
-"""Advantages of a step by rollout."""
+"""Mean advantages of the rollouts of a step, for its records."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from covey.types import Batch, Group
 def mean_advantages(
     collected: Sequence[Group], trained: Sequence[Group], batch: Batch | None
 ) -> list[list[float | None]]:
-    """Return the mean advantage of every rollout, group by group; None where it was left out.
+    """Return the mean advantage of every rollout, by group; None for a rollout that was left out.
 
-    `trained` are the groups of the batch, whose rows name their rollouts by number.
+    `trained` are the groups of the batch, whose rows refer to their rollouts by number.
     """
     found: dict[int, float] = {}
     if batch is not None:

@@ -1,7 +1,7 @@
-"""Checked names and options: from a configuration to task, reward, objective and sampling.
+"""Check the names and options of a configuration, and build task, reward, objective and sampling.
 
-Nothing here loads a model. torch is imported only where an objective or a distribution is built, so
-that a misspelled name is an error within a second.
+This module loads no model. It imports torch only to build an objective or a distribution, so that a
+misspelled name is an error within a second.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from covey.config.algorithm_names import PAIRED, check_algorithm_name
 from covey.config.options import choose, resolve_options
 from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
+from covey.config.schema import Reward
 from covey.config.section import Named
 from covey.environments.registry import NONE, find_environment, is_user_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
-from covey.rewards import LENGTH_PENALTIES, Reward
+from covey.rewards import LENGTH_PENALTIES
+from covey.rewards import Reward as RewardFunction
 from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.run.best import check_metric
 from covey.run.health import check_names
@@ -34,16 +36,16 @@ if TYPE_CHECKING:
 
 
 STALE_CORRECTION = "token_truncate"
-"""The default of objective.correction where rollouts are older than the weights in training:
-truncated importance sampling, which with a recomputed old_logp is decoupled PPO."""
+"""The default of objective.correction if rollouts are older than the trained weights: truncated
+importance sampling, which is decoupled PPO with a recomputed old_logp."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
-    """Write out the default options of the task, reward, length penalty and objective.
+    """Fill in the default options of the task, reward, length penalty and objective.
 
     All names are checked first, before anything imports torch. Without `imports`, no user code is
-    loaded, and its options stay as they were given. `passed` are the sections (task, reward) whose
-    objects come from Python: there is nothing to look up.
+    loaded, and its options stay as given. `passed` names the sections (task, reward) whose objects
+    come from Python, so that their names are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -60,6 +62,10 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         if where not in passed and (imports or not own.get(where))
     }
     named = {where: {**getattr(config, where).settings, **o} for where, o in options.items()}
+    apart = config.evaluate.reward
+    if apart.name and (imports or not is_import_path(apart.name)):
+        reward = {"name": apart.name, **reward_options(apart, "evaluate.reward")}
+        named["evaluate"] = {**config.evaluate.model_dump(), "reward": reward}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
     check_overlap(resolved)
@@ -69,20 +75,21 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         _check_old_logp(resolved, objective)
         _check_groups(resolved, objective)
         _check_preferences(resolved, objective)
+        _check_mask_replay(resolved, objective)
         if "teacher" in objective.needs:
             check_teacher(resolved.teacher)
     return resolved
 
 
 def _check_groups(resolved: Config, objective: Objective) -> None:
-    """Reject an objective that asks more of a group than rollout.group_size."""
+    """Reject an objective that needs larger groups than rollout.group_size."""
     from covey.objective.compose import option
 
     size, k = resolved.rollout.group_size, option(objective.advantage, "k")
     others = option(objective.advantage, "baseline") not in (None, "loo1")
     if k is not None and k > size - others:
-        needs = f"{k + others} completions of a prompt" + (", one of them apart" if others else "")
-        raise ConfigError(f"config: objective.k = {k} needs {needs}; rollout.group_size is {size}")
+        needs = f"a rollout.group_size of at least {k + others}"
+        raise ConfigError(f"config: objective.k = {k} needs {needs}, but it is {size}")
     prompts, mini_batches = resolved.rollout.prompts_per_step, resolved.train.mini_batches
     if objective.pairs and mini_batches > prompts:
         raise ConfigError(
@@ -94,8 +101,8 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
         for name in ("part_weights", "gate"):
             if given.get(name, ()) not in ((), [], -1):
                 raise ConfigError(
-                    f"config: objective.{name} counts on an order; name the parts of the reward in "
-                    "objective.parts"
+                    f"config: objective.{name} depends on the order of the reward parts; list them "
+                    "in objective.parts"
                 )
 
 
@@ -119,19 +126,37 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject what an objective with ratios to the engine's log-probs cannot have."""
+    """Reject settings that an objective with ratios to the engine's log-probs does not allow."""
     name = resolved.objective.name
-    if sampling_of(resolved).distribution.truncates:
+    if truncates_unseen(resolved):
         raise ConfigError(
-            f"config: {name} takes ratios to the engine, which cannot be combined with "
-            "rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated "
-            "distribution"
+            f"config: {name} uses ratios to the engine's log-probs, which rollout.top_k, top_p and "
+            "min_p change to those of a truncated distribution; set rollout.mask_replay = true"
         )
     if objective.corrects:
         raise ConfigError(
-            f"config: {name} takes ratios to the engine already: objective.correction and "
-            "objective.veto have nothing to correct"
+            f"config: {name} already uses ratios to the engine's log-probs, so "
+            "objective.correction and objective.veto have nothing to correct; leave them out"
         )
+
+
+def truncates_unseen(config: Config) -> bool:
+    """Return whether sampling is truncated while training uses the whole distribution."""
+    sampling = sampling_of(config)
+    return sampling.distribution.truncates and not sampling.returns_kept
+
+
+def _check_mask_replay(resolved: Config, objective: Objective) -> None:
+    """Reject kept sets if the engine cannot return them, or a server does not get them."""
+    if not sampling_of(resolved).returns_kept:
+        return
+    what = "config: rollout.mask_replay = true does not work with"
+    if resolved.engine.kind == "vllm":
+        raise ConfigError(f"{what} engine.kind = 'vllm', which does not return the kept tokens")
+    server = "reference" in objective.needs and resolved.reference.kind == "server"
+    if server or ("teacher" in objective.needs and resolved.teacher.url):
+        section = "reference.kind = 'server'" if server else "teacher.url"
+        raise ConfigError(f"{what} {section}: the server does not get the kept tokens")
 
 
 def _check_watching(config: Config) -> None:
@@ -141,43 +166,45 @@ def _check_watching(config: Config) -> None:
     if config.save.best:
         check_metric(config.save.best, samples=config.evaluate.samples)
     elif config.train.patience:
-        raise ConfigError("config: train.patience needs save.best, the metric that it waits for")
+        raise ConfigError("config: train.patience needs save.best, the metric that must improve")
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
-    """Reject the engine's log-probs as old_logp where they differ from the trainer's.
+    """Reject the engine's log-probs as old_logp if they differ from the trainer's.
 
-    Reject old rollouts that nothing corrects for: with old_logp from the trainer the ratio starts
-    at 1, however old they are. Pairs have no ratio: their loss is that of a classifier.
+    Also reject stale rollouts without a correction: with old_logp from the trainer, the ratio
+    starts at 1 however old the rollouts are. Pairs have no ratio.
     """
     if objective.pairs:
         return
     if "sampler_as_old" in objective.needs:
         _check_ratios_to_engine(resolved, objective)
         return
-    truncates = sampling_of(resolved).distribution.truncates
+    truncates = truncates_unseen(resolved)
     if resolved.train.old_logp == "sampler" and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
-            "min_p: the engine's log-probs are then those of a truncated distribution"
+            "min_p, because the engine's log-probs are then those of a truncated distribution; set "
+            "rollout.mask_replay = true"
         )
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
-    if resolved.overlap.staleness and blind and not objective.corrects:
+    if resolved.stale and blind and not objective.corrects:
+        staleness, groups = resolved.overlap.staleness, resolved.replay.groups
+        what = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: overlap.staleness = {resolved.overlap.staleness} trains on completions of "
-            f"older weights, and nothing corrects for it: set objective.correction = "
-            f"{STALE_CORRECTION!r}"
+            f"config: with {what}, completions come from older weights, which needs a correction: "
+            f"set objective.correction = {STALE_CORRECTION!r}"
         )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
         raise ConfigError(
-            "config: train.old_logp = 'sampler' leaves nothing for objective.correction and "
-            "objective.veto to compare with the engine's log-probs; set it to 'recompute'"
+            "config: objective.correction and objective.veto compare the trainer's old_logp with "
+            "the engine's log-probs, so they need train.old_logp = 'recompute', not 'sampler'"
         )
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return defaults for options that are lengths: fractions of the longest completion."""
+    """Return defaults for options that are lengths, as fractions of rollout.max_tokens."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 
@@ -193,7 +220,7 @@ def _objective_options(config: Config) -> dict[str, object]:
 
     section: Named = config.objective
     maker = algorithm(section.name, section.options)
-    corrected = config.overlap.staleness and config.train.old_logp != "sampler"
+    corrected = config.stale and config.train.old_logp != "sampler"
     if corrected and section.name not in PAIRED and "correction" not in section.options:
         options = {**section.options, "correction": STALE_CORRECTION}
         section = Named.model_validate({"name": section.name, **options})
@@ -216,7 +243,9 @@ def _environment_options(config: Config) -> dict[str, object]:
     if section.name == NONE:
         if section.options:
             key = next(iter(section.options))
-            raise ConfigError(f"config: environment.{key} needs environment.name")
+            raise ConfigError(
+                f"config: environment.{key} is an option of an environment; set environment.name"
+            )
         return {}
     return resolve_options(find_environment(section.name), section, "environment")
 
@@ -230,7 +259,7 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "objective": _objective_options,
     }
 )
-"""Options of each section that names a function. The objective is last: it imports torch."""
+"""Options of each section that names a function. The objective is last, since it imports torch."""
 
 
 def task_of(config: Config) -> Task:
@@ -238,10 +267,18 @@ def task_of(config: Config) -> Task:
     return make_task(config.task.name, config.task.options)
 
 
-def reward_of(config: Config) -> Reward:
+def reward_of(config: Config) -> RewardFunction:
     """Build the reward."""
     reward = make_reward(config.reward.name, config.reward.options)
     return check_alone(config.reward.name, reward)
+
+
+def evaluation_config(config: Config) -> Config:
+    """Return the configuration whose [reward] scores evaluations: evaluate.reward, if given."""
+    apart = config.evaluate.reward
+    if not apart.name:
+        return config
+    return config.model_copy(update={"reward": Reward.model_validate(apart.model_dump())})
 
 
 def objective_of(config: Config) -> Objective:
@@ -269,6 +306,7 @@ def sampling_of(config: Config) -> Sampling:
         stop_strings=tuple(rollout.stop),
         max_concurrent=config.engine.max_concurrent,
         seed=config.seed,
+        mask_replay=rollout.mask_replay,
     )
 
 

@@ -6,20 +6,24 @@ Collecting is in rollout/source.py, training on the groups in training/step.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from covey.config.schema import Save
+from covey.config.schema import Config, Save
+from covey.rollout.curriculum import PromptChoice
 from covey.rollout.in_flight import read_in_flight, write_in_flight
 from covey.rollout.metrics import rollout_metrics, selection_metrics
 from covey.rollout.overlap import RolloutQueue, rollout_queue
+from covey.rollout.replay import ReplayBuffer
+from covey.rollout.source import StepRollouts
 from covey.run.folder import RunFolder
 from covey.run.metric_names import with_open_instruct_names
 from covey.run.metrics import meaning
 from covey.run.samples import samples_page
 from covey.run.trackers import Tracker
+from covey.scoring.baselines import REMEDY
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
@@ -30,25 +34,30 @@ from covey.training.step import training_step
 from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Group
 
+EARLY = 3
+"""Number of first steps in which an empty replay buffer is normal."""
+
 
 @dataclass(slots=True)
 class Reinforcement:
-    """Reinforcement learning: groups are collected, filtered and trained on."""
+    """Reinforcement learning for the loop: collect and filter groups, and train on them."""
 
     parts: Parts
     queue: RolloutQueue = field(init=False)
+    choice: PromptChoice = field(init=False)
+    replay: ReplayBuffer = field(init=False)
     seconds: float | None = None
-    """Time of all steps so far. It comes from the records of the run: a checkpoint holds no times,
+    """Seconds of all steps so far, read from the records of the run. Checkpoints contain no times,
     so that equal runs have equal checkpoints."""
 
     @property
     def budget(self) -> Budget:
-        """What the configuration allows."""
+        """The length of the run."""
         return Budget(settings=self.parts.config.train)
 
     @property
     def rollouts(self) -> int:
-        """Of a step without refills."""
+        """Number of rollouts in a step, without refills."""
         return self.parts.config.rollout.prompts_per_step * self.parts.config.rollout.group_size
 
     @property
@@ -57,11 +66,11 @@ class Reinforcement:
         return self.parts.config.evaluate.every
 
     def fresh(self) -> State:
-        """Begin with the objective's own beta."""
+        """Return the state of a new run, with the objective's beta."""
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Continue with what the checkpoint holds, and say what corrects for age."""
+        """Load the checkpoint's critic and rollouts, and report the correction for their age."""
         if checkpoint is not None and self.parts.critic is not None:
             self.parts.critic.load(checkpoint)
         prompts, config = self.parts.train_prompts, self.parts.config
@@ -71,9 +80,17 @@ class Reinforcement:
             if checkpoint is None
             else read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
         )
-        self.queue = rollout_queue(self.parts, log, held)
+        self.choice = PromptChoice(settings=config.curriculum, prompts=prompts, seed=config.seed)
+        self.replay = ReplayBuffer(settings=config.replay, seed=config.seed)
+        if checkpoint is not None:
+            self.choice.load(checkpoint)
+            self.replay.load(checkpoint)
+        self.queue = rollout_queue(self.parts, log, held, self.choice)
         if config.preferences.file:
             self.queue = RolloutQueue(parts=self.parts, source=PairSource(self.parts))
+        if checkpoint is None and self.parts.baselines is not None:
+            for found in self.parts.baselines.flagged():
+                log.note(f"task: {found}: {REMEDY}")
         if self.parts.config.overlap.staleness:
             log.note(overlap_note(self.parts))
 
@@ -81,12 +98,14 @@ class Reinforcement:
         """Save the critic, and the rollouts that were generated ahead."""
         if self.parts.critic is not None:
             self.parts.critic.save(folder)
-        held = self.queue.in_flight(after=step)  # which every rank may have to wait for
+        held = self.queue.in_flight(after=step)  # every rank may have to wait for these
         if self.parts.world.is_main:
             write_in_flight(folder, held)
+            self.choice.save(folder)
+            self.replay.save(folder)
 
     def close(self) -> None:
-        """End the generation that works beside the loop, and the processes of the engine."""
+        """End generation in the background, and the processes of the engine."""
         if hasattr(self, "queue"):
             self.queue.source.close()
         self.parts.engine.close()
@@ -104,12 +123,19 @@ class Reinforcement:
         events, deaths = restarts(parts)
         for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
             log.note(note)
-        groups = rollouts.selected.groups
+        fresh, version = rollouts.selected.groups, parts.policy.version
+        replayed = self._replayed(state.step, rollouts)
+        data = self.replay.metrics(replayed, version) | self.choice.metrics(rollouts.used_picks)
+        for note in data_notes(parts.config, state.step, data):
+            log.note(note)
+        groups = (*fresh, *replayed)
         state.episode += len(collected.rollouts)
         state.tokens += collected.tokens
         training = time.perf_counter()
         batch, learned, state.beta = training_step(learner, groups, state.step)
         ended = time.perf_counter()
+        self.choice.add(collected.groups, rollouts.used_picks)
+        self.replay.add(fresh, parts.policy.version)
 
         metrics: dict[str, Any] = {
             "step": state.step,
@@ -122,6 +148,7 @@ class Reinforcement:
             **selection_metrics(rollouts),
             **learned,
             **overlap,
+            **data,
             **deaths,
             "time/rollout": collected.rollout_seconds,
             "time/score": collected.score_seconds,
@@ -134,21 +161,45 @@ class Reinforcement:
         metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
-            advantages = mean_advantages(collected.groups, groups, batch)
-            log.table("rollouts", state.step, run.rollout_rows(collected.groups, advantages))
+            every = (*collected.groups, *replayed)
+            rows = run.rollout_rows(every, mean_advantages(every, groups, batch), len(replayed))
+            log.table("rollouts", state.step, rows)
         if parts.world.is_main:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
 
+    def _replayed(self, step: int, rollouts: StepRollouts) -> list[Group]:
+        """Return the earlier groups that this step also trains on."""
+        ids = {group.prompt.id for group in rollouts.collected.groups}
+        version = self.parts.policy.version
+        return self.replay.draw(step=step, version=version, without=ids)
+
     def _so_far(self, run: RunFolder, seconds: float) -> float:
-        """Add the time of a step to that of the steps before it."""
+        """Add the time of a step to the time of the earlier steps."""
         if self.seconds is None:
             self.seconds = sum(row["time/total"] for row in run.steps())
         self.seconds += seconds
         return self.seconds
 
 
+def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:
+    """Return notes if the curriculum or replay has too few prompts or groups."""
+    notes = []
+    if again := data.get("data/drawn_again"):
+        notes.append(
+            f"step {step}: {again:g} prompts above curriculum.drop_above = "
+            f"{config.curriculum.drop_above:g} are drawn again, because too few others are left"
+        )
+    if step > EARLY and data.get("data/replayed_groups") == 0:
+        notes.append(
+            f"step {step}: nothing to replay; of the {data['data/replay_size']:g} mixed groups "
+            f"that are kept, none is at most {config.replay.max_age} optimizer steps old and of "
+            "another prompt than those of the step"
+        )
+    return notes
+
+
 def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
-    """Write the page of the highest and lowest rewards, every few steps."""
+    """Write the page of the highest and lowest rewards every save.samples_every steps."""
     if save.samples_every and step % save.samples_every == 0:
         run.write_samples(step, samples_page(step, groups, save.samples_shown))

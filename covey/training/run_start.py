@@ -1,4 +1,4 @@
-"""The start of a run: its folder, made and locked by rank 0."""
+"""The start of a run: rank 0 creates and locks its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.training.parallel.world import World
 
 
 def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> RunFolder:
-    """Create the folder of a run, which every rank gets; `more` is added to its environment."""
+    """Create the folder of a run, and return it on every rank; `more` adds to environment.json."""
 
     def create() -> RunFolder:
         device, threads = str(parts.policy.model.device), torch.get_num_threads()
@@ -24,6 +24,8 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
             **describe_environment(parts.config.seed, device, threads),
             "ranks": parts.world.size,
             "reward": parts.scorer.identity,
+            "evaluation_reward": parts.eval_scorer.identity,
+            "notes": list(parts.notes),
             **more,
         }
         return RunFolder.create(path, to_toml(parts.config), environment)

@@ -1,12 +1,12 @@
-"""The learning rate: one pure function from the progress of a run to the rate of a step.
+"""The learning rate schedule: a pure function from the progress of a run to a rate.
 
 The rate of optimizer step v of a run is
 
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(share of the other steps done)  constant, linear or cosine
 
-A run that ends after a number of tokens does not know its optimizer steps in advance. There the
-share of tokens that is spent, times the nominal number of optimizer steps, takes the place of v.
+A run with a budget of tokens does not know its number of optimizer steps in advance. For such a
+run, v is the used share of the tokens times the nominal number of optimizer steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = Literal["constant", "linear", "cosine"]
 def learning_rate(
     step: float, *, peak: float, schedule: Shape, warmup_steps: int, total_steps: int
 ) -> float:
-    """Return the rate of optimizer step number `step`, counted from 0; whole where steps count."""
+    """Return the rate of optimizer step number `step`, counted from 0; it may be a fraction."""
     if step < warmup_steps:
         return peak * min(1.0, (step + 1) / warmup_steps)
     if schedule == "constant":
@@ -44,11 +44,11 @@ class Schedule:
     warmup_steps: int
     total_steps: int
     start: float = 0.0
-    """Where the schedule is at the version `since`; it moves on by one with each version."""
+    """Position in the schedule at the version `since`. Each version advances it by one."""
     since: int = 0
 
     def __call__(self, version: int) -> float:
-        """Return the rate of the optimizer step that takes the policy on from this version."""
+        """Return the rate of the optimizer step that starts from this version."""
         return learning_rate(
             self.start + version - self.since,
             peak=self.peak,
@@ -59,12 +59,18 @@ class Schedule:
 
 
 def total_updates(train: Train) -> int:
-    """Return how many optimizer steps a run takes; nominally, with a budget of tokens."""
+    """Return the number of optimizer steps of a run; with a budget of tokens, the nominal one."""
     return train.amount if train.budget == "updates" else train.steps * train.updates
 
 
+def warmup_updates(config: Config) -> int:
+    """Return the number of warm-up optimizer steps of a run."""
+    settings = config.optimizer
+    return settings.warmup_steps or math.ceil(settings.warmup_ratio * total_updates(config.train))
+
+
 def schedule_of(config: Config, used: Used) -> Schedule:
-    """Return the learning rate of the training step that begins after `used`."""
+    """Return the schedule of the training step that begins after `used`."""
     start, since = 0.0, 0
     if config.train.budget == "tokens":
         spent = Budget(settings=config.train).spent(used)
@@ -72,7 +78,7 @@ def schedule_of(config: Config, used: Used) -> Schedule:
     return Schedule(
         peak=config.optimizer.learning_rate,
         shape=config.optimizer.schedule,
-        warmup_steps=config.optimizer.warmup_steps,
+        warmup_steps=warmup_updates(config),
         total_steps=total_updates(config.train),
         start=start,
         since=since,
@@ -80,7 +86,7 @@ def schedule_of(config: Config, used: Used) -> Schedule:
 
 
 def sft_schedule_of(config: Config, steps: int) -> Schedule:
-    """Return the learning rate of supervised training over the given number of optimizer steps."""
+    """Return the schedule of supervised training over the given number of optimizer steps."""
     return Schedule(
         peak=config.sft.learning_rate,
         shape=config.sft.schedule,

@@ -2,10 +2,10 @@
 
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
-The loop is that of every run (loop.py). Which solutions a step sees is a function of seed and step.
-The loss is the mean cross-entropy over all tokens of an optimizer step. As everywhere, the mean is
-a weight that is computed once per step, and the loss a plain sum; so it does not depend on how the
-step is split into micro-batches.
+The loop is that of every run (loop.py). The solutions of a step depend only on seed and step. The
+loss is the mean cross-entropy over all tokens of an optimizer step. As in RL, the mean is a weight
+that is computed once per step, and the loss is a plain sum. So it does not depend on how the step
+is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, load_model, policy_of, scorer_of
+from covey.training.build import Components, load_model, policy_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
@@ -39,21 +39,23 @@ from covey.training.make_engine import native_engine
 from covey.training.parallel.passes import rank_passes, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
+from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
 from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftParts(Components):
-    """What a run of supervised training is made of."""
+    """The parts of a run of supervised training."""
 
     solutions: Solutions
 
     @property
     def total(self) -> int:
-        """How many solutions are trained on, repetitions included."""
+        """Number of solutions to train on, including repetitions."""
         settings = self.config.sft
         if settings.steps:
             return settings.steps * settings.solutions
@@ -61,12 +63,12 @@ class SftParts(Components):
 
     @property
     def max_tokens(self) -> int:
-        """Length of the longest solution that is trained on."""
+        """Maximum length of a solution in tokens; longer ones are left out."""
         return self.config.sft.max_tokens or self.config.rollout.max_tokens
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps that takes. The last may be a smaller one."""
+        """Number of optimizer steps. The last step may have fewer solutions."""
         return math.ceil(self.total / self.config.sft.solutions)
 
 
@@ -74,30 +76,34 @@ def build_sft(
     config: Config,
     world: World = World(),  # noqa: B008 - without state
 ) -> SftParts:
-    """Build everything that a resolved configuration names."""
+    """Build the parts of an SFT run from a resolved configuration."""
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
     model = load_model(config, world.device(config.model.device))
+    held_out, notes = fitting_prompts(config, model, held_out, "held-out")
     policy = policy_of(config, model, world)
-    # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
+    # Cross-entropy is at temperature 1, whatever the sampling temperature is.
     policy.temperature = 1.0
     scorer = scorer_of(config, ranks=world.local_size)
+    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     parts = SftParts(
         config=config,
         solutions=solutions,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
+        notes=tuple(notes),
         scorer=scorer,
-        eval_scorer=scorer,
+        eval_scorer=eval_scorer,
+        baselines=baselines_of(config, eval_scorer, held_out),
         policy=policy,
         engine=native_engine(policy),
         sampling=sampling_of(config),
         world=world,
     )
     try:
-        _check_lengths(parts)  # before a run folder is made
+        _check_lengths(parts)  # before the run folder is created
     except BaseException:
-        scorer.close()
+        parts.close()
         raise
     return parts
 
@@ -106,8 +112,8 @@ def _check_lengths(parts: SftParts) -> None:
     examples, left_out = step_examples(parts, 1)
     if not examples:
         raise DataError(
-            f"sft: all {len(left_out)} solutions of step 1 are too long, the shortest has "
-            f"{min(left_out)} tokens; raise sft.max_tokens = {parts.max_tokens}"
+            f"sft: all {len(left_out)} solutions of step 1 are longer than sft.max_tokens = "
+            f"{parts.max_tokens}; raise it (the shortest solution has {min(left_out)} tokens)"
         )
 
 
@@ -118,24 +124,24 @@ def run_sft(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train until the configured number of steps, or a signal. Return the last step saved."""
+    """Train until the configured number of steps or a signal; return the last saved step."""
     return run_loop(Supervised(parts), run, trackers, stop, start)
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Supervised training, as the loop takes it."""
+    """Supervised training for the loop."""
 
     parts: SftParts
 
     @property
     def budget(self) -> Budget:
-        """A number of steps."""
+        """The number of steps."""
         return Budget(settings=Train(steps=self.parts.steps))
 
     @property
     def rollouts(self) -> int:
-        """Solutions of a step."""
+        """Number of solutions in a step."""
         return self.parts.config.sft.solutions
 
     @property
@@ -144,17 +150,17 @@ class Supervised:
         return self.parts.config.sft.evaluate_every
 
     def fresh(self) -> State:
-        """Begin at step 0."""
+        """Return the state of a new run, at step 0."""
         return State()
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Do nothing: each step prepares its own data."""
+        """Do nothing, because each step prepares its own data."""
 
     def save(self, folder: Path, step: int) -> None:
         """Add nothing to a checkpoint."""
 
     def close(self) -> None:
-        """Do nothing: nothing works beside the loop."""
+        """Do nothing, because there is no background work."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Train on the solutions of a step, and log."""
@@ -191,9 +197,9 @@ class Supervised:
 
 
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
-    """Return the examples of a step, counted from 1, and the lengths of those that are too long.
+    """Return the examples of a step, counted from 1, and the lengths of solutions left out.
 
-    A small step may have no examples left.
+    Solutions that are too long are left out, so a small step may have no examples.
     """
     settings, model = parts.config.sft, parts.policy.model
     start = (step - 1) * settings.solutions
@@ -215,7 +221,7 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
 
 
 def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Make a batch of examples: completions of which every token is trained."""
+    """Make a batch of examples, in which every token of the solutions is trained."""
     blank = Prompt(id="", task="", messages=(), target="")
     rollouts = [
         Rollout.single_turn(
@@ -235,7 +241,7 @@ def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftLearned:
-    """What an optimizer step of supervised training reports."""
+    """The metrics of an optimizer step of supervised training."""
 
     loss: float
     """Mean cross-entropy of the step's tokens, before the step."""
@@ -247,7 +253,7 @@ class SftLearned:
 
 
 def with_token_mean(batch: Batch) -> Batch:
-    """Fill in the weights of one optimizer step."""
+    """Fill in the weights of one optimizer step, for a mean over its tokens."""
     return replace(batch, weight=token_mean(batch, Totals.of(batch)))
 
 
@@ -258,7 +264,7 @@ def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
-    """Add the gradient of some rows; return their shares [2] of loss and entropy."""
+    """Add the gradient of some rows; return their contributions [2] to loss and entropy."""
     now = policy.logp(micro)
     part = cross_entropy(micro, now.logp)
     part.backward()
@@ -273,7 +279,7 @@ def learn(
     micro_batch_tokens: int,
     world: World = World(),  # noqa: B008 - without state
 ) -> SftLearned:
-    """Take one optimizer step on a batch, of which every rank takes its share."""
+    """Take one optimizer step on a batch; every rank computes its share."""
     policy.model.model.train()
     batch = with_token_mean(batch)
     passes = rank_passes(batch, micro_batch_tokens, world)
@@ -284,7 +290,7 @@ def learn(
             policy.expect_last_pass()
         parts.append(_backward(policy, micro))
     stepped = policy.step(rate)
-    # Fetched last, when the device has done its work anyway.
+    # Read last, when the device has finished its work anyway.
     mine = [sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
     loss, entropy = (sum(column) for column in zip(*world.gather(mine), strict=True))
     return SftLearned(

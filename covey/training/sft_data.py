@@ -1,4 +1,4 @@
-"""Worked solutions for supervised training: the task's own, or those of a file."""
+"""Worked solutions for supervised training, from the task or from a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.types import Message, Prompt
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
 AS_IT_IS = "{answer}"
-"""The template of a file: its completions are whole."""
+"""The template for files, whose completions are used unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solutions:
-    """Solutions, each written when it is read."""
+    """A sequence of solutions, each written when it is accessed."""
 
     prompts: Sequence[Prompt]
     template: str
     prefill: str = ""
-    """How every completion begins. It is part of the prompt, so solutions go without it."""
+    """The prefill of every completion. It belongs to the prompt, so solutions omit it."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -47,9 +47,9 @@ class Solutions:
 
 
 def write_solution(prompt: Prompt, template: str) -> str:
-    """Fill in a template: {worked} derives the answer, {solution} is one, {answer} is the target.
+    """Fill in a template with the reasoning {worked}, the {solution} and the target {answer}.
 
-    {solution} defaults to {answer}; {worked} has no default.
+    {solution} is a correct answer, by default {answer}; {worked} has no default.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -59,8 +59,8 @@ def write_solution(prompt: Prompt, template: str) -> str:
             found = prompt.target
         if found is None:
             raise DataError(
-                f"sft: {prompt.id} has no worked solution: take {{worked}} out of "
-                "sft.template, or give sft.file"
+                f"sft: prompt {prompt.id} has no worked solution; remove {{worked}} from "
+                "sft.template, or set sft.file"
             )
         return str(found)
 
@@ -68,15 +68,15 @@ def write_solution(prompt: Prompt, template: str) -> str:
 
 
 def solutions_of(config: Config, task: Task) -> Solutions:
-    """Return the solutions that a configuration names: a file's if given, else the task's."""
+    """Return the solutions of sft.file if it is set, else those of the task."""
     settings = config.sft
     prefill = config.model.prefill
     if settings.file:
         return Solutions(prompts=_from_file(settings.file), template=AS_IT_IS, prefill=prefill)
     if not _PLACE.search(settings.template):
         raise ConfigError(
-            f"config: sft.template = {settings.template!r} has none of {{worked}}, {{solution}} "
-            "and {answer}: all solutions would be the same"
+            f"config: sft.template = {settings.template!r} contains none of {{worked}}, "
+            "{solution} and {answer}, so all solutions would be the same"
         )
     prompts = task.train()
     if not prompts:
@@ -85,7 +85,7 @@ def solutions_of(config: Config, task: Task) -> Solutions:
 
 
 def _from_file(file: str) -> list[Prompt]:
-    """Read rows of a prompt (text or messages) and a completion."""
+    """Read rows with a prompt (text or messages) and a completion."""
     reader = RowReader(target="completion", name="sft")
     return reader.read("train", json_lines(Path(file)), file)
 

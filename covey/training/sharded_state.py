@@ -1,8 +1,7 @@
-"""The state of a sharded optimizer on disk: each rank writes and reads its own part.
+"""Save and load the state of a sharded optimizer; each rank writes and reads its own part.
 
-The format is torch.distributed.checkpoint's, in the folder `state` of a checkpoint: weights in the
-optimizer's precision, moments and step counts. It is read by any number of ranks, and by a run on
-one rank as well.
+The folder `state` of a checkpoint has the format of torch.distributed.checkpoint. It contains
+weights in the optimizer's precision, moments and step counts. Any number of ranks can read it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def save_state(optimizer: Optimizer, folder: Path) -> None:
 
 
 def has_state(folder: Path) -> bool:
-    """Whether a checkpoint holds a sharded state."""
+    """Whether a checkpoint contains a sharded state."""
     return (folder / STATE_FOLDER / ".metadata").is_file()
 
 
@@ -46,7 +45,9 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     named = {key.split(".", 1)[1] for key in saved}
     if named != set(masters):
         other = min(named ^ set(masters))
-        raise RunError(f"checkpoint {folder} is of another model: {other} is not in both")
+        raise RunError(
+            f"checkpoint {folder} is of another model: one of the two has no tensor {other}"
+        )
     tensors = {key: _blank(key, masters) for key in saved}
     try:
         with warnings.catch_warnings():

@@ -1,10 +1,10 @@
-"""A training step, from groups to weights that have changed:
+"""A training step, from groups to updated weights:
 
     groups -> collate -> old_logp, ref_logp -> advantage -> masks -> mini-batches -> weights
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
-With the row filter (filter.skip_zero_gradient), advantages that do not read the old policy come
-before its log-probabilities: rows without advantage then need none.
+With the row filter (filter.skip_zero_gradient), advantages that do not need old_logp are computed
+first, so that rows without advantage need no old_logp.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from covey.objective.diagnostics import (
     observe_sampler,
 )
 from covey.reference import Reference
+from covey.rng import dropout_seed
 from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
 from covey.training.critic import Critic, critic_metrics, critic_step
@@ -44,80 +45,82 @@ from covey.training.parallel.passes import rank_passes, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.row_facts import RowFacts
-from covey.types import Batch, Group
+from covey.types import Batch, Group, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """How a batch is turned into optimizer steps."""
+    """Settings that turn a batch into optimizer steps."""
 
     mini_batches: int
     epochs: int
     micro_batch_tokens: int
     old_logp_from_sampler: bool
     learning_rate: Callable[[int], float]
-    """From the policy's version: how many optimizer steps it has taken."""
+    """Learning rate as a function of the policy's version, its number of optimizer steps."""
     seed: int
+    dropout: bool = False
+    """Whether training passes draw random numbers."""
     skip_zero_gradient: bool = False
-    """Leave rows without advantage out of forward passes where they have no gradient."""
+    """Leave rows without advantage out of forward passes if they have no gradient."""
     mask_truncated: bool = False
     sampled: bool = True
     """Whether an engine has generated the rollouts; else they have no log-probs of it."""
     stale: bool = False
-    """Whether rollouts may be of older weights than those that the step starts from."""
+    """Whether rollouts may come from older weights than those at the start of the step."""
 
     @property
     def off_policy(self) -> bool:
-        """Whether some optimizer step is not the first one after the weights that generated."""
+        """Whether some optimizer step starts from other weights than those that generated."""
         return self.stale or self.mini_batches * self.epochs > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """What a training step works with, beside its groups."""
+    """The policy, objective, references and settings of a training step."""
 
     policy: Policy
     objective: Objective
-    """With the beta of this step."""
+    """The objective, with the beta of this step."""
     settings: StepSettings
     reference: Reference | None = None
     teacher: Reference | None = None
-    """Of a distillation."""
+    """The teacher of a distillation."""
     critic: Critic | None = None
     world: World = field(default_factory=World)
 
     @property
     def skips_rows(self) -> bool:
-        """Whether the row filter is on. With another gradient than the surrogate's it cannot be.
+        """Whether the row filter is on. It cannot be if a KL or entropy term has a gradient.
 
-        Of a group that is compared in pairs, most rows have no part in the loss: it is then on.
+        Where completions are compared in pairs it always is: most rows are in no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate
 
 
 class Learned(NamedTuple):
-    """What a training step gives back."""
+    """The result of a training step."""
 
     batch: Batch | None
-    """What it saw. None: there were no groups."""
+    """The batch of the step. None if there were no groups."""
     metrics: dict[str, float]
     beta: float
-    """Of the next step."""
+    """The beta of the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One forward and backward pass, for a caller that watches the step."""
+    """One forward and backward pass, reported to a caller that watches the step."""
 
     number: int
-    """Which optimizer step of the batch, from 0."""
+    """Number of the optimizer step in the batch, from 0."""
     rows: torch.Tensor
-    """Which rows of the batch."""
+    """Indices of the rows in the batch."""
     micro: Batch
-    """Those rows, with their weights."""
+    """These rows, with their weights."""
     now: LogProbs
-    """Of the policy before the optimizer step; without their gradients."""
+    """Log-probs under the policy before the optimizer step, without gradients."""
 
 
 Watch = Callable[[Seen], None]
@@ -142,7 +145,7 @@ def training_step(
 
 
 def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
-    """Collate groups, and fill in all that is computed over the whole batch."""
+    """Collate groups, and fill in all fields that are computed over the whole batch."""
     batch = collate(groups, learner.policy.model.device, parts_read(learner.objective))
     reads_old_policy = learner.objective.needs & {"old_logp", "old_entropy"}
     advantage_first = learner.skips_rows and not reads_old_policy
@@ -156,13 +159,13 @@ def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
 
 
 def parts_read(objective: Objective) -> tuple[str, ...] | None:
-    """Return the names of the parts of the reward to collate; None: the objective reads none."""
+    """Return the names of the reward parts to collate, or None if the objective uses none."""
     return objective.parts if "parts" in objective.needs else None
 
 
 @torch.no_grad()
 def prepare(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp, entropy, ref_logp and teacher_logp, each only if something will read it."""
+    """Fill in old_logp, entropy, ref_logp and teacher_logp, each only if it is needed."""
     needs, settings = learner.objective.needs, learner.settings
     to_sampler = "sampler_as_old" in needs
     wanted = settings.off_policy or "old_logp" in needs
@@ -212,7 +215,7 @@ def _put_back(found: torch.Tensor, useful: torch.Tensor, whole: torch.Tensor) ->
 
 
 def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp and entropy; without the entropy of rows that the filter leaves out."""
+    """Fill in old_logp and entropy, without the entropy of rows that the filter leaves out."""
     tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
     useful = _useful(learner, batch)
     if useful is None:
@@ -228,7 +231,7 @@ def whole_batch(
     logp: Callable[[Batch], LogProbs],
     world: World = World(),  # noqa: B008 - without state
 ) -> LogProbs:
-    """Run `logp` over micro-batches and put the rows back in their places."""
+    """Run `logp` over micro-batches, and return the rows in their original order."""
     return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
 
 
@@ -241,7 +244,7 @@ def in_passes(
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] micro-batch by micro-batch, stacked.
 
-    Every row has one rank that computes it, so that the sum over ranks is exact.
+    Exactly one rank computes each row, so that the sum over ranks is exact.
     """
     whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
     for index, counts in rank_passes(batch, micro_batch_tokens, world):
@@ -288,10 +291,10 @@ def _train_policy(
             observe_correction(meter, mini)
         kept = facts.in_passes(index)
         mini, index = _with_marks(learner, mini.rows(kept), meter), index[kept]
-        # A row that only stands in for a step without any may have no old_logp to compare with.
+        # A placeholder row of a step without rows may have no old_logp to compare with.
         counts = bool(facts.useful[index].any())
         losses.append([])
-        for rows, micro, output, now in _backward_passes(learner, mini):
+        for rows, micro, output, now in backward_passes(learner, mini):
             losses[-1].append(output.loss)
             if counts:
                 observe(meter, objective, micro, output, now.entropy)
@@ -309,7 +312,7 @@ def _train_policy(
         if not stepped.skipped and world.is_main:
             meter.add("optim/grad_norm", stepped.grad_norm)
     for loss in _sums(losses):
-        # Each rank has a part of the loss of one optimizer step.
+        # Each rank has a part of the loss of an optimizer step.
         meter.add("loss/policy_avg", loss, count=float(world.is_main))
     return {"lr": rate, "optim/skipped": skipped}
 
@@ -331,7 +334,7 @@ def _train_critic(
     return critic_metrics(batch)
 
 
-def _backward_passes(
+def backward_passes(
     learner: Learner, mini: Batch
 ) -> Iterator[tuple[torch.Tensor, Batch, PolicyLoss, LogProbs]]:
     """Add the gradient of this rank's rows; yield each micro-batch with its loss and `logp`."""
@@ -340,9 +343,17 @@ def _backward_passes(
         micro = mini.rows(rows) if counts else without_weight(mini.rows(rows))
         if place == len(passes):
             learner.policy.expect_last_pass()
+        if learner.settings.dropout:
+            address = {"version": learner.policy.version, "rank": learner.world.rank}
+            torch.manual_seed(dropout_seed(seed=learner.settings.seed, place=place, **address))
         output, now = _backward(learner.policy, learner.objective, micro)
         if counts:
             yield rows, micro, output, now
+
+
+def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
+    """Fill in the fields that are computed over one optimizer step."""
+    return _with_marks(learner, with_weight(learner.objective, mini, totals), Meter())
 
 
 def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
@@ -361,8 +372,8 @@ def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
     """Add the gradient of some rows; return loss and log-probabilities without autograd's graph.
 
-    While that graph lives, parameters remember the CUDA stream it was made on, and a pass cannot be
-    captured on another.
+    While that graph exists, parameters stay tied to its CUDA stream, and a pass cannot be captured
+    on another stream.
     """
     now = policy.logp(micro)
     output = policy_loss(objective, micro, now.logp, now.entropy)
@@ -372,16 +383,16 @@ def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[Polic
 
 
 def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
-    """Add up the losses of each optimizer step; they are fetched once, at the end."""
+    """Add up the losses of each optimizer step, and read them from the device once."""
     flat = [part for parts in losses for part in parts]
     values = iter(torch.stack(flat).tolist() if flat else ())
     return [math.fsum(next(values) for _ in parts) for parts in losses]
 
 
 def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
-    """Return the mean KL of a step; NaN if every token is masked, or a pass has gone wrong.
+    """Return the mean KL of a step; NaN if every token is masked or a pass was not finite.
 
-    Where the KL is in the reward, the metrics may lack the rows that the filter left out.
+    If the KL is in the reward, the metrics may not include the rows that the filter left out.
     """
     if batch.token_penalty is None or not batch.mask.any():
         return metrics.get("objective/kl_avg", math.nan)

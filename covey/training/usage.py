@@ -1,4 +1,4 @@
-"""Metrics that follow from others of a step: rewards less KL, GPU memory and utilisation."""
+"""Metrics derived from other metrics of a step: rewards minus KL, GPU memory and utilisation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from covey.types import Group
 PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
     {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 )
-"""Dense bfloat16 operations a second by the data sheets, by a part of the GPU's name."""
+"""Dense bfloat16 FLOP/s of the data sheets, by a part of the GPU's name."""
 
 
 def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return what the KL to the reference costs, and the reward without that."""
+    """Return the KL penalty in units of reward, and the reward minus this penalty."""
     if "objective/kl" not in metrics:
         return {}
     cost = metrics["objective/beta"] * metrics["objective/kl"]
@@ -31,7 +31,7 @@ def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
 def usage_metrics(
     policy: Policy, groups: Sequence[Group], epochs: int, seconds: float
 ) -> dict[str, float]:
-    """Return how far the optimizer steps used the GPU; empty without one."""
+    """Return GPU memory and utilisation of the optimizer steps; empty without a GPU."""
     device = policy.model.device
     if device.type != "cuda":
         return {}

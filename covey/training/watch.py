@@ -1,4 +1,4 @@
-"""Watching a run: health findings, the best checkpoint, and reasons to stop early."""
+"""Watch a run for health findings, the best checkpoint, and reasons to stop early."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Watch(Tracker):
-    """A tracker that the loop asks what follows from the last step and evaluation.
+    """A tracker that tells the loop whether to save or stop after a step and its evaluation.
 
-    On several ranks each has one, since all must save together; only rank 0 stops the others.
+    Each rank has one, because all ranks must save together; only rank 0 stops the others.
     """
 
     config: Config
     health: Health = field(init=False)
     best: Best | None = field(init=False, default=None)
     new: list[Finding] = field(default_factory=list)
-    """Findings that the user has not been told."""
+    """Findings that were not reported to the user yet."""
     is_best: bool = False
     """Whether the last step is the best so far."""
 
@@ -39,7 +39,7 @@ class Watch(Tracker):
             self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
 
     def replay(self, run: RunFolder, until: int) -> None:
-        """Take in the records of a run that is resumed after step `until`."""
+        """Add the records of a run that is resumed after step `until`."""
         rows = [row for row in run.steps() if row["step"] <= until]
         for row in rows:
             self.health.add(row)
@@ -67,12 +67,12 @@ class Watch(Tracker):
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _counts(self, step: int) -> bool:
-        """Whether a step may be the best: metrics of steps count where checkpoints are saved."""
+        """Whether a step may be the best; metrics of steps count only if a checkpoint is saved."""
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
 
     def report(self, log: Tracker, stop: StopSignal) -> None:
-        """Tell the user what is new, and ask the loop to stop if the settings say so."""
+        """Report new findings to the user, and ask the loop to stop if the settings say so."""
         for finding in self.new:
             log.note(f"health: {finding.line()}")
         self.new.clear()
@@ -81,4 +81,4 @@ class Watch(Tracker):
         if ends:
             stop.ask(f"train.stop_on: {ends[0]} since step {self.health.active[ends[0]].since}")
         elif patience and best is not None and best.misses >= patience:
-            stop.ask(f"train.patience: no better than {best.line()} in {best.misses} measurements")
+            stop.ask(f"train.patience: {best.misses} measurements not better than {best.line()}")

@@ -198,7 +198,7 @@ def test_a_pass_goes_backward_once_and_before_the_next() -> None:
     with pytest.raises(RuntimeError, match="before any other"):
         first.backward()
     second.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="goes backward once"):
+    with pytest.raises(RuntimeError, match="run backward once"):
         second.backward()
 
 

@@ -70,7 +70,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (
             ["rollout.prompts_per_step=1000000", "rollout.group_size=11"],
             2,
-            ["11000000 completions a step"],
+            ["11000000 completions per step"],
         ),
         (["train.steps=1000000001"], 2, ["train.steps", "less than or equal to 1000000000"]),
         (["train.epochs=1000000001"], 2, ["train.epochs"]),
@@ -168,7 +168,7 @@ def test_wrong_commands(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([], ["holds no prompts"]),
+        ([], ["has no prompts"]),
         (["not an object"], ["train.jsonl:1", "str"]),
         ([{"question": "1+1?", "answer": "2"}, {"qestion": "2+2?", "answer": "4"}], ["train.jsonl:2", "'question'", "did you mean 'qestion'"]),
         ([{"question": "9" * 600, "answer": "2"}] * 4, ["600 tokens", "context is 512"]),
@@ -194,7 +194,7 @@ def test_a_run_folder_in_use_is_not_overwritten(
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious").write_text("data")
     assert train(tmp_path / "run") == 1
-    assert "already holds files" in capfd.readouterr().err
+    assert "already contains files" in capfd.readouterr().err
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
 
 
@@ -262,6 +262,7 @@ def test_scores_of_nothing_are_no_mean_of_zero(
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "covey: rows.jsonl: none of the 3 completions could be scored; the first: OSError: offline\n"
+        "covey: rows.jsonl: none of the 3 completions could be scored; the first error: OSError: "
+        "offline\n"
     )
     assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 3

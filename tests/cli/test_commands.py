@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 
 from covey.cli.main import run
 from covey.config import load_config
+from covey.embedded import CHECKPOINT
 
 QUICK = (
     "train.steps=2", "rollout.prompts_per_step=2", "rollout.group_size=2", "evaluate.every=1",
@@ -137,3 +139,20 @@ def test_a_small_dataset_is_asked_epoch_after_epoch(
     ]
     assert all(len(prompts) == 3 for prompts in asked)
     assert len({prompt for prompts in asked for prompt in prompts}) == 7
+
+
+def test_another_task_or_model_has_defaults_instead_of_the_toy_recipes_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def printed(*words: str) -> tuple[dict[str, Any], str]:
+        assert run(["train", *words, "--print-config"]) == 0
+        shown = capsys.readouterr()
+        return tomllib.loads(shown.out), shown.err
+
+    toy, said = printed()
+    assert (toy["optimizer"]["learning_rate"], said) == (1e-4, "")
+    for words in (["--set", "task.name=countdown"], ["--model", str(CHECKPOINT)]):
+        config, said = printed(*words)
+        assert config["optimizer"]["learning_rate"] == 1e-6
+        assert config["rollout"]["max_tokens"] == 64
+        assert "settings that are not given have their defaults" in said

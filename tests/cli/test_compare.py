@@ -194,7 +194,7 @@ def test_edited_data_change_the_run_key(tmp_path: Path) -> None:
     # A resumed comparison checks the data again.
     (tmp_path / "test.jsonl").write_text('{"question": "1+0?", "answer": "1"}\n')
     resumed = Prepared(folder=tmp_path, design=design, previous=design)
-    with pytest.raises(DataError, match="held-out prompts are training prompts too"):
+    with pytest.raises(DataError, match="held-out prompts are also training prompts"):
         checked(resumed)
 
 
@@ -257,7 +257,7 @@ def test_killed_run_is_reported_and_resumes_to_the_same_weights(
     found = arms(folder)
     assert (found["grpo"].state, found["hungry"].state) == ("failed", "failed")
     assert found["grpo"].error.startswith("killed (SIGKILL)")
-    assert "500 training prompts cannot fill a step of 501" in found["hungry"].error
+    assert "a step needs 501 different prompts" in found["hungry"].error
     assert [p.step for p in found["grpo"].points] in ([0], [0, 3])
     output = capsys.readouterr().out
     assert "failed: grpo seed 0: killed (SIGKILL)" in output
@@ -291,7 +291,7 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["--algorithms", "grpo"], "nothing to compare: give two arms or more"),
-        (["--add", "dapo"], "--add needs --folder"),
+        (["--add", "dapo"], "--add needs the --folder of a comparison"),
         (["--report", "nowhere"], "nowhere is not a comparison"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
         (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs --amount"),

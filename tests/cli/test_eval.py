@@ -119,7 +119,10 @@ def test_without_a_flag_as_many_are_sampled_as_the_settings_say(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--by", "operatoins"], "--by operatoins: no prompt has it in its info; did you mean 'op"),
+        (
+            ["--by", "operatoins"],
+            "--by operatoins: no prompt has this key in its info; did you mean 'op",
+        ),
         (
             ["--out", "nowhere/at/all.jsonl"],
             "--out nowhere/at/all.jsonl: the folder nowhere/at does not exist",

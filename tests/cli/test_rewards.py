@@ -192,7 +192,7 @@ def test_no_process_is_left_when_the_run_folder_cannot_be_used(
     (here / "run").mkdir()
     (here / "run/precious").write_text("data")
     assert train("run", "reward.name=mine:reward") == 1
-    assert "already holds files" in one_line(capfd)
+    assert "already contains files" in one_line(capfd)
     assert scorers_of(os.getpid()) == []
 
 
@@ -222,7 +222,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(
 ) -> None:
     assert train("run", *bad_rows, more=("--skip-bad-rows",)) == 0
     note = next(line for line in capfd.readouterr().out.splitlines() if "bad rows" in line)
-    assert note.startswith("3 bad rows skipped; the first: task: train.jsonl:3 is not JSON")
+    assert note.startswith("3 bad rows skipped; the first error: task: train.jsonl:3 is not JSON")
     asked = {row["prompt_id"] for step in (1, 2) for row in RunFolder(here / "run").rollouts(step)}
     assert asked <= {f"jsonl/train/{line}" for line in (1, 2, 4, 5, 6, 7)}
     assert run(["train", "--resume", "run", "--step", "1"]) == 0
@@ -435,7 +435,7 @@ def test_eval_judges_in_processes_and_says_what_it_could_not(
     assert 0 < usual["greedy"]["value"] < 1
     assert run([*measure, *sets("reward.name=mine:fails")]) == 1
     error = capsys.readouterr().err
-    assert "embedded: none of the 48 completions could be scored; the first: " in error
+    assert "embedded: none of the 48 completions could be scored; the first error: " in error
     assert "offline" in error
     assert scorers_of(os.getpid()) == []
 

@@ -277,7 +277,7 @@ def test_a_recipe_runs_with_the_embedded_model(
 ) -> None:
     folder = tmp_path / "run"
     assert run(["train", name, "--model", "embedded", "--smoke", "--run", str(folder)]) == 0
-    assert "arithmetic and think_answer stand in for" in capsys.readouterr().err
+    assert "arithmetic and think_answer replace" in capsys.readouterr().err
     config = load_config(str(folder / "config.toml"))
     assert config.objective.name == WHAT[name][3]
     steps = read(folder / "steps.jsonl")

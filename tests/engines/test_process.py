@@ -81,7 +81,7 @@ def test_an_error_in_the_process_is_the_trainers(parts: Parts) -> None:
     model = parts.policy.model
     long = replace(SAMPLING, max_tokens=model.context)
     prompts = encode_prompts(model, Arithmetic().train()[:1])
-    with pytest.raises(DataError, match="the model's context is"):
+    with pytest.raises(DataError, match="the model's context of"):
         generate(prompts, engine=parts.engine, model=model, sampling=long, step=1)
     assert parts.engine.events() == []
 
@@ -111,9 +111,7 @@ def test_requests_of_a_process_that_is_killed_are_generated_again(parts: Parts) 
     assert killed != [pid(engine)]
     assert source.groups() == expected
     assert len(ended) == len(set(ended)) == 20  # each rollout ends once
-    assert engine.events() == [
-        "the engine's process ended by signal SIGKILL, and was started again"
-    ]
+    assert engine.events() == ["the engine's process ended by signal SIGKILL and was restarted"]
     assert engine.events() == []
     _ends_with_the_trainer(engine)
 

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from covey.evaluation.intervals import mean_over_prompts, paired_difference, pass_at_k, proportion
+from covey.evaluation.intervals import (
+    mean_over_prompts,
+    of_equal_values,
+    paired_difference,
+    pass_at_k,
+    proportion,
+)
 
 
 # Newcombe 1998, Statistics in Medicine 17, table I, method 3; 10 of 20 from Wilson's formula.
@@ -222,3 +228,15 @@ def test_means_that_are_equal_but_for_rounding_are_equal() -> None:
 def test_values_that_are_no_pairs_are_an_error() -> None:
     with pytest.raises(ValueError, match="2 and 3 values are not pairs"):
         paired_difference([0.0, 1.0], [0.0, 1.0, 1.0])
+
+
+@given(st.integers(1, 400))
+@settings(deadline=None, max_examples=30)
+def test_equal_shares_have_the_interval_of_wilson_and_never_one_of_no_width(count: int) -> None:
+    for value in (0.0, 1.0):
+        found = mean_over_prompts([value] * count, bounds=(0.0, 1.0))
+        expected = proportion(int(value) * count, count)
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    same = paired_difference([1.0] * count, [1.0] * count).estimate
+    assert same.low == -same.high < 0.0
+    assert of_equal_values(0.3, count, None).row() == {"value": 0.3, "low": 0.3, "high": 0.3}

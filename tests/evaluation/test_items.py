@@ -2,21 +2,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from covey.errors import ConfigError
-from covey.evaluation import by_category, check_category, compare, estimates
+from covey.evaluation import by_category, check_category, compare, estimates, is_graded
 from covey.evaluation.intervals import mean_over_prompts, proportion
 from covey.evaluation.items import Item, ItemCompletion
 from covey.types import Prompt
 
 
-def completion(success: bool | None) -> ItemCompletion:
+def completion(success: bool | None, reward: float | None = None, **parts: float) -> ItemCompletion:
     return ItemCompletion(
-        text=f"so {success}", reward=None, tokens=3, finish="stop", success=success
+        text=f"so {success}", reward=reward, tokens=3, finish="stop", success=success, parts=parts
     )
+
+
+def graded(name: str, reward: float | None, **parts: float) -> Item:
+    return replace(item(name, False), greedy=completion(False, reward, **parts))
 
 
 def item(name: str, right: bool | None, samples: Sequence[bool | None] = (), **info: Any) -> Item:
@@ -98,3 +103,29 @@ def test_a_comparison_names_what_was_gained_and_lost() -> None:
 def test_evaluations_of_other_prompts_are_not_compared() -> None:
     with pytest.raises(ValueError, match="not of the same prompts"):
         compare([item("a", True)], [item("b", True)])
+
+
+def test_rewards_and_parts_have_estimates_over_what_was_scored() -> None:
+    items = [graded("a", 0.2, form=1.0), graded("b", 0.6, form=0.0), graded("c", None)]
+    found = estimates(items)
+    assert list(found) == ["greedy", "reward", "parts/form"]
+    assert found["reward"] == mean_over_prompts([0.2, 0.6])
+    assert found["parts/form"] == mean_over_prompts([1.0, 0.0])
+    assert found["greedy"] == proportion(0, 3)
+    assert found["greedy"].high > 0.5
+    assert is_graded(items)
+    assert not is_graded([item("a", True), replace(item("b", True), greedy=completion(True, 1.0))])
+
+
+def test_sampled_accuracy_without_a_success_has_an_interval() -> None:
+    found = estimates([item(str(n), False, [False] * 4) for n in range(20)])
+    for name in ("mean@4", "pass@2", "pass@4"):
+        assert (found[name].value, found[name].high) == (0.0, pytest.approx(0.1611, abs=5e-5))
+
+
+def test_policies_are_compared_by_reward_where_both_were_scored() -> None:
+    first = [graded("a", 0.5), graded("b", 0.9), graded("c", None), graded("d", 0.4)]
+    second = [graded("a", 0.1), graded("b", 0.2), graded("c", 1.0), graded("d", 0.1)]
+    found = compare(first, second).differences
+    assert found["reward"].estimate.value == pytest.approx((0.4 + 0.7 + 0.3) / 3)
+    assert (found["reward"].gained, found["greedy"].gained) == (3, 0)

@@ -27,7 +27,7 @@ def test_training_through_actors_of_which_one_is_killed(tmp_path: Path, native: 
     run.wait_for_step(3)
     run.kill("ray::EngineActor")
     check_run(run, native)
-    assert "took its place" in run.text()
+    assert "replaces it" in run.text()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,13 +54,13 @@ def test_a_scoring_worker_that_is_killed_loses_no_score() -> None:
     os.kill(ray.get(scorer.handles[1].pid.remote()), signal.SIGKILL)
     pending = [scorer.submit(job) for job in jobs]
     assert [one.result() for one in pending] == [first] * len(jobs)
-    assert scorer.events() == ["scoring worker 2 died, and was started again"]
+    assert scorer.events() == ["scoring worker 2 died and was restarted"]
     scorer.close()
 
 
 def test_more_than_the_cluster_has_is_one_line() -> None:
     connect("local")
-    with pytest.raises(ConfigError, match=r"asks for 3000 CPUs \(1000 engines\), and Ray has"):
+    with pytest.raises(ConfigError, match=r"asks for 3000 CPUs \(1000 engines\), but Ray has"):
         check_room([("engines", 1000, Need(cpus=3))])
 
 

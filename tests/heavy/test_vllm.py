@@ -38,8 +38,14 @@ def test_training_through_a_server_that_is_killed_once(tmp_path: Path, native: R
     run.wait_for_step(3)
     run.kill("serve.py")
     check_run(run, native)
-    assert "it was started again" in run.text()
+    assert "it was restarted" in run.text()
     assert run.processes("serve.py") == [], "servers end with the run"
+
+
+def test_training_through_vllm_in_the_trainers_process(tmp_path: Path, native: Run) -> None:
+    settings = {"engine__vllm__memory": 1, "engine__vllm__colocated": "true"}
+    run = Run(tmp_path / "run", engine__kind='"vllm"', **settings)
+    check_run(run, native, restarts=0)
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_chat_options_reach_the_chat_template() -> None:
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
     with pytest.raises(ConfigError, match=r"chat_options\.messages: covey sets this itself"):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, and tiny"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, but tiny"):
         make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 
@@ -207,7 +207,7 @@ def test_a_folded_system_message_is_reported() -> None:
     object.__setattr__(folding, "renderer", made(NO_SYSTEM))
     with_system = Prompt(id="s", task="t", target="", messages=(SYSTEM, ASKED))
     without = Prompt(id="s", task="t", target="", messages=(ASKED,))
-    assert "no place for a system message" in prompt_notes(folding, [with_system])[0]
+    assert "does not support a system message" in prompt_notes(folding, [with_system])[0]
     assert prompt_notes(folding, [without]) == []
     assert prompt_notes(model, [with_system]) == []
 

@@ -189,13 +189,13 @@ def test_a_failed_export_is_a_one_line_error_and_leaves_nothing(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["export", str(finished), str(tmp_path / "a"), "--step", "9"]) == 1
-    assert "has checkpoints of steps 2, 3" in capsys.readouterr().err
+    assert "has only checkpoints of steps 2, 3" in capsys.readouterr().err
     assert run(["export", "embedded", str(tmp_path / "a"), "--step", "9"]) == 1
-    assert "--step 9 needs a run" in capsys.readouterr().err
+    assert "--step 9 chooses a checkpoint of a run" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     assert run(["export", str(finished), str(tmp_path / "full")]) == 1
-    assert "already holds files" in capsys.readouterr().err
+    assert "already contains files" in capsys.readouterr().err
     with pytest.raises(ModelError, match="cannot load"):
         export_model(
             str(tmp_path / "none"), tmp_path / "a", dtype="float32", template=Template(),

@@ -79,3 +79,10 @@ def test_any_generation_config_can_be_saved_and_exported(
         written.pop("transformers_version")
         written.pop("_from_model_config", None)
         assert written == ids | kept
+
+
+def test_a_folder_without_a_tokenizer_is_told_what_it_lacks(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"cannot load .*: the folder has no tokenizer \(tokeniz"):
+        load_language_model(str(folder), device="cpu")

@@ -264,9 +264,9 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
         ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
         ('ratio = "token"\nclip_low = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
-        ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; 'gspo' has pieces of its own"),
+        ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; the pieces of 'gspo' are fixed"),
         ('name = "gspo"\nclip_low = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
-        ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain is of whole completions, so tokens cannot be left out; gspo_token takes the ratio of the completion token by token"),
+        ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain belongs to whole completions, so single tokens cannot be left out; use gspo_token, which has a gain per token"),
         ('name = "composd"', "config: objective.name = 'composd' is not known; did you mean 'composed'?"),
     ],
 )  # fmt: skip
@@ -437,15 +437,15 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_leaves:f", "objective.name = 'own_leaves:f': cannot import 'own_leaves': SystemExit: 3"),
         ("own_missing:f", "objective.name = 'own_missing:f': cannot import 'own_missing': No module named 'no_such_package'"),
         ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k'"),
-        ("own_module:nothing", "objective.name = 'own_module:nothing' gives no covey.objective.Objective"),
+        ("own_module:nothing", "objective.name = 'own_module:nothing' must return a covey.objective.Objective"),
         ("own_module:fails", "objective.name = 'own_module:fails' fails: RuntimeError: first line second line"),
         ("own_module:careless", "objective.clip_low = -1.0 of grpo must be at least 0"),
-        ("own_module:open_ended", "objective.name = 'own_module:open_ended' must take options by keyword, unlike '**options'"),
-        ("own_module:positional", "objective.name = 'own_module:positional' must take options by keyword, unlike 'strength'"),
+        ("own_module:open_ended", "objective.name = 'own_module:open_ended' must take its options as keyword-only arguments, not as '**options'"),
+        ("own_module:positional", "objective.name = 'own_module:positional' must take its options as keyword-only arguments, not as 'strength'"),
         ("own_module:needy", "config: objective.strength must be given for own_module:needy"),
         (
             "builtins:int",
-            "config: objective.name = 'builtins:int' is a function whose parameters cannot be read",
+            "config: objective.name = 'builtins:int' is a function whose signature cannot be read",
         ),
     ],
 )  # fmt: skip
@@ -546,12 +546,12 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("sapo", {"tau_pos": 0.0}, "objective.tau_pos = 0.0 of sapo must be at least 1e-09"),
         ("cispo", {"min_weight": 6.0}, "objective.min_weight = 6.0 of cispo exceeds max_weight = 5.0"),
         ("clip_cov", {"cov_low": 7.0}, "objective.cov_low = 7.0 of clip_cov exceeds cov_high = 5.0"),
-        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction = 'token_mask' is 1 where sampler and trainer agree, and must be within its bounds 0.0 and 0.9"),
-        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction = 'divergence_mask' is 0 where sampler and trainer agree, and must be within its bounds 0.5 and 2.0"),
+        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction = 'token_mask' is 1 where sampler and trainer agree; the bounds 0.0 and 0.9 must contain that value"),
+        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction = 'divergence_mask' is 0 where sampler and trainer agree; the bounds 0.5 and 2.0 must contain that value"),
         ("gspo", {"correction_low": 3.0}, "objective.correction_low = 3.0 of gspo exceeds correction_high = 2.0"),
-        ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is of whole completions and goes into the loss; for objective.kl_in = 'reward' take k1"),
+        ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is computed over whole completions and works only in the loss; with objective.kl_in = 'reward' use k1"),
         ("dapo", {"veto": 1.5}, "objective.veto = 1.5 of dapo must be at least 0 and at most 1"),
-        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; start with a beta above 0"),
+        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; set objective.beta above 0"),
         ("dapo", {"clip_low": "0.2"}, "objective.clip_low = '0.2' of dapo must be a number"),
         ("dapo", {"clip_low": None}, "objective.clip_low = None of dapo must be a number"),
         ("dapo", {"clip_low": True}, "objective.clip_low = True of dapo must be a number"),
@@ -585,8 +585,8 @@ def test_tokens_are_left_out_only_where_they_can_be(name: str) -> None:
     built = "composed" if name in pieces else name
     if name in {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo", *pieces}:
         assert refused(built, **options) == (
-            f"objective.top_entropy of {built}: its gain is of whole completions, so tokens cannot be "
-            "left out; gspo_token takes the ratio of the completion token by token"
+            f"objective.top_entropy of {built}: its gain belongs to whole completions, so single tokens "
+            "cannot be left out; use gspo_token, which has a gain per token"
         )
     elif name in OF_PAIRS:
         assert "compares pairs of whole completions" in refused(built, **options)

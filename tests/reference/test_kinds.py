@@ -240,10 +240,10 @@ def test_without_a_penalty_nothing_is_loaded_or_asked(options: list[str]) -> Non
     ("overrides", "words"),
     [
         (["alpha=0.5"], "reference.alpha = 0.5 has no effect with reference.kind = 'frozen'"),
-        (["kind=renewed", "alpha=0.5"], "it belongs to 'moving'"),
+        (["kind=renewed", "alpha=0.5"], "it is a setting of 'moving'"),
         (["kind=moving", "url=http://x"], "reference.url = 'http://x' has no effect"),
-        (["kind=offloaded", "every=5"], "it belongs to 'moving' or 'renewed'"),
-        (["kind=server"], "reference.url must be given"),
+        (["kind=offloaded", "every=5"], "it is a setting of 'moving' or 'renewed'"),
+        (["kind=server"], "needs reference.url"),
         (["kind=server", "url=http://x", "every=7"], "reference.every = 7 has no effect"),
     ],
 )
@@ -273,7 +273,9 @@ def test_kinds_that_an_adapter_needs_or_forbids(qwen: str, monkeypatch: pytest.M
         with pytest.raises(ConfigError, match="does not work with an adapter"):
             made(kind, adapted)
     monkeypatch.delenv("NO_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="'NO_TOKEN': the variable holds no valid token"):
+    with pytest.raises(
+        ConfigError, match="'NO_TOKEN': the variable does not contain a valid token"
+    ):
         made("server", plain, "reference.url=http://127.0.0.1:1", "reference.token_env=NO_TOKEN")
 
 

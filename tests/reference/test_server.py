@@ -391,6 +391,6 @@ def test_an_address_that_is_none_is_named(url: str) -> None:
 
 def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
     for url in ("http://me:secret@x", "http://x?token=secret", "http://x#secret"):
-        with pytest.raises(ConfigError, match="must hold no password") as raised:
+        with pytest.raises(ConfigError, match="must not contain a password") as raised:
             Address(url=url)
         assert "secret" not in str(raised.value)

@@ -119,7 +119,7 @@ def test_a_slow_body_is_refused_with_the_reason(
     assert taken < 2
     assert said.startswith(b"HTTP/1.1 408")
     assert json.loads(said.partition(b"\r\n\r\n")[2])["error"] == (
-        "5 bytes of the body after 1 s: too slow"
+        "the body arrives too slowly: 5 bytes in 1 s"
     )
 
 

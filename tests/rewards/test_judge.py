@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -642,3 +643,26 @@ def test_a_pickled_judge_has_no_key(server: Server) -> None:
 def test_a_judge_is_not_quick_and_needs_a_rule() -> None:
     judge = Judge(base_url="http://h/v1", model="m", api_key_env="")
     assert (judge.bounds, judge.quick, judge.needs_rule) == ((0.0, 1.0), False, True)
+
+
+def test_a_completion_is_sent_once_with_a_cache(server: Server, tmp_path: Path) -> None:
+    judge = server.judge("grade", cache=str(tmp_path / "replies"))
+    scores = [judge(prompt(), text) for text in ("18", "18", "17", "18")]
+    assert [score.reward for score in scores] == [1.0, 1.0, 0.2, 1.0]
+    assert len(server.requests(judge)) == 2
+
+
+def test_a_reply_without_a_grade_is_not_kept(server: Server, tmp_path: Path) -> None:
+    judge = server.judge("say_model", model="no idea", cache=str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(RewardError, match="judge: no grade"):
+            judge(prompt(), "18")
+    assert len(server.requests(judge)) == 2
+
+
+def test_a_rate_limit_holds_requests_back(server: Server) -> None:
+    judge = server.judge("grade", requests_per_minute=1, total_seconds=1.0, timeout=0.5)
+    assert judge(prompt(), "18").reward == 1.0
+    with pytest.raises(RewardError, match=r"requests_per_minute = 1 .* no request in time"):
+        judge(prompt(), "17")
+    assert len(server.requests(judge)) == 1

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from covey.analysis.lab.checks import THINKING, solution_of
-from covey.analysis.lab.hacks import FORMATS
+from covey.analysis.lab.checks import solution_of
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Reward
 from covey.rewards.build import REWARDS, make_reward, reward_options
+from covey.rewards.completion_format import FORMATS, THINKING
 from covey.sandbox import require_isolation
 from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools
 from covey.types import Prompt

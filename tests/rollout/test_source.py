@@ -158,7 +158,7 @@ def test_a_step_without_anything_to_learn_is_logged_and_changes_nothing(tmp_path
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run, notes = RunFolder.create(tmp_path / "run", "", {}), Notes()
     assert train(parts, run, [notes], StopSignal()) == 2
-    assert "nothing to learn" in notes.notes[0]
+    assert "no group to train on" in notes.notes[0]
     first, second = run.steps()
     assert first["rollout/trained_groups"] == 0
     assert first["rollout/rounds"] == 4
@@ -179,7 +179,7 @@ def test_steps_without_an_update_are_reported_like_others(
     )
     train(parts, run, [ConsoleTracker(run, Console(soft_wrap=True))], StopSignal())
     output = capsys.readouterr().out
-    assert "nothing to learn" in output
+    assert "no group to train on" in output
     assert "step 2/2  reward 1.000  success 100.0%" in output
 
 

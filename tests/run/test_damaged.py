@@ -192,8 +192,8 @@ DAMAGES = {
     "steps: text for a number": Damage(
         value("steps.jsonl", 3, "objective/scores", "high"), "steps.jsonl line 3"
     ),
-    "steps: twice": Damage(order("steps.jsonl", 1, 2, 2, 3), "steps.jsonl: steps come twice"),
-    "steps: out of order": Damage(order("steps.jsonl", 3, 1, 2), "steps.jsonl: steps come twice"),
+    "steps: twice": Damage(order("steps.jsonl", 1, 2, 2, 3), "steps.jsonl: steps are repeated"),
+    "steps: out of order": Damage(order("steps.jsonl", 3, 1, 2), "steps.jsonl: steps are repeated"),
     "steps: a folder": Damage(folder("steps.jsonl"), "steps.jsonl"),
     "steps: a loop": Damage(loop("steps.jsonl"), "steps.jsonl"),
     "steps: a pipe": Damage(pipe("steps.jsonl"), "steps.jsonl"),
@@ -241,7 +241,9 @@ DAMAGES = {
     "checkpoints: a file": Damage(
         both(remove("checkpoints"), write("checkpoints", "mine")), "checkpoints holds no", 0
     ),
-    "checkpoints: newest missing": Damage(remove(NEWEST), "checkpoints holds none after step 2", 2),
+    "checkpoints: newest missing": Damage(
+        remove(NEWEST), "checkpoints contains no checkpoint after step 2", 2
+    ),
     "checkpoints: newest a loop": Damage(loop(NEWEST), NEWEST, 2),
     "checkpoints: missing, of an older version": Damage(
         both(remove("checkpoints"), remove("checkpoints.jsonl")), "checkpoints holds no", 0

@@ -94,7 +94,7 @@ def test_a_run_can_be_made_in_an_empty_folder_or_below_none(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["config.toml", ".hidden", "folder/"])
 def test_a_folder_that_holds_anything_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("mine")
-    with pytest.raises(RunError, match="already holds files") as raised:
+    with pytest.raises(RunError, match="already contains files") as raised:
         RunFolder.create(tmp_path, "", {})
     assert len(str(raised.value).splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == [name.rstrip("/")]
@@ -108,7 +108,7 @@ def test_a_run_cannot_be_made_twice(run: RunFolder) -> None:
 
 def test_a_file_where_the_folder_should_be_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(DiskError, match="cannot make"):
+    with pytest.raises(DiskError, match="cannot create"):
         RunFolder.create(tmp_path / "file" / "run", "", {})
     with pytest.raises(CoveyError):
         RunFolder.create(tmp_path / "file", "", {})
@@ -121,7 +121,7 @@ def test_only_a_folder_with_a_configuration_opens_as_a_run(run: RunFolder, tmp_p
         with pytest.raises(RunError, match=r"is not a run: it has no config\.toml$"):
             RunFolder.open(path)
     for path in (run.config_file, run.path / "checkpoints"):
-        with pytest.raises(RunError, match=f"give the run itself: {run.path}$"):
+        with pytest.raises(RunError, match=f"give the run folder: {run.path}$"):
             RunFolder.open(path)
 
 

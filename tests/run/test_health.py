@@ -76,6 +76,7 @@ BREAKS: dict[str, Break] = {
     },
     "kl_high": lambda row, n: {"objective/kl": 10.0 + 3 * n},
     "clip_fraction": lambda row, n: {"policy/clipfrac_avg": 0.6},
+    "large_updates": lambda row, n: {"policy/approxkl_avg": 0.3},
     "ratio_drift": lambda row, n: {"policy/ratio": 1.05 + 0.02 * n},
     "reward_falls": lambda row, n: {
         name: row[name] * max(0.0, 1 - 0.12 * n)

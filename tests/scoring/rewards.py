@@ -107,7 +107,8 @@ async def obeys_async(prompt: Prompt, text: str) -> float:
 
 
 def trl_lengths(completions: list[str], **columns: Any) -> list[float | None]:
-    assert set(columns) == {"prompts", "target", "answer", "level"}, columns
+    given = {"prompts", "target", "answer", "level", "completion_ids", "trainer_state"}
+    assert set(columns) == given, columns
     return [None if c == "?" else float(len(c) + 100 * columns["level"][0]) for c in completions]
 
 

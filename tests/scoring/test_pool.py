@@ -232,7 +232,7 @@ def test_a_reward_that_the_process_cannot_load_is_an_error_at_once(tmp_path: Pat
         import vanishing_module
 
         (tmp_path / "vanishing_module.py").unlink()
-        with pytest.raises(RewardError, match="cannot load it: ModuleNotFoundError"):
+        with pytest.raises(RewardError, match="cannot load the reward: ModuleNotFoundError"):
             make_scorer("gone", as_reward(vanishing_module.f), workers=1, timeout=1)
     finally:
         sys.path.remove(str(tmp_path))

@@ -450,7 +450,7 @@ def test_a_module_that_ends_the_process_that_imports_it_is_an_error_at_once(
     module = user_module(tmp_path, "ends_processes", "def f(prompt, text): return 1.0\n")
     (tmp_path / "ends_processes.py").write_text("import os; os._exit(7)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(RewardError, match="cannot load it: it ended with code 7"):
+    with pytest.raises(RewardError, match="cannot load the reward: it ended with code 7"):
         make_scorer("ends", as_reward(module.f), workers=3, timeout=5)
     assert processes() == []
 
@@ -467,7 +467,7 @@ def test_when_no_process_can_be_started_again_every_job_still_ends(
         futures = [pool.submit(job(text)) for text in ("b", "a", "a")]
         errors = [future.result(timeout=20)[0].error for future in futures]
     assert errors[0] == "the scoring process ended with code 5"
-    assert all("cannot load it: OSError: gone" in error for error in errors[1:])
+    assert all("cannot load the reward: OSError: gone" in error for error in errors[1:])
 
 
 def test_closing_does_not_wait_for_a_process_that_is_slow_to_start(
@@ -577,7 +577,7 @@ def test_a_finding_is_told_once_also_after_a_resume(judged: ModuleType, tmp_path
     run, notes = trained(tmp_path / "run", *settings)
     told = [note for note in notes if note.startswith("health: learned since step 1")]
     assert len(told) == 1
-    assert "over 10 steps 100% of groups had equal rewards and taught nothing" in told[0]
+    assert "over 10 steps 100% of groups had equal rewards and no gradient" in told[0]
     again = Notes()
     train(parts_with(*settings), run, [again], StopSignal(), start_of(run, 5))
     assert "superseded/1" in again.notes[0]

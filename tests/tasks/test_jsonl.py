@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from covey.config.options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.tasks import Jsonl, bad_rows_of
+from covey.tasks.overlap import shared_prompts
+from covey.types import Prompt
 
 Row = dict[str, object]
 
@@ -155,8 +158,8 @@ def test_only_newlines_end_a_line_so_raw_unicode_separators_may_stand_in_text(fi
         ('{"question": "q", "answer": "\\ud800"}', ":1 has 'answer' with a character that"),
         ('{"question": "q", "answer": NaN}', ":1 has 'answer' that is nan"),
         ("[" * 100_000, ":1 is not JSON"),
-        ("", " holds no prompts"),
-        ("\n \n", " holds no prompts"),
+        ("", " has no prompts"),
+        ("\n \n", " has no prompts"),
     ],
 )
 def test_a_bad_line_is_named(file: Path, content: str, problem: str) -> None:
@@ -316,7 +319,7 @@ def test_bad_rows_are_skipped_and_told_where_that_is_wanted(file: Path) -> None:
 
 def test_a_file_of_bad_rows_alone_is_an_error_that_counts_them(file: Path) -> None:
     file.write_text("x\ny\n")
-    assert "holds no prompts: 2 bad rows, the first: task: " in error_of(file, skip_bad_rows=True)
+    assert "has no prompts: 2 bad rows, the first: task: " in error_of(file, skip_bad_rows=True)
 
 
 def test_what_was_skipped_is_no_option_and_no_part_of_equality(file: Path) -> None:
@@ -353,5 +356,29 @@ def test_only_rows_with_the_values_that_are_wanted_are_kept(file: Path) -> None:
     task = task_of(file, only={"kind": ["a", "c"]})
     assert [p.target for p in task.train()] == ["0", "2", "3"]
     assert bad_rows_of(task) == []
-    assert "holds no prompts" in error_of(file, only={"kind": ["d"]})
+    assert "has no prompts" in error_of(file, only={"kind": ["d"]})
     assert "has no 'knd'; did you mean 'kind'?" in error_of(file, only={"knd": ["a"]})
+
+
+def test_one_file_is_split_by_a_hash_of_the_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}+1?", "target": str(n + 1)} for n in range(300)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Jsonl(train_file=str(file), held_out_share=0.2)
+    train, held_out = ({p.text for p in split} for split in (task.train(), task.held_out()))
+    assert not train & held_out
+    assert len(train | held_out) == 300
+    assert 40 < len(held_out) < 80
+    again = Jsonl(train_file=str(file), held_out_share=0.2, instruction="Think.").held_out()
+    assert {p.text.removesuffix("\n\nThink.").removesuffix(" Think.") for p in again} == held_out
+    with pytest.raises(ConfigError, match=r"held_out_share = 1\.5"):
+        Jsonl(train_file=str(file), held_out_share=1.5)
+    with pytest.raises(DataError, match="too few rows for held_out_share"):
+        Jsonl(train_file=str(file), held_out_share=1e-9).held_out()
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
+    rows = [Prompt(id=str(n), task="t", target="", messages=({"role": "user", "content": text},))
+            for n, text in enumerate(["One  plus\none?", "two?", "three?"])]  # fmt: skip
+    same = replace(rows[0], id="9", messages=({"role": "user", "content": "one plus one?"},))
+    assert shared_prompts(rows[:2], [same, rows[2]]) == [same]

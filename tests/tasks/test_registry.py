@@ -14,8 +14,8 @@ from covey.types import Prompt
 
 def test_the_tasks_are_these() -> None:
     assert sorted(TASKS) == [
-        "arithmetic", "code", "countdown", "gsm8k", "hub", "jsonl", "library", "mixed", "products",
-        "reasoning_gym", "tools", "verifiers", "worlds",
+        "arithmetic", "code", "countdown", "gsm8k", "hub", "instructions", "jsonl", "library", "mixed",
+        "products", "reasoning_gym", "tools", "verifiers", "worlds",
     ]  # fmt: skip
 
 

@@ -53,8 +53,8 @@ def test_parts_are_columns_in_the_order_of_their_names() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((), "objective: the reward of completion 1 of prompt p has no part 'tidy', it has correct; name the parts that every completion has in objective.parts"),
-        (("correct", "form"), "objective: the reward of completion 0 of prompt p has no part 'form', it has correct, tidy; name the parts that every completion has in objective.parts"),
+        ((), "objective: the reward of completion 1 of prompt p has no part 'tidy', only correct; set objective.parts to parts that every completion has"),
+        (("correct", "form"), "objective: the reward of completion 0 of prompt p has no part 'form', only correct, tidy; set objective.parts to parts that every completion has"),
     ],
 )  # fmt: skip
 def test_a_part_that_is_missing_is_named(parts: tuple[str, ...], message: str) -> None:
@@ -65,7 +65,7 @@ def test_a_part_that_is_missing_is_named(parts: tuple[str, ...], message: str) -
 
 
 def test_a_reward_without_parts_cannot_be_compared_part_by_part() -> None:
-    with pytest.raises(ConfigError, match="has no parts to compare; grpo needs none"):
+    with pytest.raises(ConfigError, match="this reward has none"):
         collate([group(with_parts(1.0), with_parts(0.0))], parts=())
 
 
@@ -142,22 +142,20 @@ def config_of(*settings: str) -> Config:
 
 
 PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
-ONE_TEACHER = (
-    "config: this objective learns from a teacher; give one of teacher.path and teacher.url"
-)
-TRUNCATED = "cannot be combined with rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated distribution"
+ONE_TEACHER = "config: this objective needs a teacher; set one of teacher.path and teacher.url"
+TRUNCATED = "which rollout.top_k, top_p and min_p change to those of a truncated distribution; set rollout.mask_replay = true"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([PKPO, "objective.k=9"], "config: objective.k = 9 needs 9 completions of a prompt; rollout.group_size is 8"),
-        ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs 9 completions of a prompt, one of them apart; rollout.group_size is 8"),
-        (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights counts on an order; name the parts of the reward in objective.parts"),
-        (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate counts on an order; name the parts of the reward in objective.parts"),
-        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' of gdpo: a KL belongs to no part of the reward; set it to 'loss'"),
-        (["objective.name=bapo", "rollout.top_p=0.9"], f"config: bapo takes ratios to the engine, which {TRUNCATED}"),
-        (["objective.name=m2po", "objective.veto=0.1"], "config: m2po takes ratios to the engine already: objective.correction and objective.veto have nothing to correct"),
+        ([PKPO, "objective.k=9"], "config: objective.k = 9 needs a rollout.group_size of at least 9, but it is 8"),
+        ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs a rollout.group_size of at least 9, but it is 8"),
+        (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights depends on the order of the reward parts; list them in objective.parts"),
+        (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate depends on the order of the reward parts; list them in objective.parts"),
+        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' of gdpo: the KL belongs to no part of the reward; set objective.kl_in = 'loss'"),
+        (["objective.name=bapo", "rollout.top_p=0.9"], f"config: bapo uses ratios to the engine's log-probs, {TRUNCATED}"),
+        (["objective.name=m2po", "objective.veto=0.1"], "config: m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave them out"),
         ([TEACHER], ONE_TEACHER),
         ([TEACHER, "teacher.path=a", "teacher.url=http://b"], ONE_TEACHER),
         ([TEACHER, "teacher.path=a", "teacher.timeout=3"], "config: teacher.timeout has no effect without teacher.url"),
@@ -186,6 +184,6 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         make_teacher(config, policy=policy, load=lambda path: other)
     assert str(raised.value) == (
-        "config: teacher.path = 'other' has another tokenizer than model.path = 'embedded'; a "
+        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; a "
         "teacher must give the same ids to the same tokens"
     )

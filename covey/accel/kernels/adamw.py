@@ -1,8 +1,8 @@
 """AdamW step over one storage, in place: weights, their lower halves, and bfloat16 moments.
 
 Every number equals that of covey/training/compact_step.py on a CPU, bit for bit. So products are
-not fused with sums, divisions and roots are exact, and both hash the same counters. This costs
-nothing, because the kernel is limited by memory bandwidth.
+not fused with sums, divisions and roots are exact, and both hash the same counters. This takes no
+extra time, because the kernel is limited by memory bandwidth.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decode attention of Llama-like models: RoPE, cache write and attention for one token per slot.
 
-With one token per slot the matrix products are small, and the operations around them set the pace.
-So everything between the QKV product and the output product is one kernel.
+With one token per slot the matrix products are small, and the operations around them take most of
+the time. So everything between the QKV product and the output product is one kernel.
 
 Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
 """
@@ -18,21 +18,21 @@ LEAST_ROWS = 16
 """The fewest rows of a tensor core product: queries that share keys are padded to it."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions per iteration, warps and stages of a program. While programs are few, each should have
-many loads in flight; many programs are faster the less each holds. Measured on an H200 with heads
-of 64 and 128. In float32 the compiler unrolls products, and larger tiles would take it four
-seconds.
+"""Positions per iteration, warps and stages of a program. If there are few programs, each should
+have many loads in flight; if there are many, they are faster if each keeps less data. Measured on
+an H200 with heads of 64 and 128. In float32 the compiler unrolls products, and would take four
+seconds to compile larger tiles.
 """
 STAGE_BYTES = 64 * 2**10
-"""Bytes of keys and values that a program has in flight: large heads are read in smaller tiles, or
-they would not fit in a multiprocessor's shared memory.
+"""The most bytes of keys and values that a program has in flight. Large heads are read in smaller
+tiles, because they would not fit in a multiprocessor's shared memory.
 """
 SMALLEST_HEAD = 32
 """For 16-bit types: a head is processed in halves, and tensor cores need at least 16 numbers."""
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, and where each slot finds its own."""
+    """Keys and values of one layer, and the place of each slot's own."""
 
     prompt_keys: torch.Tensor
     """[P, K, C', D]."""
@@ -126,7 +126,7 @@ def _decode_attention(
     before = tl.load(prompt_length + slot)
     row = tl.load(prompt_row + slot)
     if goes_on == 0:
-        tl.store(out, tl.zeros((rows, size), tl.float32), mask=real)  # instead of what was there
+        tl.store(out, tl.zeros((rows, size), tl.float32), mask=real)  # replaces the old values
         return
     kind = keys.dtype.element_ty
 
@@ -183,7 +183,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Rotate, store and attend for one new token per slot; return [W, H * D].
 
-    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` holds
+    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` contains
     cosine and sine [positions, D / 2]. Slots that share a prompt read the same memory, mostly from
     the L2 cache.
     """

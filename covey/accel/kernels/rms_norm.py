@@ -3,7 +3,7 @@
 The residual stream is float32; the result has the type that the products take. Everything in
 between is float32 and rounded once.
 
-Shapes: N tokens, D size. A program handles several rows, so that short ones fill it too.
+Shapes: N tokens, D size. A program handles several rows, so that short rows also fill it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 512
-"""Programs of the backward pass: each sums the gain's gradient over its own rows."""
+"""The number of programs of the backward pass; each sums the gain's gradient over its own rows."""
 TILE = 2048
-"""Elements that a program holds at once."""
+"""The number of elements that a program processes at once."""
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def add_norm_in_place(
 ) -> torch.Tensor:
     """Add `delta` to `hidden` [N, D] in place, and return the norm of the sum.
 
-    No gradient is recorded. For few tokens: each has its own program.
+    No gradient is recorded. It is meant for few tokens, because each token has its own program.
     """
     count, size = hidden.shape
     normed = torch.empty_like(hidden, dtype=gain.dtype)

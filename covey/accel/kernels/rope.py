@@ -126,7 +126,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
 
 
 class _Rope(torch.autograd.Function):
-    """Takes queries, keys and values as columns of one product, or as three."""
+    """Takes queries, keys and values as columns of one product, or as three products."""
 
     @staticmethod
     def forward(
@@ -178,8 +178,8 @@ def apply_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries [N, H, D], keys and values [R, K, D], the first two rotated by position.
 
-    `products` is one [N, (H + 2 K) * D], or three; `rope` holds cosine and sine [N, D / 2] in
-    float32; `shape` is (H, K, D). Without `shared`, every token is its own key position.
+    `products` is one product [N, (H + 2 K) * D], or three; `rope` contains cosine and sine [N, D /
+    2] in float32; `shape` is (H, K, D). Without `shared`, every token is its own key position.
     """
     query: torch.Tensor
     key: torch.Tensor

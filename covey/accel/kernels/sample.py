@@ -1,7 +1,8 @@
 """Sampling kernel: from logits to the next token of every slot, and its bookkeeping.
 
 It reads the logits once. A first kernel computes the maximum and the sum of each block of the
-vocabulary; a second finds the block in which the uniform falls and reads that one again.
+vocabulary. A second kernel finds the block that contains the sampled token and reads that block
+again.
 
 Shapes: W slots in use, V vocabulary, R room: the longest completion.
 """

@@ -66,7 +66,7 @@ def _shared_prompt_attention(
     real = (member < shared)[:, None] & known[None, :]
     out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
     if tl.load(active + slot) == 0:
-        tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # instead of what was there
+        tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # replaces the old values
         return
     at = tl.load(place + slot)
     before = tl.load(prompt_length + slot)

@@ -61,8 +61,8 @@ def silu_mul_backward(
 ) -> torch.Tensor:
     """Return the gradients of gate and up, side by side [N, 2 M], and fill in the product.
 
-    The product costs nothing extra here, so it need not be saved for the weight's gradient. It may
-    overwrite its own gradient, which is read before.
+    The product takes no extra time here, so it need not be saved for the weight's gradient. The
+    product may overwrite its own gradient, which is read first.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

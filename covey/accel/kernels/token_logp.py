@@ -1,7 +1,8 @@
 """Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
 
-Shapes: R rows, V vocabulary. z = scale * (logits + bias), optionally soft-capped. One pass over the
-logits each for forward, with a running maximum, and backward, from the saved normalizer.
+Shapes: R rows, V vocabulary. z = scale * (logits + bias), optionally soft-capped. The forward pass
+reads the logits once, with a running maximum. The backward pass reads them once, with the saved
+normalizer.
 """
 
 from __future__ import annotations

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from covey.analysis.compare import statistics
-from covey.analysis.compare.comparison import Comparison, Point, RunResult
+from covey.analysis.compare.comparison import Comparison, Metric, Point, RunResult
 from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""Accuracies whose time is reported, as shares of the way from the start to the highest accuracy
-that every arm reaches."""
+"""The report gives the time to reach these accuracies. They are shares of the distance from the
+starting accuracy to the highest accuracy that every arm reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class TimeToAccuracy:
 
     accuracy: float
     reached: int
-    """Number of finished seeds that reach it."""
+    """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """In the unit of the comparison's budget."""
+    """When the accuracy is reached, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
-    """A seed that ended far below an earlier accuracy, by more than chance."""
+    """A seed whose final accuracy is far below an earlier one, by more than chance."""
 
     seed: int
     before: float
@@ -56,8 +56,21 @@ class Collapse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """The mean reward, or one of its parts, before and after training."""
+
+    initial: Estimate
+    final: Estimate
+    improvement: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """One arm over its finished seeds. Estimates are None without a finished seed."""
+    """The results of one arm over its finished seeds.
+
+    Estimates are of accuracies, or of mean rewards if these are compared (`by`). They are None
+    without a finished seed.
+    """
 
     arm: str
     seeds: int
@@ -69,11 +82,22 @@ class ArmResult:
     improvement: Estimate | None = None
     """Final minus initial."""
     best: Estimate | None = None
-    """Mean of each seed's highest accuracy. Biased upwards: the held-out prompts select it."""
+    """The mean of each seed's highest accuracy, biased upwards: the held-out prompts select it."""
     area: Estimate | None = None
     """Mean accuracy over the budget that all runs share; the interval is over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
+    by: Metric = "success"
+    finals: tuple[float, ...] = ()
+    """Final value of each seed."""
+    improvements: tuple[float, ...] = ()
+    """Final minus initial of each seed."""
+    distinct_answers: float | None = None
+    """The number of different final answers at the end, averaged over seeds."""
+    above_constant: float | None = None
+    """The final accuracy minus the accuracy of the best constant answer."""
+    rewards: Mapping[str, RewardResult] = field(default_factory=dict)
+    """`reward` and `parts/NAME` of the greedy completions, if they differ from success."""
     cost: Cost | None = None
 
 
@@ -89,21 +113,30 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
         if not runs:
             results.append(ArmResult(arm=arm, seeds=0, missing=missing))
             continue
-        first, last = (_correct([run.points[at] for run in runs]) for at in (0, -1))
-        best = _correct([max(run.points, key=lambda point: point.accuracy) for run in runs])
-        areas = [statistics.area(_axis(run, budget), _accuracies(run), end) for run in runs]
+        by = runs[0].points[-1].by
+        estimate = statistics.accuracy if by == "success" else statistics.mean_reward
+        limit = 1.0 if by == "success" else math.inf
+        first, last = (_by_prompt([run.points[at] for run in runs]) for at in (0, -1))
+        best = _by_prompt([max(run.points, key=lambda point: point.value) for run in runs])
+        areas = [statistics.area(_axis(run, budget), _values(run), end) for run in runs]
         collapses = (_collapse(run) for run in runs)
         results.append(
             ArmResult(
                 arm=arm,
                 seeds=len(runs),
                 missing=missing,
-                initial=statistics.accuracy(first),
-                final=statistics.accuracy(last),
-                improvement=statistics.change(last - first),
-                best=statistics.accuracy(best),
+                initial=estimate(first),
+                final=estimate(last),
+                improvement=statistics.change(last - first, limit),
+                best=estimate(best),
                 area=statistics.over_seeds(areas),
                 time_to_accuracy=tuple(_time_to(level, runs, budget) for level in levels),
+                by=by,
+                finals=tuple(last.mean(axis=1).tolist()),
+                improvements=tuple((last - first).mean(axis=1).tolist()),
+                distinct_answers=_distinct_answers(runs),
+                above_constant=_above_constant(comparison, last, by),
+                rewards=_rewards(runs),
                 collapsed=tuple(each for each in collapses if each is not None),
                 cost=_cost(runs),
             )
@@ -136,12 +169,55 @@ def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _correct(points: Sequence[Point]) -> Array:
-    return np.array([list(point.correct.values()) for point in points], dtype=float)
+def _by_prompt(points: Sequence[Point]) -> Array:
+    return np.array([point.values for point in points], dtype=float)
 
 
-def _accuracies(run: RunResult) -> list[float]:
-    return [point.accuracy for point in run.points]
+def _values(run: RunResult) -> list[float]:
+    return [point.value for point in run.points]
+
+
+def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
+    """Return rewards and parts over the prompts that have them at both ends of every run."""
+    ends = [(run.points[0], run.points[-1]) for run in runs]
+    rows = [row for pair in ends for point in pair for row in point.rewards.values()]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if not any(_is_graded(point) for pair in ends for point in pair):
+        return {}
+    found = {}
+    for name in names:
+        prompts = [
+            prompt
+            for prompt in ends[0][0].correct
+            if all(name in point.rewards.get(prompt, {}) for pair in ends for point in pair)
+        ]
+        if prompts:
+            first, last = (
+                np.array([[pair[at].rewards[prompt][name] for prompt in prompts] for pair in ends])
+                for at in (0, 1)
+            )
+            found[name] = RewardResult(
+                initial=statistics.mean_reward(first),
+                final=statistics.mean_reward(last),
+                improvement=statistics.mean_reward(last - first),
+            )
+    return found
+
+
+def _is_graded(point: Point) -> bool:
+    """Whether some reward is not 1 for a success and 0 otherwise."""
+    return any(row["reward"] != float(point.correct[name]) for name, row in point.rewards.items())
+
+
+def _above_constant(comparison: Comparison, last: Array, by: Metric) -> float | None:
+    constant = comparison.best_constant
+    return None if constant is None or by != "success" else float(last.mean()) - constant
+
+
+def _distinct_answers(runs: Sequence[RunResult]) -> float | None:
+    counts = [run.points[-1].distinct_answers for run in runs]
+    known = [count for count in counts if count is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _axis(run: RunResult, name: str) -> list[float]:
@@ -149,16 +225,16 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return the accuracies whose time is reported.
+    """Return the accuracies for which the report gives the time.
 
-    An arm reaches an accuracy if more than half of its seeds do, so that one failed seed does not
-    decide.
+    An arm reaches an accuracy if more than half of its seeds reach it, so that one failed seed does
+    not decide.
     """
     if not arms:
         return []
-    heights = [sorted((max(_accuracies(run)) for run in runs), reverse=True) for runs in arms]
+    heights = [sorted((max(_values(run)) for run in runs), reverse=True) for runs in arms]
     common = min(height[len(height) // 2] for height in heights)
-    start = float(np.mean([run.points[0].accuracy for runs in arms for run in runs]))
+    start = float(np.mean([run.points[0].value for runs in arms for run in runs]))
     if common <= start:
         return []
     return [start + share * (common - start) for share in SHARES]
@@ -166,7 +242,7 @@ def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
 
 def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccuracy:
     places = {
-        name: [statistics.reached(_axis(run, name), _accuracies(run), level) for run in runs]
+        name: [statistics.reached(_axis(run, name), _values(run), level) for run in runs]
         for name in (budget, "tokens", "seconds")
     }
 
@@ -186,17 +262,18 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return how a run collapsed, if it did; docs/statistics.md has the definition.
 
-    A run that lost half of its best accuracy has fallen apart; one below its start has unlearned.
-    In both cases the fall must exceed chance on this number of prompts.
+    A run has collapsed if it lost half of its best accuracy, or ended below its start. In both
+    cases the drop must exceed chance on this number of prompts.
     """
-    best = max(run.points, key=lambda point: point.accuracy)
+    best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]
-    final = _correct([last])[0]
-    if 2 * last.accuracy < best.accuracy and statistics.fell(_correct([best])[0], final):
+    final = _by_prompt([last])[0]
+    halved = last.by == "success" and 2 * last.value < best.value  # rewards have no natural zero
+    if halved and statistics.fell(_by_prompt([best])[0], final):
         kind: Literal["lost half of its best", "below its start"] = "lost half of its best"
-        before = best.accuracy
-    elif last.accuracy < start.accuracy and statistics.fell(_correct([start])[0], final):
-        kind, before = "below its start", start.accuracy
+        before = best.value
+    elif last.value < start.value and statistics.fell(_by_prompt([start])[0], final):
+        kind, before = "below its start", start.value
     else:
         return None
-    return Collapse(seed=run.seed, before=before, final=last.accuracy, kind=kind)
+    return Collapse(seed=run.seed, before=before, final=last.value, kind=kind)

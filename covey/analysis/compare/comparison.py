@@ -1,16 +1,18 @@
 """The data of a comparison: arms, runs, evaluations. Statistics and reports read these types.
 
-No torch here: a report can be written on a machine without it.
+This module does not import torch, so a report can be written on a machine without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 State = Literal["done", "failed", "unfinished"]
 BudgetKind = Literal["steps", "tokens", "updates"]
+Metric = Literal["success", "reward"]
+"""The metric by which arms are compared: the share of correct completions, or the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,7 @@ class Arm:
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """Added to every seed: other prompts and other completions, but nothing else."""
+    """Added to every seed, which changes prompts and completions, but nothing else."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Dotted setting -> value, for every setting that differs from the common configuration; None
     where the arm's algorithm has no such option. Filled by design.py."""
@@ -39,7 +41,7 @@ class Point:
 
     step: int
     tokens: int
-    """Sampled for training so far."""
+    """Tokens that were sampled for training so far."""
     updates: int
     """Optimizer steps so far."""
     seconds: float
@@ -48,11 +50,29 @@ class Point:
     correct: Mapping[str, bool]
     """Prompt id -> whether the greedy completion is correct. All runs have the same prompts in the
     same order."""
+    rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Prompt id -> `reward` and `parts/NAME` of that completion, if it was scored."""
+    distinct_answers: int | None = None
+    """The number of different final answers among the greedy completions."""
+    by: Metric = "success"
 
     @property
     def accuracy(self) -> float:
         """Share of the prompts with a correct completion."""
         return sum(self.correct.values()) / len(self.correct)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The compared values, by prompt; an unscored completion gets the lowest reward."""
+        if self.by == "success":
+            return tuple(map(float, self.correct.values()))
+        lowest = min(row["reward"] for row in self.rewards.values())
+        return tuple(self.rewards.get(name, {"reward": lowest})["reward"] for name in self.correct)
+
+    @property
+    def value(self) -> float:
+        """The mean of `values`: the accuracy, or the mean reward."""
+        return sum(self.values) / len(self.correct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +83,14 @@ class RunResult:
     seed: int
     state: State
     error: str = ""
-    """Why it failed, in one line."""
+    """Why the run failed, in one line."""
     points: tuple[Point, ...] = ()
     folder: str = ""
     """Relative to the comparison's folder."""
     weights: str = ""
     """Digest of the final weights: equal digests are the same policy, bit for bit."""
     first_rollouts: str = ""
-    """Name of the first step's rollouts: runs with the same name learned from the same ones."""
+    """The name of the first step's rollouts; runs with the same name share them."""
     memory_gib: float = 0.0
     """Peak memory: of the GPU's tensors, or without a GPU of the whole process; 0: not known."""
     cpu_seconds: float = 0.0
@@ -85,7 +105,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that a report is made from."""
+    """The data that a report is made from."""
 
     name: str
     command: str
@@ -96,10 +116,12 @@ class Comparison:
     """Size of the budget of each run."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """What was known before training: rows of covey.analysis.plan.findings.Finding."""
+    """Findings before training: rows of covey.analysis.plan.findings.Finding."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
+    best_constant: float | None = None
+    """The accuracy of the best constant answer on the held-out prompts, if they have answers."""
 
     def runs_of(self, arm: str) -> tuple[RunResult, ...]:
         """Return the runs of an arm, by seed."""
@@ -111,3 +133,22 @@ class Comparison:
             arm.name: tuple(run for run in self.runs_of(arm.name) if run.finished)
             for arm in self.arms
         }
+
+
+def compared_by(runs: Iterable[RunResult]) -> Metric:
+    """Return the metric of a comparison: success, unless the reward never gives one.
+
+    Some rewards only grade and never call a completion correct. If no completion of any evaluation
+    is correct and rewards differ, arms are compared by the mean reward.
+    """
+    points = [point for run in runs for point in run.points]
+    if any(any(point.correct.values()) for point in points):
+        return "success"
+    rewards = {row["reward"] for point in points for row in point.rewards.values()}
+    scored = all(point.rewards for point in points)
+    return "reward" if len(rewards) > 1 and scored else "success"
+
+
+def with_metric(run: RunResult, by: Metric) -> RunResult:
+    """Return a run whose points are compared by this metric."""
+    return replace(run, points=tuple(replace(point, by=by) for point in run.points))

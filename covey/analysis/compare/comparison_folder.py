@@ -1,4 +1,4 @@
-"""The folder of a comparison: comparison.toml, the outcome of each run, and reading the results.
+"""The folder of a comparison: reads and writes comparison.toml, outcomes of runs, and results.
 
     comparison.toml                      common settings, arms with their differences, seeds, budget
     environment.json                     where the comparison was started
@@ -16,14 +16,23 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from covey.analysis.compare.comparison import Arm, BudgetKind, Comparison, Point, RunResult, State
+from covey.analysis.compare.comparison import (
+    Arm,
+    BudgetKind,
+    Comparison,
+    Point,
+    RunResult,
+    State,
+    compared_by,
+    with_metric,
+)
 from covey.config import parse_config, to_toml, toml_lines, toml_value
 from covey.config.renamed import check_names, new_setting, translated
 from covey.errors import RunError
@@ -37,25 +46,28 @@ FIRST_ROLLOUTS_FILE = "first_rollouts.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What is compared: the contents of comparison.toml."""
+    """The design of a comparison: the contents of comparison.toml."""
 
     command: str
     given: Mapping[str, Any]
-    """The common settings as given by the user. Arms are built from these."""
+    """The common settings as given by the user, from which arms are built."""
     common: Mapping[str, Any]
-    """The same with every default written out."""
+    """The common settings with every default written out."""
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     budget: BudgetKind
     amount: int
     threads: int
-    """Of each run. On a CPU the last bits depend on it, so it never changes."""
+    """Of each run.
+
+    The number of threads; it never changes, because on a CPU the last bits depend on it.
+    """
     findings: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended: the contents of outcome.json. An unfinished run has none."""
+    """How a run ended: the contents of outcome.json, which an unfinished run does not have."""
 
     key: str
     state: State
@@ -131,7 +143,7 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml; the settings of one written by 0.1 get their new names."""
+    """Read comparison.toml; if version 0.1 wrote it, its settings get their new names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
@@ -157,7 +169,7 @@ def _read_arm(row: Mapping[str, Any]) -> Arm:
 
 
 def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm of 0.1 with today's names of settings."""
+    """Return an arm of version 0.1 with the current names of settings."""
 
     def new(key: str) -> str:
         return new_setting(key) or key
@@ -172,19 +184,29 @@ def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read everything that a report is made from."""
+    """Read the data that a report is made from."""
     design = read_design(folder)
     environment = folder / "environment.json"
     shared = ("command", "arms", "seeds", "budget", "amount", "findings")
+    runs = [_load_run(folder, arm.name, seed) for arm in design.arms for seed in design.seeds]
+    by = compared_by(runs)
     return Comparison(
         **{name: getattr(design, name) for name in shared},
         name=folder.resolve().name,
-        runs=tuple(
-            _load_run(folder, arm.name, seed) for arm in design.arms for seed in design.seeds
-        ),
+        runs=tuple(with_metric(run, by) for run in runs),
+        best_constant=_best_constant(folder, runs),
         environment=RunFolder(folder).environment() if environment.exists() else {},
         config_toml=to_toml(parse_config(design.common)),
     )
+
+
+def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
+    """Return the accuracy of the best constant answer, as recorded in the first evaluation."""
+    for run in runs:
+        for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
+            value = row.get("best_constant")
+            return None if value is None else float(value)
+    return None
 
 
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
@@ -197,13 +219,14 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the complete evaluations; one that lacks a prompt cannot be compared."""
+    """Return the complete evaluations; an evaluation that lacks a prompt cannot be compared."""
     steps = run.steps()
     points = []
     for row in run.evaluations():
         items = run.items(row["step"])
         if len(items) == row["prompts"]:
-            points.append(_point(row["step"], steps, items))
+            point = _point(row["step"], steps, items)
+            points.append(replace(point, distinct_answers=row.get("distinct_answers")))
         else:
             to_stderr(
                 f"{run.path}: the evaluation of step {row['step']} is left out, because only "
@@ -222,4 +245,12 @@ def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) 
         seconds=sum(row.get("time/total") or 0.0 for row in done if row["step"] > 1),
         # A completion that could not be scored counts as incorrect.
         correct={row["prompt_id"]: bool(row["success"]) for row in items},
+        rewards={
+            row["prompt_id"]: {
+                "reward": row["reward"],
+                **{f"parts/{name}": value for name, value in row.get("parts", {}).items()},
+            }
+            for row in items
+            if row.get("reward") is not None
+        },
     )

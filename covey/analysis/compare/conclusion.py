@@ -6,22 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from covey.analysis.compare.arm_results import ArmResult, arm_results
-from covey.analysis.compare.comparison import Comparison, RunResult
+from covey.analysis.compare.comparison import Comparison, Metric, RunResult
 from covey.analysis.compare.pair_results import PairResult, pair_results
-from covey.analysis.compare.statistics import LEVEL, MOST_SEEDS
+from covey.analysis.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS
 from covey.errors import RunError
 from covey.evaluation.intervals import Estimate
 
-FEW_SEEDS = 3
+UNITS: Mapping[Metric, str] = {"success": "points", "reward": "in mean reward"}
+TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sign test"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """Everything that can be concluded from a comparison."""
+    """The conclusions from a comparison."""
 
     headline: str
     cautions: tuple[str, ...]
-    """What limits the conclusion: missing runs, few seeds, collapses."""
+    """Cautions that limit the conclusion: missing runs, few seeds, collapses."""
     complete: bool
     """Whether every planned run finished."""
     arms: tuple[ArmResult, ...]
@@ -29,7 +30,7 @@ class Conclusion:
 
 
 def conclude(comparison: Comparison) -> Conclusion:
-    """Analyse a comparison. Unfinished runs are named, but enter no number."""
+    """Analyse a comparison. Unfinished runs are named, but no number includes them."""
     runs = comparison.finished_runs()
     _check_same_prompts(run for mine in runs.values() for run in mine)
     arms = arm_results(comparison)
@@ -57,8 +58,9 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
         for point in run.points:
             if list(point.correct) != list(first.points[0].correct):
                 raise RunError(
-                    f"{run.arm} seed {run.seed}, step {point.step}: evaluated on other prompts "
-                    f"than {first.arm} seed {first.seed}; remove one of the two and run it again"
+                    f"{run.arm} seed {run.seed}, step {point.step}: evaluated on different prompts "
+                    f"than {first.arm} seed {first.seed}; remove one of the two runs and run it "
+                    "again"
                 )
 
 
@@ -67,12 +69,13 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences in which a failed run keeps its arm's initial accuracy.
+    """Return mean differences that count a failed run with its arm's initial accuracy.
 
-    Only for pairs with such runs: an indication of how much the failures matter.
+    Only pairs with failed runs are returned; their differences indicate how much the failures
+    matter.
     """
-    starts = {arm: mine[-1].points[0].accuracy for arm, mine in runs.items() if mine}
-    ends = {(run.arm, run.seed): run.points[-1].accuracy for mine in runs.values() for run in mine}
+    starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
+    ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
     for run in comparison.runs:
         if run.state == "failed" and run.arm in starts:
             ends[run.arm, run.seed] = starts[run.arm]
@@ -89,7 +92,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Say which algorithm is better, or why the runs do not show it."""
+    """Return a sentence that says which algorithm is better, or why the runs do not show it."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -103,13 +106,18 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
         )
     if len(real) == 1:
         return real[0].summary
+    if all(pair.decision in ("one seed", "two seeds") for pair in real):
+        return (
+            "Too few seeds to rank the arms: two seeds do not show how much is chance. The tables "
+            "have the result of each seed; run at least three."
+        )
     decided = [pair for pair in real if pair.better]
     if not decided:
         return _none_decided(real)
     for arm in finished:
         wins = [pair for pair in decided if pair.better == arm.arm]
         if len(wins) == len(finished) - 1:
-            gains = (f"{points(abs(p.mean or 0.0))} points over {_loser(p)}" for p in wins)
+            gains = (f"{_change(abs(p.mean or 0.0), p.by)} over {_loser(p)}" for p in wins)
             return f"{arm.arm} is better than every other arm: {', '.join(gains)}."
     found = ", ".join(f"{p.better} is better than {_loser(p)}" for p in decided)
     rest = "; the other pairs do not differ significantly" if len(decided) < len(real) else ""
@@ -139,7 +147,7 @@ def _loser(pair: PairResult) -> str:
 
 
 def _pair_summary(pair: PairResult, tested: int) -> str:
-    """Say which of two algorithms is better."""
+    """Return a sentence that says which of two algorithms is better."""
     both = f"{pair.first} and {pair.second}"
     seeds = count(len(pair.seeds), "seed")
     match pair.decision:
@@ -150,8 +158,15 @@ def _pair_summary(pair: PairResult, tested: int) -> str:
         case "one seed":
             return (
                 f"One seed cannot show whether {pair.first} or {pair.second} is the better "
-                f"algorithm (these two checkpoints differ by {points(pair.mean or 0.0)} points)."
+                f"algorithm (these two checkpoints differ by {_change(pair.mean or 0.0, pair.by)})."
             )
+        case "two seeds":
+            return (
+                f"Too few seeds to rank {both}: {pair.first} - {pair.second} is "
+                f"{_by_seed(pair)}; run at least three seeds."
+            )
+        case "no difference" if pair.by == "reward":
+            return f"{both} get the same rewards in {seeds}, with different weights."
         case "no difference":
             return f"{both} solve the same prompts in {seeds}, with different weights."
         case "cannot tell":
@@ -163,6 +178,11 @@ def _pair_summary(pair: PairResult, tested: int) -> str:
             return _better(pair, tested)
 
 
+def _by_seed(pair: PairResult) -> str:
+    each = zip(pair.differences, pair.seeds, strict=True)
+    return _listed([f"{_change(value, pair.by)} in seed {seed}" for value, seed in each])
+
+
 def _better(pair: PairResult, tested: int) -> str:
     difference, new_prompts = pair.difference, pair.difference_new_prompts
     assert difference is not None
@@ -170,25 +190,26 @@ def _better(pair: PairResult, tested: int) -> str:
     if pair.better == pair.second:
         difference, new_prompts = _negated(difference), _negated(new_prompts)
     text = (
-        f"{pair.better} is better than {_loser(pair)}: {_estimate(difference)} over "
+        f"{pair.better} is better than {_loser(pair)}: {_estimate(difference, pair.by)} over "
         f"{len(pair.seeds)} seeds, {_p(pair, tested)}."
     )
     if new_prompts.low <= 0.0:
         text += (
             " This holds for these held-out prompts; for other prompts of the same kind the "
-            f"interval is {points(new_prompts.low)} to {points(new_prompts.high)}."
+            f"interval is {points(new_prompts.low, pair.by)} to "
+            f"{points(new_prompts.high, pair.by)}."
         )
     return text
 
 
 def _undecided(pair: PairResult, tested: int) -> str:
-    """Say what was observed, and how many seeds would decide it."""
+    """Return what was observed, and how many seeds would be needed to decide."""
     if pair.difference is None or pair.detectable is None:
-        return f"{points(pair.mean or 0.0)} points."
+        return f"{_change(pair.mean or 0.0, pair.by)}."
     seeds = len(pair.seeds)
     text = (
-        f"{pair.first} - {pair.second} is {_estimate(pair.difference)} over {seeds} seeds, "
-        f"{_p(pair, tested)}. "
+        f"{pair.first} - {pair.second} is {_estimate(pair.difference, pair.by)} over {seeds} "
+        f"seeds, {_p(pair, tested)}. "
     )
     if pair.seeds_needed is None:
         text += f"More than {MOST_SEEDS} seeds per arm would be needed to detect it; "
@@ -197,9 +218,9 @@ def _undecided(pair: PairResult, tested: int) -> str:
             f"About {pair.seeds_needed} seeds per arm would be needed if the difference and the "
             "deviation are as observed; "
         )
-    if pair.detectable >= 1:
+    if pair.by == "success" and pair.detectable >= 1:
         return text + f"with {seeds} seeds no difference has an 80 % chance of detection."
-    return text + f"{seeds} seeds detect {points(pair.detectable)} points with 80 % power."
+    return text + f"{seeds} seeds detect {_change(pair.detectable, pair.by)} with 80 % power."
 
 
 def _p(pair: PairResult, tested: int) -> str:
@@ -209,7 +230,7 @@ def _p(pair: PairResult, tested: int) -> str:
 
 
 def _checkpoint_summary(pair: PairResult) -> str:
-    """Say in which seeds one of the two final checkpoints is better."""
+    """Return in which seeds one of the two final checkpoints is better."""
     if not pair.checkpoints:
         return ""
     sides: dict[str, list[str]] = {pair.first: [], pair.second: [], "": []}
@@ -225,7 +246,7 @@ def _checkpoint_summary(pair: PairResult) -> str:
         parts.append(f"undecided in seed {_listed(sides[''])}")
     return (
         f"Final checkpoints of {pair.first} and {pair.second}: {'; '.join(parts)} "
-        "(McNemar's exact test over prompts, corrected). This is about these weights, not about "
+        f"({TESTS[pair.by]} over prompts, corrected). This is about these weights, not about "
         "the algorithms."
     )
 
@@ -235,7 +256,7 @@ def _cautions(
     pairs: Sequence[PairResult],
     as_if_untrained: Mapping[tuple[str, str], float],
 ) -> tuple[str, ...]:
-    """Return what limits the headline."""
+    """Return the cautions that limit the headline."""
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:
@@ -243,35 +264,71 @@ def _cautions(
             f"The comparison is incomplete: {'; '.join(missing)}. Pairs use the seeds that both "
             "arms finished. If runs failed because of their arm, the rest overrates that arm."
         )
-        means = {(pair.first, pair.second): pair.mean or 0.0 for pair in pairs}
+        named = {(pair.first, pair.second): pair for pair in pairs}
         found += [
-            f"If failed runs count as untrained, {first} - {second} is {points(value)} points "
-            f"instead of {points(means[first, second])}."
+            f"If failed runs count as untrained, {first} - {second} is "
+            f"{_change(value, named[first, second].by)} instead of "
+            f"{points(named[first, second].mean or 0.0, named[first, second].by)}."
             for (first, second), value in as_if_untrained.items()
         ]
-    counts = [len(pair.seeds) for pair in pairs if pair.p_value is not None]
-    if counts and min(counts) < FEW_SEEDS:
+    few = [pair for pair in pairs if pair.decision == "two seeds"]
+    if few and len(few) < len(pairs):
         found.append(
-            "Two seeds hardly show the variance between seeds: a difference must be 13 times its "
-            "standard error to be significant. Run three or more."
+            f"Some pairs share fewer than {FEW_SEEDS} seeds, which are too few to rank them."
         )
+    if any(arm.by == "reward" for arm in arms):
+        found.append(
+            "No completion of any evaluation counts as correct, so the arms are compared by their "
+            "mean reward. For accuracies, give the reward a success (success_at of a function), or "
+            "evaluate with another reward (evaluate.reward)."
+        )
+    found += [_at_constant(arm) for arm in arms if _is_at_constant(arm)]
     found += [
-        f"{arm.arm} seed {one.seed} collapsed ({one.kind}): from {one.before:.1%} to "
-        f"{one.final:.1%}."
+        f"{arm.arm} seed {one.seed} collapsed ({one.kind}): from {level(one.before, arm.by)} to "
+        f"{level(one.final, arm.by)}."
         for arm in arms
         for one in arm.collapsed
     ]
     return tuple(found)
 
 
-def points(share: float) -> str:
-    """Return a difference of accuracies in percentage points.
+def _is_at_constant(arm: ArmResult) -> bool:
+    """Whether an arm learned, but its accuracy is not above that of the best constant answer."""
+    if arm.above_constant is None or arm.final is None or arm.improvement is None:
+        return False
+    return arm.improvement.value > 0 and arm.final.low <= arm.final.value - arm.above_constant
 
-    >>> points(-0.125)
-    '-12.5'
+
+def _at_constant(arm: ArmResult) -> str:
+    answers = arm.distinct_answers
+    distinct = "" if answers is None else f", with {answers:.3g} distinct answers"
+    return (
+        f"{arm.arm} ends {points(arm.above_constant or 0.0)} points above the best constant "
+        f"answer{distinct}: its interval includes what answering the same to every prompt gets."
+    )
+
+
+def points(share: float, by: Metric = "success") -> str:
+    """Return a difference of accuracies in percentage points, or a difference of mean rewards.
+
+    >>> points(-0.125), points(-0.125, "reward")
+    ('-12.5', '-0.125')
     """
-    text = f"{100 * share:+.1f}"
-    return "0.0" if text in ("+0.0", "-0.0") else text
+    text = f"{100 * share:+.1f}" if by == "success" else f"{share:+.3f}"
+    return text[1:] if float(text) == 0 else text
+
+
+def level(value: float, by: Metric = "success") -> str:
+    """Return an accuracy in percent, or a mean reward.
+
+    >>> level(0.125), level(0.125, "reward")
+    ('12.5%', '0.125')
+    """
+    return f"{value:.1%}" if by == "success" else f"{value:.3f}"
+
+
+def _change(value: float, by: Metric) -> str:
+    return f"{points(value, by)} {UNITS[by]}"
 
 
 def _negated(estimate: Estimate) -> Estimate:
@@ -279,9 +336,9 @@ def _negated(estimate: Estimate) -> Estimate:
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
-def _estimate(estimate: Estimate) -> str:
-    low, high = points(estimate.low), points(estimate.high)
-    return f"{points(estimate.value)} points, 95 % interval {low} to {high},"
+def _estimate(estimate: Estimate, by: Metric) -> str:
+    low, high = points(estimate.low, by), points(estimate.high, by)
+    return f"{_change(estimate.value, by)}, 95 % interval {low} to {high},"
 
 
 def count(number: int, noun: str) -> str:

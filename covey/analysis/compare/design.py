@@ -1,9 +1,10 @@
 """The design of a comparison: the common configuration, the arms, the seeds and the budget.
 
-An arm is the common settings as given, with overrides; defaults are filled in afterwards. So an arm
-with another algorithm gets that algorithm's own defaults, not those of the algorithm it replaces.
-No arm may change how it is measured: the budget and the held-out evaluation. The common reward
-scores the evaluations of all arms, whatever reward an arm is trained on.
+An arm consists of the common settings as given, with overrides; defaults are filled in afterwards.
+So an arm with another algorithm gets that algorithm's own defaults, not those of the algorithm it
+replaces. No arm may change the budget or the held-out evaluation, because these decide how it is
+measured. The common reward scores the evaluations of all arms, whatever reward an arm is trained
+on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from covey.training.schedule import total_updates
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change; `seed+=` moves the seeds."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
-"""Settings that decide the rollouts of the first step ..."""
+"""Settings that decide the rollouts of the first step."""
 NOT_SAMPLING = ("engine.max_concurrent", "model.gradient_checkpointing", "model.deterministic")
 """... except these."""
 
@@ -48,7 +49,7 @@ class Request:
     budget: BudgetKind = "steps"
     amount: int | None = None
     threads: int = 0
-    """Of each run; 0: chosen for this machine."""
+    """The threads of each run; 0: chosen for this machine."""
 
     def command(self) -> str:
         """Return the command line of this request."""
@@ -174,12 +175,13 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
     """Return the given options that an arm keeps although its algorithm has other defaults.
 
-    Option -> (value, default of the arm's algorithm). With a recipe for GRPO, for example,
-    `--algorithms gspo` keeps the recipe's clip range, hundreds of times wider than GSPO's own.
+    Option -> (value, default of the arm's algorithm). For example, with a recipe for GRPO,
+    `--algorithms gspo` keeps the recipe's clip range, which is hundreds of times wider than GSPO's
+    own.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:
-        return {}  # an arm of the user keeps no options of another algorithm
+        return {}  # a user's arm keeps no options of another algorithm
     given = design.given.get("objective", {})
     own = inspect.signature(algorithm(name)).parameters
     other = inspect.signature(algorithm(common, given)).parameters
@@ -241,13 +243,13 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shares_first_rollouts(arm: Arm) -> bool:
-    """Whether an arm samples the first step like the common configuration."""
+    """Whether an arm samples the first step's rollouts like the common configuration."""
     changed = [key for key in arm.differences if key.startswith(SAMPLING)]
     return all(key in NOT_SAMPLING for key in changed)
 
 
 def same_comparison(old: Design, new: Design) -> bool:
-    """Whether a new design is an old one or a part of it."""
+    """Whether a new design equals an old one or is a part of it."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)

@@ -1,4 +1,4 @@
-"""Fairness checks before training, and findings that the reader of a report should know."""
+"""Fairness checks before training, and findings for the reader of a report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from covey.analysis.compare.design import kept_options, shares_first_rollouts
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError
 from covey.tasks import Task
+from covey.tasks.overlap import shared_prompts
 from covey.training.resolve import held_out_of, task_of
 from covey.types import Prompt
 
@@ -20,11 +21,11 @@ Row = Mapping[str, str]
 GENERATION = (
     "rollout.max_tokens", "rollout.stop", "model.template", "model.chat_options", "model.prefill",
 )  # fmt: skip
-"""Settings that change how a policy generates, in evaluations too."""
+"""Settings that change how a policy generates, also in evaluations."""
 
 
 def check_prompts(configs: Mapping[str, Config]) -> None:
-    """Reject held-out prompts that are trained on, or that differ between arms."""
+    """Reject held-out prompts that are also training prompts, or that differ between arms."""
     first_name, first = next(iter(configs.items()))
     expected = prompts_digest(held_out_of(first, task_of(first)))
     seen: list[dict[str, object]] = []
@@ -43,19 +44,13 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 def _check_disjoint(config: Config, task: Task) -> None:
     """Reject a held-out prompt with the text of a training prompt."""
-    held_out = {_text(prompt): prompt for prompt in held_out_of(config, task)}
-    found = [held_out[text] for text in map(_text, task.train()) if text in held_out]
+    held_out = held_out_of(config, task)
+    found = shared_prompts(task.train(), held_out)
     if found:
-        ids = {prompt.id for prompt in found}
         raise DataError(
-            f"task: {len(ids)} of {len(held_out)} held-out prompts are training prompts too and "
+            f"task: {len(found)} of {len(held_out)} held-out prompts are training prompts too and "
             f"would measure memorization; the first is {found[0].id}: {found[0].text!r}"
         )
-
-
-def _text(prompt: Prompt) -> str:
-    """Return the text of all messages, ignoring whitespace and case."""
-    return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())
 
 
 def task_digest(task: Task) -> str:
@@ -74,7 +69,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
-    """Return what is known before training; a finding of several arms is one row."""
+    """Return the findings before training; a finding about several arms is one row."""
     from covey.analysis.plan.findings import coincidences, findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -88,27 +83,28 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
 
 
 def _differing_arms(design: Design) -> Iterator[Row]:
-    """Yield conditions that arms do not share, although they usually do."""
+    """Yield findings about conditions that arms usually share, but do not share here."""
     arms = design.arms if len(design.arms) > 1 else ()
-    reward = design.common["reward"]["name"]
+    common = design.common
+    reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
     yield from _finding(
         [arm for arm in arms if not shares_first_rollouts(arm)],
-        title="some arms sample the first step's rollouts for themselves",
+        title="some arms sample their own rollouts in the first step",
         why="They differ in a setting that decides these rollouts, so they cannot learn from the "
-        "same ones as the others; luck in the first step is part of the difference.",
+        "same rollouts as the other arms. Luck in the first step is part of the difference.",
         remedy="none is needed if that setting is what you compare",
     )
     yield from _finding(
         [arm for arm in arms if any(key.startswith("reward.") for key in arm.differences)],
-        title="some arms are trained on another reward than the one that evaluates them",
+        title="some arms are trained on a different reward than the one that evaluates them",
         why="The common reward scores the held-out completions of all arms, so that accuracies "
         "mean the same; an arm that is not trained on it may be at a disadvantage.",
-        remedy=f"choose the evaluation reward with --set reward.name; now it is {reward}",
+        remedy=f"choose it with --set evaluate.reward.name=NAME; now it is {reward}",
     )
     yield from _finding(
         [arm for arm in arms if any(key in GENERATION for key in arm.differences)],
-        title="some arms generate the held-out completions under their own conditions",
-        why="Their prompt format, stop strings or length limit hold in evaluations too: a "
+        title="some arms generate the held-out completions with their own settings",
+        why="Their prompt format, stop strings or length limit also apply in evaluations, so a "
         "difference may come from these settings, without any learning.",
         remedy="compare the first evaluations, before training; or change the setting for all "
         "arms with --set",

@@ -1,4 +1,4 @@
-"""Launching the runs of a comparison: one process per run, several at a time.
+"""Launches the runs of a comparison: one process per run, several at a time.
 
 A failed run does not stop the others. Each process reads its job from standard input, which stays
 open as long as this process lives; see run_process.py.
@@ -46,14 +46,14 @@ Status = Literal["waiting", "running", "done", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that the process of a run needs."""
+    """The job of a run's process."""
 
     arm: str
     seed: int
-    """Of the comparison; the run's own seed differs if the arm has a seed offset."""
+    """The seed in the comparison; the run's own seed differs if the arm has a seed offset."""
     folder: str
     shared: str
-    """Folder of the shared rollouts."""
+    """The folder of the shared rollouts."""
     config_toml: str
     common_toml: str
     """The common configuration, whose reward scores the evaluations of all arms."""
@@ -118,7 +118,7 @@ def _start(config: Config, weights: str) -> str:
 def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
     """Return the digest of configuration, version, starting weights, data, rewards and threads.
 
-    Data and rewards enter by their contents, because files may have been edited since.
+    The digest covers the contents of data and rewards, because files may have been edited.
     """
     scoring = [
         [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
@@ -135,8 +135,8 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder to start or resume; return False if the run is finished.
 
     `elsewhere` maps keys to finished runs: a run with this job's key is copied, not trained again.
-    A run with another key, from other data or another version of covey for example, is moved
-    aside and never deleted.
+    A run with another key, for example from other data or another version of Covey, is moved aside
+    and never deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:
@@ -171,7 +171,7 @@ def _move_aside(path: Path) -> None:
             if log_path(path).exists():
                 log_path(path).rename(log_path(aside))
             return
-    raise RunError(f"{path}: 999 runs were moved aside already; remove some of them")
+    raise RunError(f"{path}: 999 runs were already moved aside; remove some of them")
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:
@@ -273,7 +273,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status:
-    """Return how a run ended; write the outcome of a process that died before it could."""
+    """Return how a run ended; if its process died without writing the outcome, write it."""
     assert process.stdin is not None
     process.stdin.close()
     outcome = read_outcome(job.path)

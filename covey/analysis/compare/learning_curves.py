@@ -37,20 +37,20 @@ class Curve:
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """Of the mean, by axis. Seeds take different tokens and seconds, so this is a mean too."""
+    """The x values of the mean, by axis; they are means over seeds too."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """Lowest of the finished runs: an observed range, not a confidence interval."""
+    """The lowest of the finished runs; this is an observed range, not a confidence interval."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
     """Accuracies of every run at the steps of the mean; None where it was not evaluated."""
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:
-    """Return the learning curve of an arm. Unfinished runs have lines, but no mean."""
+    """Return the learning curve of an arm. Unfinished runs are drawn, but not part of the mean."""
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
-    values = [[point.accuracy for point in column] for column in columns]
+    values = [[point.value for point in column] for column in columns]
     return Curve(
         arm=arm,
         lines=tuple(
@@ -58,7 +58,7 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
                 seed=run.seed,
                 state=run.state,
                 x={axis: tuple(map(of, run.points)) for axis, (_, of) in AXES.items()},
-                accuracy=tuple(point.accuracy for point in run.points),
+                accuracy=tuple(point.value for point in run.points),
             )
             for run in runs
         ),
@@ -75,15 +75,15 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
 
 def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
     """Return the accuracies of a run by column; the last column is the end of the run."""
-    by_step = {point.step: point.accuracy for point in run.points}
+    by_step = {point.step: point.value for point in run.points}
     earlier = (by_step.get(column[0].step) for column in columns[:-1])
-    return (*earlier, run.points[-1].accuracy if run.finished else None)
+    return (*earlier, run.points[-1].value if run.finished else None)
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """Return the points to average: those at the same step, and the last ones of all runs.
+    """Return the points to average: those at the same step, and the last points of all runs.
 
-    With a budget of tokens, runs end at different steps; their ends still belong together.
+    With a token budget runs end at different steps, but their last points are still averaged.
     """
     if not runs:
         return []

@@ -9,6 +9,7 @@ docs/statistics.md describes the tests and intervals.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,58 +18,60 @@ from typing import Literal
 import numpy as np
 
 from covey.analysis.compare import statistics
-from covey.analysis.compare.comparison import RunResult
-from covey.analysis.compare.statistics import LEVEL, Array
-from covey.evaluation.intervals import Estimate, paired_difference
+from covey.analysis.compare.comparison import Metric, RunResult
+from covey.analysis.compare.statistics import FEW_SEEDS, LEVEL, Array
+from covey.evaluation.intervals import Difference, Estimate, paired_difference
 
 Decision = Literal[
-    "same policy", "no difference", "better", "cannot tell", "one seed", "nothing to compare"
-]
-"""same policy: equal weights in every seed. no difference: equal solved prompts."""
+    "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
+    "nothing to compare",
+]  # fmt: skip
+"""same policy: equal weights in every seed. no difference: equal results on every prompt. one seed,
+two seeds: too few to rank the arms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
-    """The two final checkpoints of one seed on the same prompts."""
+    """The comparison of the two final checkpoints of one seed on the same prompts."""
 
     seed: int
     difference: Estimate
-    """First minus second; bootstrap over prompts."""
+    """The difference, first minus second; the interval is a bootstrap over prompts."""
     gained: int
-    """Prompts that only the first solves."""
+    """The number of prompts that only the first checkpoint solves."""
     lost: int
     p_value: float
     """McNemar's exact test."""
     p_holm: float
-    """The same after Holm's correction over all pairs and seeds."""
+    """The p-value after Holm's correction over all pairs and seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """Two arms over the seeds that both finished."""
+    """The comparison of two arms over the seeds that both finished."""
 
     first: str
     second: str
     seeds: tuple[int, ...]
     missing: tuple[str, ...]
     differences: tuple[float, ...]
-    """Final accuracy of first minus second, by seed."""
+    """Final accuracy, or mean reward, of first minus second, by seed."""
     mean: float | None
-    """Of these. None without a shared seed."""
+    """Of these. The mean difference; None without a shared seed."""
     difference: Estimate | None
-    """The mean with Student's interval over seeds. None with fewer than two."""
+    """The mean with Student's interval over seeds; None with fewer than three seeds."""
     difference_new_prompts: Estimate | None
-    """The same with an interval that also covers the choice of the held-out prompts."""
+    """The mean with an interval that also covers the choice of the held-out prompts."""
     p_value: float | None
-    """Two-sided paired t-test over seeds: the decision, after Holm's correction."""
+    """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None
     sign_flip_p: float | None
-    """Exact, without assumed distribution. None below six seeds, where it cannot reach 5 %."""
+    """The p-value of the exact sign flip test; None below six seeds, where it cannot reach 5 %."""
     decision: Decision
     better: str | None
     """The better arm, if there is one."""
     seeds_needed: int | None
-    """For 80 % power with the observed difference and deviation; None if decided or too many."""
+    """Seeds for 80 % power if the difference is as observed; None if decided or too many."""
     detectable: float | None
     """The difference that this number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
@@ -76,6 +79,7 @@ class PairResult:
     """Which algorithm is better, in plain words. Filled by conclusion.py."""
     checkpoint_summary: str = ""
     """Which checkpoints are better, in plain words. Filled by conclusion.py."""
+    by: Metric = "success"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +90,40 @@ class _Pair:
     second: str
     seeds: tuple[int, ...]
     a: Array
-    """[seeds, prompts]: whether the first is correct."""
+    """[seeds, prompts]: whether the first is correct, or its reward."""
     b: Array
     same: bool
     """Whether all weights agree."""
+    by: Metric
 
     @property
     def differences(self) -> Array:
-        """First minus second by seed. Subtracts counts before dividing, so equal ones are equal."""
-        counts = self.a.sum(axis=1).astype(int) - self.b.sum(axis=1).astype(int)
-        return np.asarray(counts / self.a.shape[1])
+        """First minus second by seed, from sums, so that equal accuracies differ by exactly 0."""
+        return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
+
+    @property
+    def span(self) -> float:
+        """The largest distance of two values: 1 for correct and wrong; for rewards, as observed."""
+        return 1.0 if self.by == "success" else float(np.ptp([self.a, self.b])) or 1.0
+
+    @property
+    def limit(self) -> float:
+        """The largest possible difference of means."""
+        return 1.0 if self.by == "success" else math.inf
 
     @property
     def tested(self) -> bool:
-        """Whether there are two seeds or more, and the arms trained to different weights."""
-        return len(self.seeds) >= 2 and not self.same
+        """Whether there are enough seeds, and the arms have different weights."""
+        return len(self.seeds) >= FEW_SEEDS and not self.same
 
 
 def pair_results(
     runs: Mapping[str, Sequence[RunResult]], missing: Mapping[str, tuple[str, ...]]
 ) -> tuple[PairResult, ...]:
-    """Compare every two arms, given the finished runs and the missing ones of each arm."""
+    """Compare every pair of arms, given the finished and the missing runs of each arm."""
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
     tested = [pair for pair in pairs if pair.tested]
-    p_values = [float(statistics.seed_test(p.differences, p.a.shape[1])) for p in tested]
+    p_values = [float(statistics.seed_test(p.differences, p.a.shape[1], p.span)) for p in tested]
     corrected = iter(zip(p_values, statistics.holm(p_values), strict=True))
     checkpoints = _checkpoints(pairs)
     level = LEVEL / max(1, len(tested))
@@ -127,14 +141,12 @@ def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _
     by_seed = [{run.seed: run for run in runs[arm]} for arm in (first, second)]
     seeds = tuple(seed for seed in by_seed[0] if seed in by_seed[1])
     ends = [[mine[seed] for seed in seeds] for mine in by_seed]
-    a, b = (
-        np.array([list(run.points[-1].correct.values()) for run in mine], dtype=float)
-        for mine in ends
-    )
+    a, b = (np.array([run.points[-1].values for run in mine], dtype=float) for mine in ends)
     same = bool(seeds) and all(
         one.weights == other.weights != "" for one, other in zip(*ends, strict=True)
     )
-    return _Pair(first=first, second=second, seeds=seeds, a=a, b=b, same=same)
+    by: Metric = next((run.points[-1].by for run in ends[0]), "success")
+    return _Pair(first=first, second=second, seeds=seeds, a=a, b=b, same=same, by=by)
 
 
 def _result(
@@ -142,7 +154,7 @@ def _result(
 ) -> PairResult:
     """Decide which algorithm is better, given the p-value before and after correction."""
     p_value, p_holm = p_values
-    several = len(pair.seeds) >= 2
+    several = len(pair.seeds) >= FEW_SEEDS
     differences = pair.differences if pair.seeds else np.zeros(0)
     items = pair.a.shape[1] if pair.seeds else 0
     mean = float(differences.mean()) if pair.seeds else None
@@ -154,7 +166,7 @@ def _result(
     needed = detectable = None
     if pair.tested:
         assert mean is not None
-        deviation = float(statistics.seed_deviation(differences, items))
+        deviation = float(statistics.seed_deviation(differences, items, pair.span))
         detectable = statistics.detectable(deviation, len(pair.seeds), level)
         if decision == "cannot tell":
             needed = statistics.seeds_needed(mean, deviation, level)
@@ -165,8 +177,10 @@ def _result(
         missing=(),
         differences=tuple(differences.tolist()),
         mean=mean,
-        difference=statistics.seed_interval(differences, items) if pair.tested else None,
-        difference_new_prompts=statistics.change(pair.a - pair.b) if several else None,
+        difference=statistics.seed_interval(differences, items, pair.span, pair.limit)
+        if pair.tested
+        else None,
+        difference_new_prompts=statistics.change(pair.a - pair.b, pair.limit) if several else None,
         p_value=p_value,
         p_holm=p_holm,
         sign_flip_p=statistics.sign_flip_test(differences.tolist()) if pair.tested else None,
@@ -175,6 +189,7 @@ def _result(
         seeds_needed=needed,
         detectable=detectable,
         checkpoints=(),
+        by=pair.by,
     )
 
 
@@ -183,17 +198,19 @@ def _decide(pair: _Pair, p_holm: float | None) -> Decision:
         return "nothing to compare"
     if pair.same:
         return "same policy"
-    if p_holm is None:
+    if len(pair.seeds) == 1:
         return "one seed"
     if np.array_equal(pair.a, pair.b):
         return "no difference"
+    if p_holm is None:
+        return "two seeds"
     return "better" if p_holm < LEVEL else "cannot tell"
 
 
 def _checkpoints(pairs: Sequence[_Pair]) -> Mapping[tuple[str, str], list[CheckpointResult]]:
-    """Compare the final checkpoints of every pair by seed, with one correction over them all."""
+    """Compare the final checkpoints of every pair by seed, with one correction over all of them."""
     found = [
-        (pair, seed, paired_difference(pair.a[row].tolist(), pair.b[row].tolist()))
+        (pair, seed, _checkpoint_difference(pair, row))
         for pair in pairs
         for row, seed in enumerate(pair.seeds)
         if not pair.same
@@ -211,3 +228,8 @@ def _checkpoints(pairs: Sequence[_Pair]) -> Mapping[tuple[str, str], list[Checkp
         )
         results[pair.first, pair.second].append(result)
     return results
+
+
+def _checkpoint_difference(pair: _Pair, row: int) -> Difference:
+    span = pair.limit if math.isfinite(pair.limit) else None
+    return paired_difference(pair.a[row].tolist(), pair.b[row].tolist(), span=span)

@@ -31,11 +31,11 @@ class Prepared:
     folder: Path
     design: Design
     previous: Design | None
-    """The design that the folder holds already."""
+    """The design that is already in the folder."""
 
 
 def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepared:
-    """Find the folder of a request or choose a new one; an earlier comparison resumes."""
+    """Find the folder of a request or choose a new one; an earlier comparison is resumed."""
     design = design_comparison(request)
     if len(design.arms) < 2:
         raise ConfigError(
@@ -50,10 +50,10 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
         elif not path.exists() or not any(path.iterdir()):
             return Prepared(folder=path, design=design, previous=None)
         elif folder is not None:
-            raise RunError(f"{path} already holds files that do not belong to a comparison")
+            raise RunError(f"{path} already contains files that do not belong to a comparison")
     raise ConfigError(
-        f"{folder} holds another comparison, with other settings, arms or budget; choose another "
-        "--folder, or give --folder with only --add, --arm and --seeds to extend it"
+        f"{folder} contains another comparison, with other settings, arms or budget; choose "
+        "another --folder, or give --folder with only --add, --arm and --seeds to extend it"
     )
 
 
@@ -68,8 +68,8 @@ def extend(
     old = read_design(folder)
     if threads not in (0, old.threads):
         raise ConfigError(
-            f"--threads {threads}: the runs of {folder} use {old.threads}, and their last bits "
-            "depend on it; omit --threads, or choose another --folder"
+            f"--threads {threads}: the runs of {folder} use {old.threads} threads, and their last "
+            "bits depend on that; omit --threads, or choose another --folder"
         )
     new = with_arms(old, algorithms, arms)
     new = new if seeds is None else with_seeds(new, seeds)
@@ -86,7 +86,7 @@ def checked(prepared: Prepared) -> Prepared:
     """Reject unfair arms; fill in the findings and the number of threads."""
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)
-    check_prompts(configs)  # of a resumed comparison too: its data may have been edited
+    check_prompts(configs)  # also for a resumed comparison, because its data may have been edited
     if old is not None and [a.name for a in old.arms] == [a.name for a in design.arms]:
         return prepared
     threads = design.threads or _threads(configs, runs=len(design.arms) * len(design.seeds))
@@ -95,14 +95,14 @@ def checked(prepared: Prepared) -> Prepared:
 
 
 def parallel_runs(design: Design) -> int:
-    """Return how many runs this machine takes at a time."""
+    """Return how many runs this machine can train at a time."""
     if _on_gpu([parse_config(design.common)]):
         return 1
     return max(1, (os.cpu_count() or 1) // design.threads)
 
 
 def _threads(configs: dict[str, Config], runs: int) -> int:
-    """Divide the cores among the runs: many runs with one thread each waste the least."""
+    """Divide the cores among the runs; many runs with one thread each waste the least."""
     import torch
 
     if _on_gpu(configs.values()):

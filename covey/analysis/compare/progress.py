@@ -20,12 +20,12 @@ from covey.escape import printable
 TAIL_BYTES = 16_384
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
-"""Time between updates in a terminal, and between lines about running jobs elsewhere."""
+"""Seconds between updates in a terminal, and between lines about running jobs elsewhere."""
 STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yellow"}
 
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
-    """Return share of the budget spent, step and newest accuracy of a run, as text."""
+    """Return the spent share of the budget, the step and the newest accuracy of a run, as text."""
     step = _last_row(job.path / "steps.jsonl")
     evaluation = _last_row(job.path / "eval.jsonl")
     spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
@@ -62,7 +62,7 @@ class Progress:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Show what has changed: a table twice a second, or lines of what started and ended."""
+        """Show changes: a table twice a second, or a line for each run that started or ended."""
         elapsed = time.monotonic() - self.last
         if self.live is not None:
             ended = not running.having("running") and not running.having("waiting")

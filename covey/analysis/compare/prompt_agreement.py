@@ -1,4 +1,4 @@
-"""Agreement on the held-out prompts: which prompts all arms solve, none, or only one."""
+"""Agreement on the held-out prompts: which are solved by all arms, none, or only one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from covey.analysis.compare.comparison import Comparison, RunResult
 
 MOST_DIFFERENT = 12
-"""Prompts listed as those on which arms differ most."""
+"""How many prompts are listed on which arms differ most."""
 
 Runs = Mapping[str, Sequence[RunResult]]
 
@@ -24,7 +24,10 @@ class SolvedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Counts of held-out prompts. An arm solves one if more than half of its finished runs do."""
+    """Counts of held-out prompts.
+
+    An arm solves a prompt if more than half of its finished runs solve it.
+    """
 
     runs: Mapping[str, int]
     """Number of finished runs of each arm that has any; other arms are left out."""
@@ -32,17 +35,17 @@ class Agreement:
     solved_by_all: int
     solved_by_none: int
     solved_by_some: int
-    """By several arms, but not by all."""
+    """Solved by several arms, but not by all."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """Share of prompts on which two runs of one arm differ. None without two such runs."""
+    """The share of prompts on which two runs of one arm differ; None without two such runs."""
     disagreement_between_arms: float | None
     """Share of prompts on which two arms differ with the same seed."""
     most_different: tuple[SolvedPrompt, ...]
 
 
 def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count over the last evaluations of finished runs; None if there are none."""
+    """Count over the last evaluations of finished runs; None without a finished run."""
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None

@@ -24,7 +24,7 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reward": ("objective/scores",),
         "entropy": ("policy/entropy_avg",),
         "clipped share": ("policy/clipfrac_avg",),
-        # To the reference if there is one, else to the policy that sampled.
+        # The KL to the reference if there is one, else to the policy that sampled.
         "KL": ("objective/kl_avg", "policy/approxkl_avg"),
         "completion length": ("rollout/lengths",),
         "gradient norm": ("optim/grad_norm",),
@@ -35,14 +35,14 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
 docs/metrics.md defines each metric.
 """
 HEALTH_POINTS = 200
-"""Most points of a panel: longer runs are averaged over intervals of steps."""
+"""The most points of a panel; longer runs are averaged over intervals of steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
 """Number of prompts of each kind that are shown with every arm's completion."""
 
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
 )
-"""What an example shows of a completion, and its name in the evaluation's lines."""
+"""The fields of a completion in an example, and their names in the evaluation's lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,9 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """None without a finished run."""
+    """The agreement of arms; None without a finished run, or if no completion can be correct."""
     texts: Mapping[str, tuple[str, str]]
-    """Prompt id -> prompt and target. Empty if no run kept its completions."""
+    """Prompt id -> prompt and target; empty if no run kept its completions."""
     example_seed: int | None
     """The seed of the examples."""
     examples: tuple[Example, ...]
@@ -86,7 +86,7 @@ class ReportContents:
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
-    """Gather what a report shows; `folder` is the comparison's, with its runs."""
+    """Gather what a report shows; `folder` is that of the comparison."""
     seed = _common_seed(comparison)
     rows = {}
     for arm in comparison.arms:
@@ -99,7 +99,7 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
         comparison=comparison,
         conclusion=conclude(comparison),
         curves=tuple(learning_curve(comparison, arm.name) for arm in comparison.arms),
-        agreement=prompt_agreement(comparison),
+        agreement=None if _graded(comparison) else prompt_agreement(comparison),
         texts={i: (r["prompt"], r["target"]) for a in rows.values() for i, r in a.items()},
         example_seed=seed if rows else None,
         examples=choose_examples(rows),
@@ -107,8 +107,12 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
     )
 
 
+def _graded(comparison: Comparison) -> bool:
+    return any(point.by == "reward" for run in comparison.runs for point in run.points)
+
+
 def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed that most arms finished; the first of several."""
+    """Return the seed that most arms finished; of several, the first."""
     counts = {
         seed: sum(run.finished for run in comparison.runs if run.seed == seed)
         for seed in comparison.seeds
@@ -117,7 +121,7 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _ignore(text: str) -> None:
-    """Ignore damaged lines: they were reported when the comparison was loaded."""
+    """Ignore damaged lines, because they were reported when the comparison was loaded."""
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:

@@ -19,13 +19,13 @@ from typing import Any
 from covey._version import __version__
 from covey.analysis.compare.comparison import Comparison, Point, RunResult
 from covey.analysis.compare.report_contents import ReportContents, report_contents
-from covey.analysis.compare.report_html import page
+from covey.analysis.compare.report_html import compared, page
 from covey.analysis.compare.report_text import markdown
 from covey.escape import finite
 from covey.run.files import write_text
 
-SCHEMA = 2
-"""Of report.json. It increases when a field is renamed, removed or changes its meaning."""
+SCHEMA = 3
+"""The version of report.json: it increases when a field is renamed, removed or redefined."""
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:
@@ -52,6 +52,8 @@ def report_data(contents: ReportContents) -> dict[str, Any]:
         "covey": __version__,
         "name": comparison.name,
         "command": comparison.command,
+        "compared_by": compared(contents),
+        "best_constant": comparison.best_constant,
         "budget": {"kind": comparison.budget, "amount": comparison.amount},
         "seeds": list(comparison.seeds),
         "arms": [{"name": a.name, "differences": dict(a.differences)} for a in comparison.arms],
@@ -88,4 +90,5 @@ def _point(point: Point) -> dict[str, Any]:
     names = ("step", "tokens", "updates", "seconds", "accuracy")
     # One character per prompt keeps the file small.
     correct = "".join("01"[each] for each in point.correct.values())
-    return {name: getattr(point, name) for name in names} | {"correct": correct}
+    rewards = {} if point.by == "success" else {"reward": point.value}
+    return {name: getattr(point, name) for name in names} | {"correct": correct, **rewards}

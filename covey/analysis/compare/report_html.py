@@ -1,6 +1,6 @@
 """The HTML report: one file that opens offline and loads nothing. page/report.html is its template.
 
-Jinja escapes all text in the template; `Markup` is what is HTML, CSS or a script already.
+Jinja escapes all text in the template, except `Markup`, which is already HTML, CSS or a script.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.conclusion import count
 from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.report_contents import ReportContents
+from covey.analysis.compare.report_cost import cost_table
 from covey.escape import finite, printable, printable_data
 
 COLOURS = 8
 """Colours of arms in the style sheet; further arms reuse them with other dashes."""
 LONGEST_COMPLETION = 3000
-"""Characters of a completion that are shown."""
+"""How many characters of a completion are shown."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
 
 
@@ -75,9 +76,16 @@ def render_page(
         comparison=contents.comparison,
         conclusion=contents.conclusion,
         tables=tables,
+        cost_table=cost_table,
+        by=compared(contents),
         environment=about,
         **values,
     )
+
+
+def compared(contents: ReportContents) -> str:
+    """Return the metric by which arms are compared: success or reward."""
+    return next((arm.by for arm in contents.conclusion.arms if arm.seeds), "success")
 
 
 def _visible(value: object) -> object:
@@ -103,6 +111,7 @@ def _chart_data(contents: ReportContents) -> dict[str, Any]:
     """Return the data that page/report.js draws."""
     return {
         "arms": [arm.name for arm in contents.comparison.arms],
+        "by": compared(contents),
         "axes": {name: label for name, (label, _) in AXES.items()},
         "curves": [asdict(curve) for curve in contents.curves],
         "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},
@@ -124,7 +133,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only these scripts.
 
-    A completion that got into the page unescaped could still not do anything.
+    So even a completion that got into the page unescaped could not run anything.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from covey.analysis.compare.arm_results import ArmResult, TimeToAccuracy
-from covey.analysis.compare.comparison import Comparison, RunResult
-from covey.analysis.compare.conclusion import Conclusion, points
+from covey.analysis.compare.comparison import Comparison, Metric, RunResult
+from covey.analysis.compare.conclusion import Conclusion, level, points
 from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.prompt_agreement import Agreement
@@ -17,10 +17,16 @@ from covey.evaluation.intervals import Estimate
 
 EMPTY = "-"
 NO_OPTION = "(no such option)"
-RESULT_NOTE = (
-    "Means over finished seeds. Improvement in percentage points, with a 95 % interval over seeds "
-    "and prompts."
+VALUES: Mapping[Metric, str] = {"success": "accuracy", "reward": "mean reward"}
+RESULT_NOTES: Mapping[Metric, str] = {
+    "success": "Means over finished seeds. Improvement in percentage points, with a 95 % interval "
+    "over seeds and prompts.",
+    "reward": "Means over finished seeds. Improvement with a 95 % interval over seeds and prompts.",
+}
+CONSTANT_NOTE = (
+    "Above constant: final accuracy minus that of the best constant answer, in percentage points."
 )
+ANSWERS_NOTE = "Answers: different final answers at the end."
 TRAINING_NOTE = (
     "Best: mean of each seed's highest evaluation, biased upwards because the held-out prompts "
     "select it. Mean over training: accuracy averaged over the budget. Collapsed: seeds that ended "
@@ -31,14 +37,9 @@ PAIR_NOTE = (
     "interval over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: "
     "seeds per arm for 80 % power if the difference is as observed."
 )
-COST_NOTE = (
-    "Medians over finished seeds; memory is the largest. Seconds leave out the first step and "
-    "evaluations, and depend on what else the machine does; CPU seconds are of the whole process. "
-    "Memory is that of the GPU's tensors, or without a GPU of the whole process."
-)
 CHECKPOINT_NOTE = (
     "This compares two sets of weights, not two algorithms: another seed may reverse it. p of "
-    "McNemar's exact test, with Holm's correction over all pairs and seeds."
+    "McNemar's exact test (rewards: sign test), with Holm's correction over all pairs and seeds."
 )
 
 
@@ -53,44 +54,91 @@ class TextTable:
 
 
 def result_table(found: Conclusion) -> TextTable:
-    """Return initial and final accuracy of each arm."""
+    """Return initial and final accuracy, or mean reward, of each arm."""
+    constant = any(arm.above_constant is not None for arm in found.arms)
+    distinct = any(arm.distinct_answers is not None for arm in found.arms)
+    more = [*["above constant"] * constant, *["answers"] * distinct]
     return TextTable(
-        title="Held-out accuracy before and after training",
-        head=["arm", "initial", "final", "improvement", "95 % interval", "seeds"],
-        rows=[_result(arm) for arm in found.arms],
-        note=RESULT_NOTE,
+        title=f"Held-out {VALUES[_by(found)]} before and after training",
+        head=["arm", "initial", "final", "improvement", "95 % interval", *more, "seeds"],
+        rows=[_result(arm, constant, distinct) for arm in found.arms],
+        note=" ".join(
+            [RESULT_NOTES[_by(found)], *([CONSTANT_NOTE] * constant), *([ANSWERS_NOTE] * distinct)]
+        ),
     )
 
 
-def _result(arm: ArmResult) -> list[str]:
-    change = arm.improvement
+def _by(found: Conclusion) -> Metric:
+    return next((arm.by for arm in found.arms if arm.seeds), "success")
+
+
+def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
+    change, above, answers = arm.improvement, arm.above_constant, arm.distinct_answers
     return [
         arm.arm,
-        _percent(arm.initial),
-        _percent(arm.final),
-        EMPTY if change is None else points(change.value),
-        EMPTY if change is None else _interval(change),
+        shown_level(arm.initial, arm),
+        shown_level(arm.final, arm),
+        EMPTY if change is None else points(change.value, arm.by),
+        EMPTY if change is None else _improvement_interval(arm, change),
+        *([EMPTY if above is None else points(above)] if constant else []),
+        *([EMPTY if answers is None else f"{answers:.3g}"] if distinct else []),
         str(arm.seeds),
     ]
 
 
+def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
+    """Return the interval; with two seeds, whose interval says little, the value of each seed."""
+    if arm.seeds == 2:
+        return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
+    return _interval(change, arm.by)
+
+
+def reward_table(found: Conclusion) -> TextTable:
+    """Return the mean reward and its parts of each arm, if they differ from success."""
+    return TextTable(
+        title="Mean reward and its parts, greedy",
+        head=["arm", "", "initial", "final", "improvement", "95 % interval"],
+        rows=[
+            [
+                arm.arm,
+                name.removeprefix("parts/"),
+                level(reward.initial.value, "reward"),
+                level(reward.final.value, "reward"),
+                points(reward.improvement.value, "reward"),
+                EMPTY if arm.seeds == 2 else _interval(reward.improvement, "reward"),
+            ]
+            for arm in found.arms
+            for name, reward in arm.rewards.items()
+        ],
+        note="Over the held-out prompts whose completions were scored. Two seeds have no interval.",
+    )
+
+
 def training_table(found: Conclusion) -> TextTable:
-    """Return the course of training of each arm: best, mean, and collapsed seeds."""
+    """Return best accuracy, mean accuracy and collapsed seeds of each arm."""
     return TextTable(
         title="Over training",
         head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
         rows=[
             [
                 arm.arm,
-                EMPTY if arm.final is None else f"[{arm.final.low:.1%}, {arm.final.high:.1%}]",
-                _percent(arm.best),
-                _percent(arm.area),
+                _final_interval(arm),
+                shown_level(arm.best, arm),
+                shown_level(arm.area, arm),
                 f"{len(arm.collapsed)} of {arm.seeds} seeds" if arm.collapsed else EMPTY,
             ]
             for arm in found.arms
         ],
         note=TRAINING_NOTE,
     )
+
+
+def _final_interval(arm: ArmResult) -> str:
+    if arm.final is None:
+        return EMPTY
+    if arm.seeds == 2:
+        return f"by seed: {', '.join(level(each, arm.by) for each in arm.finals)}"
+    return f"[{level(arm.final.low, arm.by)}, {level(arm.final.high, arm.by)}]"
 
 
 def speed_table(found: Conclusion) -> TextTable:
@@ -103,36 +151,20 @@ def speed_table(found: Conclusion) -> TextTable:
         rows.append([arm.arm, *(_time(reached.get(x)) if arm.seeds else EMPTY for x in levels)])
     return TextTable(
         title="Time to accuracy",
-        head=["arm", *(f"{100 * level:.3g}%" for level in levels)],
+        head=["arm", *(_goal(each, _by(found)) for each in levels)],
         rows=rows if levels else [],
         note="Sampled tokens and seconds of training, medians over finished seeds.",
     )
+
+
+def _goal(value: float, by: Metric) -> str:
+    return f"{100 * value:.3g}%" if by == "success" else f"{value:.3g}"
 
 
 def _time(found: TimeToAccuracy | None) -> str:
     if found is None or found.tokens is None or found.seconds is None:
         return "not reached"
     return f"{found.tokens:,.0f} tokens, {found.seconds:,.0f} s"
-
-
-def cost_table(found: Conclusion) -> TextTable:
-    """Return what a run of each arm takes: time and memory beside its accuracy."""
-    costs = [(arm, arm.cost) for arm in found.arms if arm.cost is not None]
-    return TextTable(
-        title="Cost of a run",
-        head=["arm", "final accuracy", "seconds of training", "CPU seconds", "peak memory, GiB"],
-        rows=[
-            [
-                arm.arm,
-                _percent(arm.final),
-                f"{cost.seconds:,.0f}",
-                EMPTY if cost.cpu_seconds is None else f"{cost.cpu_seconds:,.0f}",
-                EMPTY if cost.memory_gib is None else f"{cost.memory_gib:.2f}",
-            ]
-            for arm, cost in costs
-        ],
-        note=COST_NOTE,
-    )
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
@@ -148,8 +180,8 @@ def pair_table(found: Conclusion) -> TextTable:
         rows=[
             [
                 f"{pair.first} - {pair.second}",
-                EMPTY if pair.mean is None else points(pair.mean),
-                EMPTY if pair.difference is None else _interval(pair.difference),
+                EMPTY if pair.mean is None else points(pair.mean, pair.by),
+                _pair_interval(pair),
                 EMPTY if pair.p_holm is None else p_value(pair.p_holm),
                 str(len(pair.seeds)),
                 _needed(pair),
@@ -160,10 +192,22 @@ def pair_table(found: Conclusion) -> TextTable:
     )
 
 
+def _pair_interval(pair: PairResult) -> str:
+    if pair.difference is not None:
+        return _interval(pair.difference, pair.by)
+    if pair.decision == "two seeds":
+        return f"by seed: {', '.join(points(each, pair.by) for each in pair.differences)}"
+    return EMPTY
+
+
 def _needed(pair: PairResult) -> str:
     if pair.seeds_needed is not None:
         return str(pair.seeds_needed)
-    return {"cannot tell": "too many", "one seed": "at least 2"}.get(pair.decision, EMPTY)
+    return {
+        "cannot tell": "too many",
+        "one seed": "at least 3",
+        "two seeds": "at least 3",
+    }.get(pair.decision, EMPTY)
 
 
 def checkpoint_table(found: Conclusion) -> TextTable:
@@ -175,8 +219,8 @@ def checkpoint_table(found: Conclusion) -> TextTable:
             [
                 f"{pair.first}, {pair.second}",
                 str(one.seed),
-                points(one.difference.value),
-                _interval(one.difference),
+                points(one.difference.value, pair.by),
+                _interval(one.difference, pair.by),
                 str(one.gained),
                 str(one.lost),
                 p_value(one.p_holm),
@@ -221,7 +265,7 @@ def runs_table(comparison: Comparison) -> TextTable:
 
 
 def _shared(comparison: Comparison) -> str:
-    """Say whether the arms of a seed learned from the same rollouts in their first step."""
+    """Return whether the arms of a seed learned from the same rollouts in their first step."""
     names: dict[int, set[str]] = {}
     for run in comparison.runs:
         if run.first_rollouts:
@@ -247,7 +291,7 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return how many prompts every arm solves, none, or only one."""
+    """Return how many prompts are solved by all arms, none, or only one."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -265,7 +309,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Relate the disagreement between arms to that between seeds of one arm."""
+    """Compare the disagreement between arms with that between seeds of one arm."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (
@@ -273,7 +317,7 @@ def _disagreement(found: Agreement) -> str:
         f"{found.disagreement_between_arms:.1%} of the prompts"
     )
     if found.disagreement_between_seeds is None:
-        return f"{arms}; one seed does not show how much of that is chance."
+        return f"{arms}; one seed cannot show how much of that is chance."
     return f"{arms}, two seeds of the same arm on {found.disagreement_between_seeds:.1%}."
 
 
@@ -293,7 +337,7 @@ def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> T
     )
 
 
-def curve_table(curve: Curve) -> TextTable:
+def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
     """Return the numbers of a learning curve."""
     return TextTable(
         title=curve.arm,
@@ -301,9 +345,9 @@ def curve_table(curve: Curve) -> TextTable:
         rows=[
             [
                 *(f"{curve.x[axis][at]:,.0f}" for axis in AXES),
-                *(f"{values[at]:.1%}" for values in (curve.mean, curve.low, curve.high)),
+                *(level(values[at], by) for values in (curve.mean, curve.low, curve.high)),
                 *(
-                    EMPTY if (v := seed[at]) is None else f"{v:.1%}"
+                    EMPTY if (v := seed[at]) is None else level(v, by)
                     for seed in curve.seeds.values()
                 ),
             ]
@@ -334,9 +378,10 @@ def p_value(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _interval(estimate: Estimate) -> str:
-    return f"[{points(estimate.low)}, {points(estimate.high)}]"
+def _interval(estimate: Estimate, by: Metric) -> str:
+    return f"[{points(estimate.low, by)}, {points(estimate.high, by)}]"
 
 
-def _percent(estimate: Estimate | None) -> str:
-    return EMPTY if estimate is None else f"{estimate.value:.1%}"
+def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
+    """Return an accuracy or a mean reward of an arm as text."""
+    return EMPTY if estimate is None else level(estimate.value, arm.by)

@@ -13,6 +13,7 @@ from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.comparison import Comparison
 from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.report_contents import ReportContents
+from covey.analysis.compare.report_cost import cost_table
 from covey.analysis.compare.report_html import render_page
 from covey.escape import printable
 
@@ -29,8 +30,8 @@ def terminal_report(comparison: Comparison) -> RenderableType:
         _text(f"{tables.finding_title(row)}: {row.get('remedy', '')}", style="dim")
         for row in comparison.findings
     ]
-    made = [tables.result_table(found), tables.cost_table(found)]
-    return Group(*(_table(one) for one in made if one.rows), *lines)
+    made = [tables.result_table(found), cost_table(found)]
+    return Group(*lines[:1], *(_table(one) for one in made if one.rows), *lines[1:])
 
 
 def _table(made: tables.TextTable) -> Table:

@@ -1,8 +1,8 @@
 """The process that trains one run: `python -m covey.analysis.compare.run_process`.
 
-The job arrives as a line on standard input, which then stays open. When it closes, the parent is
-gone and this process exits at once; the next attempt resumes from the last checkpoint. Output goes
-to the run's log, the result to outcome.json.
+The job arrives as a line on standard input, which then stays open. When it closes, the parent has
+ended, and this process exits at once; the next attempt resumes from the last checkpoint. Output
+goes to the run's log, the result to outcome.json.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
 from covey.run.trackers import Tracker
 from covey.stopping import stop_signal
-from covey.training.build import Parts, assemble, scorer_of
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
-"""Exit codes; stopped: by a signal, after saving."""
+"""Exit codes; `stopped` means stopped by a signal, after saving."""
 LONGEST_ERROR = 300
 
 
@@ -84,7 +85,7 @@ def _exit_with_parent() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error in one line, with its class unless it is covey's own."""
+    """Return an error in one line, with its class unless it is Covey's own."""
     text = " ".join(str(error).split())
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -100,8 +101,11 @@ def run_job(job: Job) -> int:
     with ExitStack() as stack:
         stack.enter_context(closing(parts))
         # The common reward scores evaluations, whatever reward the arm is trained on.
-        if (config.reward, config.scoring) != (common.reward, common.scoring):
-            parts = replace(parts, eval_scorer=stack.enter_context(closing(scorer_of(common))))
+        apart = bool(common.evaluate.reward.name)  # every arm has it: [evaluate] is common
+        if not apart and (config.reward, config.scoring) != (common.reward, common.scoring):
+            scorer = stack.enter_context(closing(scorer_of(common)))
+            known = baselines_of(common, scorer, parts.held_out_prompts)
+            parts = replace(parts, eval_scorer=scorer, baselines=known)
         folder = _run_folder(job, config, parts)
         engine = SharedEngine(
             engine=parts.engine,
@@ -157,8 +161,8 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
 def checkpoint_digest(folder: Path) -> str:
     """Return the SHA-256 of a checkpoint's weights: names, dtypes, shapes and bytes, by name.
 
-    Covers the files of a model or of an adapter. Neither the distribution of tensors over files
-    nor a file's metadata matters.
+    It covers the files of a model or of an adapter. It does not depend on how tensors are
+    distributed over files, or on the files' metadata.
     """
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
     with ExitStack() as stack:

@@ -1,10 +1,10 @@
 """Shared rollouts: completions before the first optimizer step, generated once for all arms.
 
 Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
-same random numbers, so their completions are the same: the first run that needs them stores them,
-and the others read them. That holds on a GPU too, where sums in another order may round otherwise.
-The name of a file is a digest of everything that decides its completions, so a run with other
-settings never reads it.
+same random numbers, so their completions are the same. The first run that needs them stores them,
+and the others read them. So they are the same on a GPU too, where sums in another order may round
+differently. The name of a file is a digest of everything that decides its completions, so a run
+with other settings never reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SharedEngine:
     engine: Engine
     folder: Path
     start: str
-    """What decides the starting policy: digest of its weights, its type, its adapter."""
+    """Identifies the starting policy: the digest of its weights, its type, its adapter."""
     names_file: Path
     """The file that lists the stored completions of the first step."""
     names: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class SharedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """That of the engine."""
+        """Properties of the engine."""
         return self.engine.info
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -58,7 +58,7 @@ class SharedEngine:
         self.engine.load_weights(weights, version)
 
     def events(self) -> list[str]:
-        """Return those of the engine."""
+        """Return the events of the engine."""
         return self.engine.events()
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class SharedEngine:
 
     def _name(self, requests: Sequence[Request], limits: Limits, step: int) -> str:
         settings = asdict(limits.sampling)
-        del settings["max_concurrent"]  # it changes no completion
+        del settings["max_concurrent"]  # it does not change completions
         greedy, seed = limits.sampling.distribution.temperature == 0.0, limits.sampling.seed
         if greedy:
             settings["seed"] = None  # nothing is drawn
@@ -99,7 +99,7 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A source whose first requests were taken already, and which keeps completions."""
+    """A source whose first requests were already taken, and which keeps completions."""
 
     source: RequestSource
     ready: Sequence[Request]
@@ -124,7 +124,7 @@ def _digest(data: Any) -> str:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Let one process at a time look for a file and write it. The lock ends with its process."""
+    """Let one process at a time look for a file and write it; the lock ends with the process."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

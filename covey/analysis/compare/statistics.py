@@ -1,7 +1,7 @@
 """Statistical tests, intervals and power: pure functions of accuracies by seed and by prompt.
 
 The design is crossed: every seed is measured on the same held-out prompts. Arrays end in the axes
-[seeds] or [seeds, prompts]; leading axes are repetitions, which only simulations have.
+[seeds] or [seeds, prompts]; leading axes are repetitions, which occur only in simulations.
 docs/statistics.md gives the reasons for these tests and intervals, and their error rates.
 """
 
@@ -19,20 +19,30 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from covey.evaluation.intervals import CONFIDENCE, ROUNDING, Estimate, paired_difference, proportion
+from covey.evaluation.intervals import (
+    CONFIDENCE,
+    ROUNDING,
+    Estimate,
+    mean_over_prompts,
+    of_equal_values,
+    paired_difference,
+    proportion,
+)
 
 Array = NDArray[Any]
 
 LEVEL = 0.05
 POWER = 0.8
 MOST_SEEDS = 1000
-"""Upper end of the search for the number of seeds needed."""
+"""The upper end of the search for the number of seeds needed."""
 EXACT_FLIPS = 16
-"""Seeds up to which all 2^seeds sign flips are tried; above, a random sample of 2^16."""
+"""Up to this many seeds all 2^seeds sign flips are tried; above, a random sample of 2^16."""
+FEW_SEEDS = 3
+"""With fewer seeds arms are not ranked: the interval of two covers nearly every difference."""
 FLIP_SEEDS = 6
 """With fewer seeds the sign flip test cannot reach 5 %: 2 / 2^5 is 6.25 %."""
 COLLAPSE_LEVEL = 0.01
-"""Stricter than 5 %, because the highest of many evaluations is partly luck."""
+"""The level of a collapse, below 5 % because the highest of many evaluations is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +60,8 @@ def crossed(values: Array) -> Crossed:
     """Decompose the variance of a mean of `values` [..., seeds, prompts].
 
     Two-way analysis of variance with both factors random. A prompt that is hard for every seed adds
-    nothing to the variance between seeds, so per-seed accuracies cannot show it: its component is
-    the variance of per-prompt means minus what the noise within a seed explains.
+    nothing to the variance between seeds, so per-seed accuracies do not show that component. It is
+    the variance of per-prompt means minus the part that the noise within a seed explains.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -70,7 +80,8 @@ def half_width(parts: Crossed, seeds: int, items: int) -> Array:
     """Return half the width of the 95 % interval of a mean over seeds and prompts.
 
     Each variance component gets Student's quantile for its own degrees of freedom: with two seeds
-    the variance between them is hardly known (12.7), that between prompts well (about 2).
+    the variance between seeds is hardly known (12.7), but the variance between prompts is well
+    known (about 2).
     """
     width = _quantile(seeds - 1) ** 2 * parts.over_seeds
     if items > 1:
@@ -85,13 +96,14 @@ def _quantile(freedom: int) -> float:
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return mean, low and high of accuracies [..., seeds, prompts]; two seeds or more.
 
-    Wilson's interval, for the number of independent completions that would give the same standard
-    error: it stays between 0 and 1, and has a width even if every completion is correct.
+    This is Wilson's interval for the number of independent completions that would give the same
+    standard error. It stays between 0 and 1, and is not empty even if every completion is correct.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
     scatter = parts.mean * (1 - parts.mean)
-    # No variance at all, if every completion is correct: Wilson's interval for `items` prompts.
+    # If every completion is correct, there is no variance: take Wilson's interval for `items`
+    # prompts.
     none = stats.norm.ppf((1 + CONFIDENCE) / 2) ** 2 / items
     half = half_width(parts, seeds, items)
     known = (half > 0) & (scatter > 0)
@@ -105,54 +117,67 @@ def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
 def accuracy(correct: Array) -> Estimate:
     """Estimate an arm's accuracy from `correct` [seeds, prompts].
 
-    A single seed carries no information about others: its interval is over prompts only.
+    A single seed says nothing about others, so its interval is over prompts only.
     """
     if len(correct) == 1:
         return proportion(int(correct.sum()), correct.shape[1])
     return Estimate(*(float(value) for value in accuracy_bounds(correct)))
 
 
-def change(values: Array) -> Estimate:
-    """Estimate a mean of differences [seeds, prompts], for new seeds and new prompts."""
+def change(values: Array, limit: float = 1.0) -> Estimate:
+    """Estimate a mean of differences [seeds, prompts], for new seeds and new prompts.
+
+    `limit` is the largest possible difference: 1 for accuracies, infinite for rewards.
+    """
+    bounds = (-limit, limit) if math.isfinite(limit) else None
     if len(values) == 1:
-        return paired_difference(values[0].tolist(), [0.0] * values.shape[1]).estimate
+        return mean_over_prompts(values[0].tolist(), bounds=bounds)
     parts = crossed(values)
     mean, half = float(parts.mean), float(half_width(parts, *values.shape))
-    return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
+    if half <= ROUNDING:
+        return of_equal_values(mean, values.shape[1], bounds)
+    return Estimate(mean, max(-limit, mean - half), min(limit, mean + half))
 
 
-def seed_deviation(differences: Array, items: int) -> Array:
+def mean_reward(values: Array) -> Estimate:
+    """Estimate a mean of rewards [seeds, prompts], for new seeds and new prompts."""
+    return change(values, limit=math.inf)
+
+
+def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
     Accuracies are multiples of 1 / items, so equal differences are equal only up to rounding. The
-    result is at least the deviation of that rounding: a smaller one, as of two equal differences,
-    would make any difference significant.
+    result is at least the deviation of that rounding, because a smaller one, as for two equal
+    differences, would make any difference significant. Rewards may differ by `span` instead of 1.
     """
-    least = 1 / (items * math.sqrt(12))
+    least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
 
 
-def seed_test(differences: Array, items: int) -> Array:
+def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the two-sided p-value of the paired t-test over seeds; differences [..., seeds].
 
     >>> float(seed_test(np.array([0.10, 0.14, 0.12]), items=200).round(4))
     0.0091
     """
     seeds = differences.shape[-1]
-    error = seed_deviation(differences, items) / math.sqrt(seeds)
+    error = seed_deviation(differences, items, span) / math.sqrt(seeds)
     return np.asarray(2 * stats.t.sf(np.abs(differences.mean(axis=-1)) / error, seeds - 1))
 
 
-def seed_interval(differences: Array, items: int) -> Estimate:
+def seed_interval(
+    differences: Array, items: int, span: float = 1.0, limit: float = 1.0
+) -> Estimate:
     """Return the mean difference with the interval that matches `seed_test`."""
     seeds = len(differences)
-    error = float(seed_deviation(differences, items)) / math.sqrt(seeds)
+    error = float(seed_deviation(differences, items, span)) / math.sqrt(seeds)
     mean, half = float(differences.mean()), _quantile(seeds - 1) * error
-    return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
+    return Estimate(mean, max(-limit, mean - half), min(limit, mean + half))
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of one number per seed with Student's interval; one seed has none."""
+    """Estimate the mean of one number per seed, with Student's interval from two seeds on."""
     mean = float(np.mean(values))
     if len(values) == 1:
         return Estimate(mean, mean, mean)
@@ -163,9 +188,9 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the sign flip test over seeds: two-sided, no distribution assumed.
 
-    If the arms do not differ, each seed's difference could equally have the other sign. The p-value
-    is the share of all choices of signs whose sum is at least as far from 0. None with too few
-    seeds to reach 5 %.
+    If the arms do not differ, each seed's difference is equally likely to have the other sign. The
+    p-value is the share of all choices of signs whose sum is at least as far from 0. None with too
+    few seeds to reach 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -199,9 +224,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the chance that the paired t-test detects a difference of `effect` deviations.
 
-    A difference found with the wrong sign does not count. Computes the noncentral t as a mean over
-    quantiles of the observed deviation, because its series does not converge far out, where the
-    limit for two seeds lies.
+    A difference found with the wrong sign does not count. The noncentral t is computed as a mean
+    over quantiles of the observed deviation. Its series does not converge in the far tail, where
+    the critical value for two seeds lies.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)

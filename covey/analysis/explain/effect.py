@@ -2,9 +2,9 @@
 
     gradient[i,t] = d loss / d logp[i,t]
 
-A descent step moves logp against it, so a negative gradient makes the token likelier. The gradient
-of the parameters is the sum over tokens of gradient[i,t] times that of logp[i,t]: an algorithm
-acts through these numbers alone.
+A gradient step moves logp in the opposite direction, so a negative gradient makes the token
+likelier. The gradient of the parameters is the sum over tokens of gradient[i,t] times the gradient
+of logp[i,t], so an algorithm acts only through these numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")
-"""Names of the bounds at which a ratio is clipped, by number."""
+"""The names of the bounds at which a ratio is clipped, by index."""
 
 
 class Effect(NamedTuple):
@@ -29,14 +29,14 @@ class Effect(NamedTuple):
     gradient: torch.Tensor
     """d loss / d logp."""
     entropy_gradient: torch.Tensor
-    """d loss / d entropy: 0 without an entropy bonus."""
+    """d loss / d entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
-    """The objective's own ratio: of the token, or of the whole completion."""
+    """The objective's ratio: of the token, or of the whole completion."""
     clipped: torch.Tensor
     """int64: an index into CLIPPED."""
     kl: torch.Tensor | None
-    """The objective's KL estimate against the reference. None: it has no penalty."""
+    """The objective's estimate of the KL to the reference; None if it has no penalty."""
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:

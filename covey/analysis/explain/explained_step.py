@@ -26,12 +26,15 @@ from covey.run.episodes import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
-"""What a token shows of its optimizer step."""
+"""The values of a token that are observed in its optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedToken:
-    """One token of a completion. None: it was not trained, or the algorithm has no such value."""
+    """One token of a completion.
+
+    A value is None for untrained tokens, or if the algorithm lacks it.
+    """
 
     id: int
     text: str
@@ -47,10 +50,10 @@ class ExplainedToken:
     clipped: str | None = None
     """The bound that clips its ratio: low, high or dual."""
     kl: float | None = None
-    """Estimate against the reference."""
+    """The estimate of the KL to the reference."""
     entropy: float | None = None
     weight: float | None = None
-    """Factor of its gain in the loss."""
+    """The factor of the token's gain in the loss."""
     gradient: float | None = None
     """d loss / d logp. Negative: the step makes the token likelier."""
 
@@ -60,7 +63,7 @@ class ExplainedRollout:
     """A rollout that the step trained on."""
 
     line: int
-    """Line in the file of rollouts, from 1."""
+    """The line in the file of rollouts, from 1."""
     group: int
     text: str
     reward: float | None
@@ -70,16 +73,16 @@ class ExplainedRollout:
     """Mean over tokens."""
     recorded_advantage: float
     update: int
-    """Optimizer step of the training step, from 1."""
+    """Which optimizer step of the training step trains it, from 1."""
     clipped: float
-    """Share of its tokens."""
+    """The share of its tokens whose ratio is clipped."""
     gradient: float
     """Sum over tokens of |d loss / d logp|."""
     push: float
-    """Minus the sum of d loss / d logp: above 0, the completion becomes likelier."""
+    """Minus the sum of d loss / d logp; if it is above 0, the completion becomes likelier."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
-    """A line for each turn, and whether it was trained. None of a single completion."""
+    """A line for each turn, and whether it was trained; empty for a single completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ class ExplainedGroup:
     zero_variance: bool
     """Whether all rewards are equal."""
     clipped: float
-    """Share of its tokens."""
+    """The share of its tokens whose ratio is clipped."""
     share: float
     """Share of the step's sum of |d loss / d logp|."""
 
@@ -118,11 +121,11 @@ class Explanation:
     share_raised: float
     """Share of the sum of |d loss / d logp| that makes tokens likelier."""
     half_gradient_from: int
-    """The fewest rollouts that make up half of that sum."""
+    """The fewest rollouts that make up half of the sum of |d loss / d logp|."""
     metrics: dict[str, float]
     """Metrics of training the step again."""
     logged: dict[str, Any]
-    """Metrics that the run logged, where both have them."""
+    """The metrics that the run logged, if `metrics` has them too."""
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
@@ -236,7 +239,7 @@ def _groups(batch: Batch, watched: Watched, recorded: Recorded) -> tuple[Explain
 
 
 def _half_gradient_from(size: torch.Tensor) -> int:
-    size = size.cpu()  # sums on a GPU have no fixed order
+    size = size.cpu()  # on a GPU sums have no fixed order
     reached = size.sort(descending=True).values.cumsum(0)
     return int((reached < size.sum() / 2).sum()) + 1 if size.any() else 0
 

@@ -15,9 +15,9 @@ import torch
 from covey.types import Batch
 
 ROUNDING = 1e-5
-"""Deviation from proportional slopes, relative to the largest, that float32 sums may have."""
+"""The deviation from proportional slopes, relative to the largest, due to float32 rounding."""
 BINS = 4
-"""Number of bins, with equally many completions each."""
+"""The number of bins; each has the same number of completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Member:
 
     name: str
     factor: float
-    """Its slopes divided by the leader's."""
+    """The algorithm's slopes divided by the leader's slopes."""
     identical: bool
     """Whether its slopes equal the leader's bit for bit."""
 
@@ -46,7 +46,7 @@ class Family:
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
     """Return c > 0 if slopes = c * of up to rounding, else None.
 
-    Zeros are a multiple of zeros only, with c = 1.
+    Slopes that are all 0 match only slopes that are all 0, with c = 1.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)

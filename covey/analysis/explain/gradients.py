@@ -21,7 +21,7 @@ def parameter_gradients(
 
     All effects share a forward pass; each has its own backward pass. All rows are kept in memory.
     """
-    # The optimizer collects gradients as in training: on a GPU some bypass autograd.
+    # The optimizer collects gradients as in training, because on a GPU some bypass autograd.
     optimizer = policy.optimizer
     size = sum(parameter.numel() for parameter in optimizer.parameters.values())
     totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
@@ -58,9 +58,9 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of forward passes, with groups of equal rewards in passes of their own.
+    """Yield the rows of forward passes; groups of equal rewards are in separate passes.
 
-    Most algorithms have no gradient there, so the backward pass can be skipped.
+    Most algorithms have no gradient for these groups, so the backward pass can be skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -2,7 +2,7 @@
 
 A run keeps some checkpoints, and all rollouts. So the policy before a step is the nearest earlier
 checkpoint, or the initial model. On request, the recorded steps in between are trained again, which
-ends in the exact weights. Nothing is generated or scored again.
+gives the exact weights. Nothing is generated or scored again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from covey.run.records import to_stderr
 from covey.run.resume import last_good
 from covey.training import checkpoint
 from covey.training.build import (
+    critic_of,
     learner_at,
     load_model,
     policy_of,
@@ -46,7 +47,7 @@ class RecordedRollout:
     prompt: str
     rollout: Rollout
     advantage: float | None
-    """As recorded: the mean over its tokens. None: its group was filtered out."""
+    """The recorded advantage, a mean over tokens; None if the group was filtered out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +95,13 @@ def read_step(run: RunFolder, step: int) -> Recorded:
 
 
 def check_trained(recorded: Recorded) -> None:
-    """Reject a step that trained on nothing."""
+    """Reject a step that trained on no rollout."""
     if not recorded.groups:
         raise RunError(f"step {recorded.step} trained on no rollout: all groups were filtered out")
 
 
 def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Mark with 1 each row that begins a group: a new prompt, or sample numbers from 0 again."""
+    """Mark with 1 each row that begins a group: a new prompt, or samples numbered from 0 again."""
     before = [None, *rows[:-1]]
     return [
         int(b is None or b["prompt_id"] != row["prompt_id"] or row["sample"] <= b["sample"])
@@ -122,7 +123,7 @@ _RECORDED = (
     "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
     "policy_version", "reward", "success", "parts", "reward_id",
 )  # fmt: skip
-"""The fields of a rollout that its line holds."""
+"""The fields of a rollout in its recorded line."""
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
@@ -137,6 +138,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         values[name] = tuple(row[name])
     trained = row["trained"]
     values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
+    values["kept"] = tuple(row.get("kept", ()))
     return Rollout.single_turn(**values)
 
 
@@ -154,7 +156,7 @@ def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The weights that the figures were computed with."""
+    """The weights with which the numbers were computed."""
 
     checkpoint: int
     """Step of the loaded checkpoint; 0: the initial model."""
@@ -162,7 +164,7 @@ class Origin:
     replayed_steps: int
     """Recorded steps that were trained again after loading."""
     steps_behind: int
-    """Steps between these weights and those that generated. 0: they are the same."""
+    """Steps between these weights and those that generated the rollouts; 0: they are the same."""
 
     @property
     def exact(self) -> bool:
@@ -185,7 +187,7 @@ class Trainee:
         return self.learner.policy
 
     def learner_now(self) -> Learner:
-        """Return what the next step works with: its beta, and its learning rate."""
+        """Return the beta and the learning rate of the next step."""
         return learner_at(self.learner, self.config, self.state)
 
 
@@ -193,7 +195,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of a run before `step`, from the nearest earlier checkpoint.
 
     With `exact`, the recorded steps after that checkpoint are trained again. That takes as long as
-    training them did, and ends in the same weights.
+    the original training, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)
@@ -206,11 +208,14 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         ),
         reference=reference_of(config, model, objective),
         teacher=teacher_of(config, model, objective),
+        critic=critic_of(config, model, objective),
     )
     state, number, path = State(beta=objective.beta), 0, config.model.path
     if found.checkpoint is not None:
         number, path = found.step, str(found.checkpoint)
         state = checkpoint.load(learner.policy, learner.reference, found.checkpoint, number)
+        if learner.critic is not None:
+            learner.critic.load(found.checkpoint)
     behind = max(0, step - 1 - number)
     origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)

@@ -1,4 +1,4 @@
-"""A recorded step, trained again while every token is observed."""
+"""Trains a recorded step again and observes every token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
     learner = trainee.learner_now()
     settings = replace(learner.settings, skip_zero_gradient=False)
     if not trainee.origin.exact:
-        # Log-probs of other weights would look like a change of the policy.
+        # With other weights, recorded log-probs would look like a change of the policy.
         settings = replace(settings, old_logp_from_sampler=False)
     learner = replace(learner, settings=settings)
     seen: list[Seen] = []

@@ -1,10 +1,10 @@
 """Replay of a recorded step with many algorithms: the gradient that each would have had.
 
 Every algorithm takes one optimizer step over the same rollouts with the same policy, at two
-moments: before the step, where the policy is the one that generated, and after the run's own
-optimizer steps, where it has moved and clips act. Algorithms differ only in d loss / d logp of each
-token; a backward pass turns that into the gradient of the parameters. Algorithms with proportional
-token gradients share it.
+moments. Before the step the policy is the one that generated. After the run's own optimizer steps
+it has moved, and clips have an effect. Algorithms differ only in d loss / d logp of each token; a
+backward pass turns that into the gradient of the parameters. Algorithms with proportional token
+gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Replayed:
     name: str
     loss: float
     grad_norm: float
-    """Norm over all parameters, before gradient clipping."""
+    """The norm of the gradient of all parameters, before gradient clipping."""
     clipped: float
     """Share of tokens whose ratio is clipped."""
     zero_gradient: float
@@ -57,10 +57,10 @@ class Moment:
     """All algorithms with one state of the policy."""
 
     updates: int
-    """Optimizer steps of the recorded step that the policy has taken; 0: none."""
+    """How many optimizer steps of the recorded step the policy has taken."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
-    """Cosines of the parameters' gradients. None: one of them is 0."""
+    """The cosines of the parameters' gradients; None if one of the gradients is 0."""
     families: tuple[Family, ...]
     """Algorithms that are equal here, or equal up to a factor."""
 
@@ -71,7 +71,7 @@ class Replay:
 
     step: int
     run_algorithm: str
-    """The run's own algorithm, with the run's options. The others have their defaults."""
+    """The run's own algorithm, with the run's options; the others have their default options."""
     options: Mapping[str, str]
     """Options set for every algorithm that has them."""
     origin: Origin
@@ -82,7 +82,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms as a run would; each gets those of the `options`, key=value, that it has."""
+    """Build algorithms as a run would; each gets those `options` (key=value) that it has."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]
@@ -101,9 +101,16 @@ def objectives(
             built[name] = objective_of(resolve(changed))
         except ConfigError:
             if not every or name == own:
-                raise  # of all algorithms, those count that this run could have had
+                raise  # of all algorithms, only those that this run could have used
     if every and "parts" not in built[own].needs:
         built = {name: o for name, o in built.items() if "parts" not in o.needs}
+    if "values" not in objective_of(resolve(config)).needs:
+        critics = [name for name, o in built.items() if "values" in o.needs]
+        if critics and not every:
+            raise ConfigError(
+                f"--replay {critics[0]}: it needs the values of a critic, and this run trained none"
+            )
+        built = {name: o for name, o in built.items() if name not in critics}
     unknown = [key for key in keys if key not in used]
     if unknown:
         raise ConfigError(f"--set {unknown[0]}: none of {', '.join(built)} has such an option")
@@ -116,7 +123,7 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Replay a recorded step with algorithms. In between, the policy trains on the step."""
+    """Replay a recorded step with algorithms; in between, the policy trains on the step."""
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)
@@ -156,7 +163,7 @@ def _with_own_beta(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Fill in all that any of the algorithms may ask for, from the policy as it is."""
+    """Fill in everything that any of the algorithms may read, from the current policy."""
     model, reference = trainee.policy.model, trainee.learner.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:
@@ -167,6 +174,8 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
         teacher = teacher_of(trainee.config, model, taught)
     some = penalized or next(iter(algorithms.values()))
     reads: set[Need] = {"old_entropy", "teacher"} if taught else {"old_entropy"}
+    if any("values" in o.needs for o in algorithms.values()):
+        reads.add("values")
     objective = replace(some, reads=(some.reads | reads) - {"sampler_as_old"})
     learner = replace(trainee.learner, objective=objective, reference=reference, teacher=teacher)
     parts = next((o.parts for o in algorithms.values() if "parts" in o.needs), None)

@@ -1,4 +1,4 @@
-"""Completions from files: to score, or with human labels."""
+"""Reads completions from files, to score them or to compare them with human labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Case:
     prompt: Prompt
     text: str
     correct: bool | None = None
-    """The label of a person; None if there is none."""
+    """A person's label, or None without a label."""
 
 
 def read_cases(path: Path) -> list[Case]:

@@ -1,4 +1,4 @@
-"""The checks of the reward lab, to run before a policy finds the flaws of a reward.
+"""The checks of the reward lab: they find flaws of a reward before a policy does.
 
 A policy exploits every flaw of its reward. The lab scores completions that must get the full reward
 (correct answers), completions that must not (a corpus of hacks), and completions that people have
@@ -16,18 +16,17 @@ from dataclasses import dataclass, field
 
 from covey.analysis.lab.cases import Case
 from covey.analysis.lab.hacked_answers import wrong_answer
-from covey.analysis.lab.hacks import FORMATS, HACKS, Format, Hack
+from covey.analysis.lab.hacks import HACKS, Hack
 from covey.errors import RewardError
+from covey.rewards.completion_format import FORMATS, THINKING, Format
 from covey.rewards.score import Reward, Score
 from covey.scoring import Job, Pool, ScoreResult
+from covey.scoring.baselines import REMEDY, baselines
 from covey.types import Prompt
 
-THINKING = (
-    "First I read the question carefully and note what is given and what is asked. Then I work "
-    "through it one step at a time, check each step against the question, and only after that "
-    "write down the result."
-)
 THROUGHPUT_SECONDS = 2.0
+FEW_SLOW = 16
+"""Prompts on which baselines are scored by a reward that is not quick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class Check:
 
 
 def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: float = 0) -> Check:
-    """Return a check that passes with at most `allowed` failures, and shows the first."""
+    """Return a check that passes with at most `allowed` failures, and shows the first failures."""
     return Check(
         name=name,
         passed=len(failures) <= allowed,
@@ -77,18 +76,18 @@ class Lab:
         return results
 
     def full_reward(self, score: Score | None) -> bool:
-        """Whether a score is a success with the highest reward."""
+        """Whether a score is a success and has the highest reward."""
         if score is None or not score.success:
             return False
         high = self.reward.bounds[1]
         return math.isinf(high) or score.reward >= high - 1e-6 * max(1.0, abs(high))
 
     def works(self, hack: Hack, score: Score) -> bool:
-        """Whether a hack reaches its aim."""
+        """Whether a hack works."""
         if hack.correct_answer:
             return self.full_reward(score)
         low, high = self.reward.bounds
-        # Without bounds the lowest reward is taken to be 0.
+        # Without bounds, 0 counts as the lowest reward.
         least = low if math.isfinite(low) else 0.0
         paid = score.reward > least + 1e-6 * (high - low if math.isfinite(high - low) else 1.0)
         return score.success or (hack.says_nothing and paid)
@@ -116,7 +115,7 @@ def _correct(prompt: Prompt, form: Format) -> Case:
 
 
 def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
-    """Correct completions must get the full reward in some format; return the best format."""
+    """Check that correct completions get the full reward in some format; return the best format."""
     shares: dict[str, float] = {}
     missed: dict[str, list[str]] = {}
     for form in FORMATS.values():
@@ -136,7 +135,7 @@ def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
 
 
 def check_hacks(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """No hack may succeed with a wrong answer, or get the full reward with a correct one."""
+    """Check that no hack succeeds when wrong, or gets the full reward when correct."""
     bare = [Case(prompt=p, text=solution_of(p)) for p in prompts]
     results = lab.score(bare, "bare answers")
     needs_thinking = not all(lab.full_reward(result.score) for result in results)
@@ -165,7 +164,7 @@ def _check_hack(lab: Lab, hack: Hack, cases: Sequence[Case]) -> Check:
 
 
 def check_order(lab: Lab, prompts: Sequence[Prompt], form: Format) -> Check:
-    """A correct answer after short thinking scores higher than a wrong one after long thinking."""
+    """Check that short thinking with a correct answer beats long thinking with a wrong one."""
     correct = [Case(prompt=p, text=form.render("So it is.", solution_of(p))) for p in prompts]
     wrong = [
         Case(prompt=p, text=form.render(_thinking(p), wrong_answer(p, solution_of(p))))
@@ -184,8 +183,15 @@ def check_order(lab: Lab, prompts: Sequence[Prompt], form: Format) -> Check:
     )
 
 
+def check_baselines(lab: Lab, prompts: Sequence[Prompt]) -> Check:
+    """No constant answer, empty completion or copy of the prompt may succeed often."""
+    lab.progress("baselines")
+    found = baselines(prompts, lab.scorer, None if lab.reward.quick else FEW_SLOW)
+    return _check("baselines", found.text(), f"shortcuts on this task: {REMEDY}", found.flagged())
+
+
 def check_bounds(lab: Lab) -> Check:
-    """No reward lies outside the declared bounds."""
+    """Check that no reward lies outside the declared bounds."""
     low, high = lab.reward.bounds
     rewards = {key: r.score.reward for key, r in lab.seen.items() if r.score is not None}
     outside = [f"{key[0]}: {r:.6g}" for key, r in rewards.items() if not low <= r <= high]
@@ -197,7 +203,7 @@ def check_bounds(lab: Lab) -> Check:
 
 
 def check_determinism(lab: Lab) -> Check:
-    """A completion gets the same score in another order and another process."""
+    """Check that scores do not depend on the order of completions or on the process."""
     lab.progress("everything once more")
     with closing(lab.scorer.copy()) as others:
         futures = {
@@ -210,11 +216,11 @@ def check_determinism(lab: Lab) -> Check:
 
 
 def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Every completion is scored in time. Also measures completions per second."""
+    """Check that every completion is scored in time, and measure completions per second."""
     unscored = [f"{k[0]}: {r.error}" for k, r in lab.seen.items() if r.score is None]
     seconds, what = lab.slowest
     figure = f"{len(unscored)} of {len(lab.seen)}; slowest {seconds:.3g} s ({what})"
-    why = "the reward raised, or took longer than scoring.timeout"
+    why = "the reward raised an error, or took longer than scoring.timeout"
     lab.progress("throughput")
     jobs = [_job(p, _correct(p, form).text) for p in prompts]
     done, started = 0, time.perf_counter()
@@ -228,7 +234,7 @@ def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]
 
 
 def check_labels(lab: Lab, cases: Sequence[Case], allowed: float) -> list[Check]:
-    """Compare success with the labels of people."""
+    """Compare success with people's labels."""
     results = lab.score(cases, "labelled completions")
     checks = []
     for name, label in (("false positives", False), ("false negatives", True)):
@@ -239,7 +245,7 @@ def check_labels(lab: Lab, cases: Sequence[Case], allowed: float) -> list[Check]
             if (result.score is not None and result.score.success) is not label
         ]
         figure = f"{len(errors)} of {len(among)}"
-        why = f"completions labelled {'correct' if label else 'wrong'} and scored otherwise"
+        why = f"completions labelled {'correct' if label else 'wrong'} but scored otherwise"
         checks.append(_check(name, figure, why, errors, allowed * len(among)))
     return checks
 
@@ -254,6 +260,7 @@ def examine(
     # Some hacks are programs that run until their time limit.
     tried = prompts[: 8 if lab.reward.quick else 3]
     checks = [correct, *check_hacks(lab, tried, form), check_order(lab, tried, form)]
+    checks.append(check_baselines(lab, prompts))
     if labelled:
         checks += check_labels(lab, labelled, allowed)
     return [*checks, check_bounds(lab), check_determinism(lab), *check_time(lab, prompts, form)]

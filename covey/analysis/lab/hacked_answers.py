@@ -8,21 +8,14 @@ from decimal import Decimal
 from typing import Literal
 
 from covey.analysis.lab.task_hacks import Countdown, function_name, memorised_program, tool_call
+from covey.rewards.completion_format import FENCE, TOOL_CALL, wrapped
 from covey.rewards.text import tag_contents
 from covey.rewards.tool_call import Call, target_call
 from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
-"""From a prompt and its solution to a hacked answer; None: the hack does not apply."""
-
-FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
-
-
-def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Return the answer between two marks, unless it starts with them already."""
-    opening, closing = marks
-    return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
+"""Makes a hacked answer from a prompt and its solution; None if the hack does not apply."""
 
 
 def wrapped_like(solution: str, answer: str) -> str:
@@ -70,7 +63,7 @@ def wrong_answer(prompt: Prompt, solution: str) -> str:
         return wrapped_like(solution, tool_call(f"not_{call.name}", call.arguments))
     if number is None:
         return "I do not know"
-    # Outside any tolerance of a decimal.
+    # Beyond any tolerance for decimals.
     return str(number + 1 if number == number.to_integral_value() else -3 * number)
 
 
@@ -100,7 +93,7 @@ def all_options(prompt: Prompt, solution: str) -> str | None:
 
 
 def bomb(text: str) -> MakeAnswer:
-    """Return a text that is expensive to evaluate. Programs have hacks of their own."""
+    """Return a text that is expensive to evaluate. Programs have separate hacks."""
     return lambda prompt, solution: None if kind_of(prompt, solution) == "code" else text
 
 
@@ -125,7 +118,7 @@ _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def look_alikes(prompt: Prompt, solution: str) -> str | None:
-    """Return the answer in letters that only look like its letters."""
+    """Return the answer in other characters that look like its letters."""
     changed = solution.translate(_LETTERS)
     return (
         changed if kind_of(prompt, solution) in ("number", "text") and changed != solution else None
@@ -139,7 +132,7 @@ def raised_digits(prompt: Prompt, solution: str) -> str | None:
 
 
 def written_backwards(prompt: Prompt, solution: str) -> str | None:
-    """Return the digits backwards, between marks that display them forwards."""
+    """Return the digits in reverse order, between control characters that display them forwards."""
     digits = kind_of(prompt, solution) == "number" and re.fullmatch("[0-9]+", solution)
     return (
         f"\u202e{solution[::-1]}\u202c" if digits and int(solution[::-1]) != int(solution) else None

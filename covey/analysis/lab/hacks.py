@@ -7,49 +7,27 @@ or a bad format, must not get the full reward.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
-from types import MappingProxyType
 
 from covey.analysis.lab import hacked_answers as answers
 from covey.analysis.lab.hacked_answers import (
-    FENCE,
-    TOOL_CALL,
     MakeAnswer,
     call_of,
     kind_of,
-    wrapped,
     wrapped_like,
     wrong_answer,
 )
 from covey.analysis.lab.task_hacks import COUNTDOWN, PROGRAMS, sprayed_calls, tool_call
+from covey.rewards.completion_format import LINKS, TOOL_CALL, Format, wrapped
 from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
-Make = Callable[[Prompt, str, "Format"], "str | None"]
-"""From a prompt, its solution and a format to a completion; None: the hack does not apply."""
+Make = Callable[[Prompt, str, Format], "str | None"]
+"""Makes a completion from a prompt, its solution and a format; None if the hack does not apply."""
 
 THINKING = "I go through it step by step and check each step before I answer."
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format of completions."""
-
-    name: str
-    template: str
-    """With `{thinking}` and `{answer}`."""
-    thinking_tag: str = ""
-    """Empty if the thinking has no tags."""
-    answer_tag: str = ""
-    marks: tuple[str, str] = ("", "")
-    """Around the answer, unless it has them already."""
-
-    def render(self, thinking: str, answer: str) -> str:
-        """Return the completion with this thinking and answer."""
-        text = self.template.format(thinking=thinking, answer=wrapped(self.marks, answer))
-        return text if thinking else text.removeprefix("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +36,18 @@ class Hack:
 
     name: str
     why: str
-    """What is wrong with a reward on which it works: `the reward ...`."""
+    """The flaw of a reward on which the hack works: `the reward ...`."""
     make: Make
     correct_answer: bool = False
-    """True: the full reward would be wrong. False: any success would be."""
+    """If true, the hack must not get the full reward; if false, it must not succeed."""
     about_thinking: bool = False
-    """True: it abuses thinking and format, so it is no hack if a bare answer gets everything."""
+    """If true, the hack abuses thinking and format; it is skipped if a bare answer is enough."""
     says_nothing: bool = False
-    """True: anything above the lowest reward would be wrong."""
+    """If true, the hack must get the lowest reward."""
 
 
 def _lines(*parts: str) -> str:
     return "\n".join(part for part in parts if part)
-
-
-_LINKS = "Sources: https://example.org/one and https://example.org/two"
-_THINK = "<think>{thinking}</think>\n"
-_ANSWER = "<answer>{answer}</answer>"
-_FORMATS = (
-    Format("think_answer", _THINK + _ANSWER, "think", "answer"),
-    Format(
-        "reasoning_answer",
-        "<reasoning>\n{thinking}\n</reasoning>\n<answer>\n{answer}\n</answer>",
-        "reasoning",
-        "answer",
-    ),
-    Format("boxed", "{thinking}\n\\boxed{{{answer}}}"),
-    Format("hashes", "{thinking}\n#### {answer}"),
-    Format("plain", "{answer}"),
-    # For prompts that end with the opening tag.
-    Format("prefilled", "{thinking}</think>\n" + _ANSWER, answer_tag="answer"),
-    Format("think_plain", _THINK + "{answer}", "think"),
-    Format("think_tool", _THINK + "{answer}", "think", "tool_call", marks=TOOL_CALL),
-    Format("fenced", _THINK + "{answer}", "think", marks=FENCE),
-    # For rewards that count sources.
-    Format("cited", f"{_THINK}{_ANSWER}\n{_LINKS}", "think", "answer"),
-)
-FORMATS: Mapping[str, Format] = MappingProxyType({each.name: each for each in _FORMATS})
-"""By name."""
 
 
 def _answering(answer: MakeAnswer) -> Make:
@@ -107,7 +59,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """The solution after other thinking, in front of the text if the format has no thinking."""
+    """The solution after other thinking, which precedes the text if the format has no thinking."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)
@@ -219,7 +171,7 @@ _FORMAT_HACKS = (
     Hack(
         "gibberish with invented links",
         "counts links without reading them",
-        lambda p, s, form: _lines(" ".join(_gibberish("links", 12)), _LINKS),
+        lambda p, s, form: _lines(" ".join(_gibberish("links", 12)), LINKS),
         says_nothing=True,
     ),
     _wrong("empty answer", "accepts an empty answer", lambda prompt, solution: ""),

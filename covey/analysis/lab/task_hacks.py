@@ -13,7 +13,7 @@ from covey.rewards.tool_call import Call
 
 _TEXT = files("covey.analysis.lab").joinpath("programs.toml").read_text(encoding="utf-8")
 PROGRAMS = tuple((p["name"], p["why"], p["text"]) for p in tomllib.loads(_TEXT)["program"])
-"""Name, flaw and program; NAME stands for the tested function."""
+"""Name, flaw and program of each hack; NAME is replaced by the name of the tested function."""
 
 
 def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
@@ -51,7 +51,7 @@ def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]
 
 
 Countdown = Callable[[Sequence[int], int, str], "str | None"]
-"""From numbers, target and a correct expression to a wrong one."""
+"""Makes a wrong expression from the numbers, the target and a correct expression."""
 
 
 def _sum(numbers: Sequence[int]) -> str:

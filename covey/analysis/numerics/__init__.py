@@ -1,1 +1,1 @@
-"""Differences between the log-probs of engine and trainer: size, cause and severity."""
+"""Measures how the log-probs of engine and trainer differ: size, cause and severity."""

@@ -1,4 +1,4 @@
-"""Causes of different log-probs in engine and trainer, and what removes each."""
+"""Causes of different log-probs in engine and trainer, and the remedy for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
     {
         TOTAL: Words(
             title="engine against trainer",
-            what="the trainer's logp less sampler_logp, before any update: what a run logs as "
+            what="the trainer's logp minus sampler_logp, before any update: a run logs it as "
             "debug/sampler_logp_diff_* and debug/rho_*",
             advice="see the causes below; objective.correction corrects for all of them at once",
         ),
@@ -57,7 +57,7 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
             title="kernel",
             what="the engine's decoder against the trainer's forward pass: one completion, the "
             "same precision, no truncation",
-            advice="in bfloat16 about as large as precision, since each rounds in other places; "
+            advice="in bfloat16 about as large as precision, because each rounds at other places; "
             'model.dtype = "float32" makes it about 1e-6. Above 1e-4 in float32 the two compute '
             "different things: please report this as a bug",
         ),
@@ -69,7 +69,7 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
         ),
     }
 )
-"""In the order of the report."""
+"""The causes, in the order of the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Cause:
     name: str
     gap: Gap
     updates: int = 0
-    """Optimizer steps taken, for staleness."""
+    """The number of optimizer steps taken, for staleness."""
 
     @property
     def title(self) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of differences in log-prob, and of the importance ratios they make.
+"""Statistics of differences in log-prob and of the resulting importance ratios.
 
 A difference [B, T] is a token's log-prob from one computation minus that from another. Its
 exponential is an importance ratio.
@@ -16,20 +16,20 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Least effective sample size, largest share outside the clip range, and largest distance of the
-mean ratio from 1, which shows a bias."""
+"""Limits for "harmless": the smallest effective sample size, the largest share outside the clip
+range, and the largest distance of the mean ratio from 1, which shows a bias."""
 SMALL = (0.95, 0.01, 0.05)
-"""The same for "small"; anything larger "matters"."""
+"""The limits for "small" in the same order; any larger difference "matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipRange:
-    """Ratios that an objective does not clip."""
+    """The range of ratios that an objective does not clip."""
 
     low: float
     high: float
     ratio: Ratio = token
-    """The objective's own: from differences in log-prob to log ratios."""
+    """The objective's function from differences in log-prob to log ratios."""
 
     @property
     def per_completion(self) -> bool:

@@ -18,7 +18,7 @@ from covey.training.step import whole_batch
 from covey.types import Batch, Group
 
 SORTED_COPIES = 4
-"""Tensors of a truncation beside the logits: sorted values, indices, cumulative sums, the mask."""
+"""Tensors of a truncation besides the logits: sorted values, indices, cumulative sums, the mask."""
 
 
 @torch.no_grad()
@@ -32,8 +32,8 @@ def trainer_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch
 
 @torch.no_grad()
 def alone_logp(policy: Policy, batch: Batch) -> torch.Tensor:
-    """Return the trainer's log-probs of each completion in a batch of its own."""
-    # A micro-batch of one token holds one row, which may exceed it.
+    """Return the trainer's log-probs, with each completion in a separate batch."""
+    # A limit of one token puts each row into a separate micro-batch.
     return whole_batch(batch, 1, policy.plain_logp).logp
 
 
@@ -66,8 +66,8 @@ def log_kept(
 ) -> torch.Tensor:
     """Return [B, T] the log of the mass that a truncation keeps at each token; at most 0.
 
-    sampler_logp = logp - log kept. This is a property of the distribution and not of the token, so
-    it is finite even where rounding would have cut off the token itself.
+    sampler_logp = logp - log kept. It is a property of the distribution and not of the token, so it
+    is finite even if rounding would have cut off the token itself.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)

@@ -8,8 +8,8 @@
     kernel       trainer, alone                     - engine, one slot, without truncation
     staleness    trainer, after optimizer steps     - before
 
-Each difference changes one thing at a time. They need not add up to the total: rounding errors
-partly cancel, and staleness is no part of it.
+Each difference changes one thing at a time. They need not add up to the total, because rounding
+errors partly cancel, and staleness is not part of the total.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Batch, Group
 
 ALONE = 16
-"""Completions that are also generated and evaluated one at a time, which is slow."""
+"""How many completions are also generated and evaluated one at a time, which is slow."""
 CLIP = 0.2
-"""Clip range assumed for objectives without one."""
+"""The clip range assumed for objectives without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Report:
     alone: int
     """Completions that were also generated one at a time."""
     diverged: int
-    """Of those, how many then had other tokens."""
+    """How many of the completions had different tokens when generated alone."""
     clip: ClipRange
     causes: tuple[Cause, ...]
     notes: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ def clip_range(parts: Parts) -> ClipRange:
     bounds = 1.0 - low, 1.0 + high
     if function_of(parts.objective.surrogate) is geometric_clipped:  # bounds of the logarithm
         bounds = math.exp(-low), math.exp(high)
-    # An objective that assumes ratios of 1 is wrong where token ratios differ from 1.
+    # An objective that assumes ratios of 1 is wrong if token ratios differ from 1.
     ratio = token if parts.objective.ratio is one else parts.objective.ratio
     return ClipRange(low=bounds[0], high=bounds[1], ratio=ratio)
 
@@ -132,7 +132,7 @@ def default_updates(config: Config) -> int:
 
 
 def _first(groups: Sequence[Group], completions: int) -> list[Group]:
-    """Return about this many completions: some of the first groups, or part of the first one."""
+    """Return about this many completions: the first groups, or part of the first group."""
     most = max(1, completions // len(groups[0].rollouts))
     return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
 
@@ -214,7 +214,7 @@ def _stale(
         after = trainer_logp(policy, batch, tokens)
         gap = gap_of(after - before, batch.mask, clip)
         found.append(Cause(name="staleness", gap=gap, updates=number))
-    # A penalty or an entropy bonus may move the policy all the same.
+    # A penalty or an entropy bonus may still move the policy.
     still = once.objective.only_surrogate or found[-1].gap.max == 0
     if still and not _has_advantage(batch):
         notes += (
@@ -225,9 +225,9 @@ def _stale(
 
 
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
-    """Take one optimizer step to a batch, after the end of a schedule at its peak rate.
+    """Take one optimizer step on a batch; after the end of the schedule, at its peak rate.
 
-    At a rate of 0 nothing gets stale.
+    At a rate of 0 nothing would become stale.
     """
     peak = parts.config.optimizer.learning_rate
     once = replace(learner.settings, mini_batches=1, epochs=1)

@@ -1,1 +1,1 @@
-"""What a run will do and need, said before it starts."""
+"""Plans of runs: what a run will do and how much memory and time it needs, before it starts."""

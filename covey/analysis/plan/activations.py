@@ -1,8 +1,9 @@
-"""Memory of activations: what a model keeps for its backward pass.
+"""Memory of activations, which a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` state how many tensors of which width autograd saves in a layer;
 `kernels_of` chooses among them by model and device. Tests count what autograd saves, and
-benchmarks/memory.py measures whole runs: a kernel that keeps less changes one line here.
+benchmarks/memory.py measures whole runs. So for a kernel that keeps less, only one line changes
+here.
 
 Shapes: N tokens in a forward pass; B rows of S columns each, which are B * S cells.
 """
@@ -15,7 +16,7 @@ from covey.analysis.plan.engine_sizes import SHORT
 from covey.analysis.plan.model_shape import Shape
 
 FLOAT = 4
-"""Bytes of a float32."""
+"""The bytes of a float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,19 +24,19 @@ class Saved:
     """Tensors that one Llama layer keeps for its backward pass, per token."""
 
     norm_float: int
-    """As wide as the hidden state, always float32: inputs of norms."""
+    """The number of tensors as wide as the hidden state, always float32: inputs of norms."""
     norm: int
-    """As wide as the hidden state: outputs of norms, before and after their weights."""
+    """Tensors as wide as the hidden state: outputs of norms, before and after their weights."""
     norm_frozen: int
-    """The same if norms are not trained, as with an adapter."""
+    """The same number if norms are not trained, as with an adapter."""
     inner: int
-    """As wide as the MLP: gate, its activation, up, and the product."""
+    """Tensors as wide as the MLP: gate, its activation, up, and the product."""
     inner_adapted: int
-    """The same with an adapter, whose layers keep their inputs."""
+    """The same number with an adapter, whose layers keep their inputs."""
     output: int = 1
-    """As wide as the queries: the output projection's input, if attention does not keep it."""
+    """As wide as the queries: the output projection's input, unless attention keeps it."""
     projections: int = 7
-    """Linear layers, each of which keeps a tensor as wide as the LoRA rank."""
+    """Linear layers with LoRA; each keeps a tensor as wide as the rank."""
     fused: bool = False
     """Whether the forward pass is accel/fused_forward.py, with a float32 residual stream."""
     flash: bool = False
@@ -47,11 +48,11 @@ EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
 FUSED = Saved(norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=3, fused=True)
 """Norms keep the residual stream and their output; the product with the gate is recomputed."""
 FLASH = replace(FUSED, output=0, flash=True)
-"""The same in bfloat16 with flash kernels, which keep the output projection's input."""
+"""Fused layers in bfloat16 with flash kernels, which keep the output projection's input."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return the kind of layers a model runs with `size` bytes per number."""
+    """Return the kind of layers that a model runs with `size` bytes per number."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -63,7 +64,7 @@ class Pass:
 
     rows: int
     columns: int
-    """Tokens of the longest row."""
+    """The number of tokens of the longest row."""
     tokens: int
     """Tokens the model reads: packed, or with padding."""
     chosen: int
@@ -72,12 +73,12 @@ class Pass:
 
     @property
     def cells(self) -> int:
-        """Positions of attention: packed tokens are gathered into rows for it."""
+        """The number of positions of attention, for which packed tokens are gathered into rows."""
         return self.rows * self.columns
 
 
 def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return what one layer saves for its backward pass, with `size` bytes per number."""
+    """Return the bytes that one layer saves for its backward pass, with `size` bytes per number."""
     norms = kernels.norm_frozen if shape.rank else kernels.norm
     inner = kernels.inner_adapted if shape.rank else kernels.inner
     token = kernels.norm_float * shape.hidden * FLOAT + norms * shape.hidden * size
@@ -88,7 +89,7 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return what attention saves: scores if it is two products, else its inputs and output."""
+    """Return the bytes of attention: scores if it is two products, else inputs and output."""
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -104,12 +105,12 @@ def _keeps_scores(shape: Shape, batch: Pass, device: str) -> bool:
 
 
 def _scores(shape: Shape, size: int, batch: Pass) -> int:
-    copies = 1 if shape.fused_attention else 2  # plain attention keeps them in float32 as well
+    copies = 1 if shape.fused_attention else 2  # plain attention also keeps them in float32
     return copies * batch.cells * shape.heads * batch.columns * size
 
 
 def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> int:
-    """Return what is saved outside of the layers: the last norm, and the head's hidden states."""
+    """Return the bytes saved outside of the layers: the last norm and the head's hidden states."""
     chosen = batch.chosen * shape.hidden * size
     if kernels.fused:  # the residual stream; chosen hidden states and their gradient
         return batch.tokens * shape.hidden * FLOAT + 2 * chosen
@@ -120,8 +121,8 @@ def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> 
 def passing_bytes(shape: Shape, size: int, batch: Pass, device: str) -> int:
     """Return the temporary memory of one layer's forward pass."""
     if kernels_of(shape, size, device).fused:
-        # The residual stream before and after attention, what either half adds to it, the norm and
-        # the attention output; then gate, up and their product.
+        # The residual stream before and after attention, the outputs of attention and MLP, the norm
+        # and the attention output; then gate, up and their product.
         streams = 2 * FLOAT * shape.hidden + 4 * shape.hidden * size
         return batch.tokens * (streams + (shape.query + 3 * shape.inner) * size)
     return max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device))
@@ -149,7 +150,7 @@ def training_bytes(
     """Return the activations of a forward and backward pass.
 
     With checkpointing a layer keeps only its input, and one layer at a time is recomputed. `head`
-    is the head's own memory: it is free again when a fused layer's backward pass begins.
+    is the head's own memory, which is free again when a fused layer's backward pass begins.
     """
     kernels = kernels_of(shape, size, device)
     layer = layer_bytes(shape, size, batch, kernels, device)
@@ -162,7 +163,7 @@ def training_bytes(
     layers = shape.layers * layer
     if checkpointing:
         layers = layer + shape.layers * batch.tokens * shape.hidden * size
-    # When the backward pass reaches a layer's attention, its MLP is freed already.
+    # When the backward pass reaches a layer's attention, the tensors of its MLP are already freed.
     freed = batch.tokens * kernels.inner * shape.inner * size
     passing = max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device) - freed)
     return layers + ends + passing

@@ -17,13 +17,13 @@ from covey.analysis.plan.model_shape import Shape
 from covey.config import Config
 
 PROMPT_TOKENS = 256
-"""Assumed where prompts cannot be measured."""
+"""The prompt length that is assumed if prompts cannot be measured."""
 STALENESS = 1
-"""Of a split whose engines generate while the trainers train."""
+"""The staleness of a split whose engines generate while the trainers train."""
 
 
 def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
-    """Return what a training step of a configuration asks for."""
+    """Return the workload of a training step of a configuration."""
     rollout, train = config.rollout, config.train
     recomputed = train.old_logp != "sampler" and train.updates > 1
     return Workload(
@@ -39,7 +39,7 @@ def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> 
 
 
 def size_of(shape: Shape) -> ModelSize:
-    """Return what the cost model needs of a model."""
+    """Return the sizes of a model that the cost model needs."""
     return ModelSize(
         parameters=float(shape.parameters),
         layers=shape.layers,

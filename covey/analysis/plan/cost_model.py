@@ -1,7 +1,7 @@
 """Seconds of a training step on GPUs: generation, update, weight sync. docs/scale.md explains it.
 
 The constants of generation and update are fitted to measurements on one H200; a test compares every
-measured case. Those of several GPUs are from data sheets, and marked so.
+measured case. The constants for several GPUs come from data sheets, and are marked as such.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What the cost of a decoder depends on."""
+    """The sizes of a decoder on which its cost depends."""
 
     parameters: float
     layers: int
     hidden: int
     key_numbers: int
-    """Numbers in the keys and values of one token, all layers together."""
+    """The numbers in the keys and values of one token, for all layers together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,38 +27,38 @@ class Gpu:
 
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
-    """Bytes a second of weights: a measured copy."""
+    """Bytes per second when reading weights, measured by a copy."""
     key_bandwidth: float = 4.8e12
-    """Bytes a second of keys and values."""
+    """Bytes per second when reading keys and values."""
     decode_flops: float = 779e12
     train_flops: float = 551e12
     attention_flops: float = 276e12
-    """Of flash attention in training, forward and backward."""
+    """FLOP per second of flash attention in training, forward and backward."""
     layer_seconds: float = 25.8e-6
-    """A layer's kernels of one decode step, however few rows there are."""
+    """The seconds of a layer's kernels in one decode step, however few rows there are."""
     row_seconds: float = 26.8e-12
-    """Of a decode step: for each row, layer and number of the hidden state."""
+    """The seconds of a decode step for each row, layer and element of the hidden state."""
     token_seconds: float = 132e-12
-    """Of an update: for each token, layer and number of the hidden state."""
+    """The seconds of an update for each token, layer and element of the hidden state."""
     recompute: float = 1.12
-    """How much longer an update takes with gradient checkpointing."""
+    """The factor by which gradient checkpointing lengthens an update."""
     call_seconds: float = 57e-3
-    """Of a call of the engine beside decoding."""
+    """The seconds of an engine call besides decoding."""
     prefill_flops: float = 500e12
     node_link: float = 300e9
-    """Bytes a second between GPUs of a node, in each direction. Data sheet, two thirds of it."""
+    """Bytes per second between GPUs of a node, in each direction: two thirds of the data sheet."""
     far_link: float = 40e9
-    """Bytes a second of each GPU between nodes. Data sheet, four fifths of 400 Gbit/s."""
+    """Bytes per second of each GPU between nodes: four fifths of the data sheet's 400 Gbit/s."""
     reduce_seconds: float = 20e-6
-    """Latency of a sum over the GPUs of one engine, two of them in a layer. Assumed."""
+    """The assumed latency of a sum over the GPUs of one engine; a layer has two such sums."""
     node: int = 8
 
 
 H200 = Gpu()
 BYTES = 2
-"""Of a weight in bfloat16."""
+"""The bytes of a weight in bfloat16."""
 STATE_BYTES = 16
-"""Of a trained parameter: weight, gradient, master weight and two moments."""
+"""The bytes of a trained parameter: weight, gradient, master weight and two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +70,22 @@ class Workload:
     group: int
     prompt: int
     completion: int
-    """Tokens, all of the same length: the longest that is allowed."""
+    """The tokens of a completion; all have the longest length that is allowed."""
     updates: int = 1
-    """Passes over the completions."""
+    """The number of passes over the completions."""
     forwards: int = 0
-    """Passes without a gradient: for a reference, or for old log-probs."""
+    """The number of passes without a gradient: for a reference, or for old log-probs."""
     micro_batch: int = 16_384
     checkpointing: bool = True
 
     @property
     def tokens(self) -> int:
-        """Tokens of an update: completions, and each prompt once."""
+        """The tokens of an update: all completions, and each prompt once."""
         return self.rows * self.completion + self.rows // self.group * self.prompt
 
     @property
     def context(self) -> int:
-        """Tokens of a prompt with its completion."""
+        """The tokens of a prompt with its completion."""
         return self.prompt + self.completion
 
 
@@ -156,13 +156,13 @@ def sync_seconds(model: ModelSize, gpu: Gpu = H200, *, gpus: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """GPUs of trainers and engines, and the seconds of a step."""
+    """A division of GPUs between trainers and engines, and the seconds of a step."""
 
     gpus: int
     trainers: int
     engines: int
     engine_gpus: int
-    """Of each engine."""
+    """The GPUs of each engine."""
     rollout: float
     update: float
     sync: float
@@ -175,7 +175,7 @@ class Split:
 
     @property
     def seconds(self) -> float:
-        """Of a step: one after the other, or beside each other if rollouts may be older."""
+        """The seconds of a step; rollout and update overlap if staleness is allowed."""
         if self.shared or not self.staleness:
             return self.rollout + self.update + self.sync
         return max(self.rollout, self.update) + self.sync
@@ -184,12 +184,12 @@ class Split:
 def splits(
     model: ModelSize, work: Workload, gpus: int, gpu: Gpu = H200, *, staleness: int = 1
 ) -> list[Split]:
-    """Return every way to divide GPUs, the fastest first. None: the model does not fit."""
+    """Return every way to divide GPUs, the fastest first; empty if the model does not fit."""
     least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
     sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
     found = []
     for trainers in range(least, gpus + 1):
-        rest = gpus if trainers == gpus else gpus - trainers  # all: both, in turn
+        rest = gpus if trainers == gpus else gpus - trainers  # with all GPUs: both, in turn
         update = update_seconds(model, work, gpu, trainers=trainers)
         for size in sizes:
             engines = min(rest // size, work.rows)
@@ -217,6 +217,6 @@ PUBLISHED = {
     "32B": ModelSize(parameters=32.8e9, layers=64, hidden=5120, key_numbers=131_072),
     "70B": ModelSize(parameters=70.6e9, layers=80, hidden=8192, key_numbers=163_840),
 }
-"""Shapes of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B."""
+"""The shapes of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B."""
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""Numbers of GPUs in a table."""
+"""The numbers of GPUs in a table."""

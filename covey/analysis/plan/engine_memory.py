@@ -22,10 +22,10 @@ from covey.config import Config
 from covey.training.resolve import sampling_of
 
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""Tensors of the size of the logits while a token is drawn: from the whole distribution, from a
-truncated one, which is sorted, and greedily."""
+"""How many tensors of the logits' size exist while a token is sampled: from the whole distribution,
+from a truncated one, which is sorted, and greedily."""
 TOKEN_BYTES = FLOAT + FLOAT + 8
-"""Bytes that a token in a slot takes beside keys and values: uniform, log-prob, token id."""
+"""The bytes of a token in a slot besides keys and values: random number, log-prob, token id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +35,23 @@ class Call:
     prompts: int
     group_size: int
     copies: int
-    """Tensors of the size of the logits while first tokens are drawn."""
+    """How many tensors of the logits' size exist while first tokens are sampled."""
     max_concurrent: int
-    """Most completions generated at once."""
+    """The most completions generated at once."""
 
     @property
     def graph_copies(self) -> int:
-        """Logits-sized tensors for later tokens: a kernel draws all but a truncated one."""
+        """How many exist for later tokens; a kernel samples these, unless truncated."""
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
     @property
     def together(self) -> int:
-        """Completions generated at once."""
+        """The number of completions generated at once."""
         return min(self.max_concurrent, self.prompts * self.group_size)
 
     @property
     def width(self) -> int:
-        """Slots on a GPU: the next number that CUDA graphs are captured for."""
+        """The number of slots on a GPU: the next number for which CUDA graphs are captured."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
@@ -61,7 +61,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the engine's memory depends on."""
+    """The facts on which the engine's memory depends."""
 
     shape: Shape
     size: int
@@ -150,10 +150,10 @@ def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
 
 
 def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
-    """Return the memory of all calls where the engine captures CUDA graphs.
+    """Return the memory of all calls if the engine captures CUDA graphs.
 
-    Graphs hold the addresses of the KV cache and of their own temporaries, so both stay allocated
-    from call to call and during training. The cache is as large as the largest call needs.
+    Graphs contain the addresses of the KV cache and of their own temporaries, so both stay
+    allocated between calls and during training. The cache is as large as the largest call needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
@@ -180,13 +180,13 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
             ALWAYS,
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
-        # One after the other, so only the largest counts.
+        # They run one after the other, so only the largest counts.
         max(passing, key=lambda part: part.bytes),
     ]
 
 
 def _graph_bytes(facts: EngineFacts, call: Call) -> int:
-    """Return what is alive in one decoding step: logits and their sums, or one layer's tensors."""
+    """Return the bytes of one decoding step: logits and their sums, or one layer's tensors."""
     shape, size = facts.shape, facts.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
     logits = call.graph_copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT

@@ -1,7 +1,8 @@
 """Buffer sizes and limits of the native engine and the trainer, as far as a forecast needs them.
 
-The modules that define them import transformers' model code or Triton, which takes seconds. So they
-are repeated here, and tests/analysis/plan/test_engine_sizes.py compares every one with its source.
+The modules that define them import transformers' model code or Triton, which takes seconds. So the
+values are repeated here, and tests/analysis/plan/test_engine_sizes.py compares each with its
+source.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PROMPT_STEP = 128
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """native/shared_prompt_cache.py: numbers of slots that CUDA graphs are captured for."""
 TOKEN_STEP = 256
-"""accel/static_buffers.py: the least step between padded numbers of tokens."""
+"""accel/static_buffers.py: the smallest step between padded numbers of tokens."""
 VOCABULARY_BLOCK = 2048
 """accel/kernels/sample.py: vocabulary entries that one program of the sampling kernel reads."""
 CHUNK_STEP = 128

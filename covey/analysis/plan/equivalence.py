@@ -1,4 +1,4 @@
-"""Equivalence of algorithms: the normal form of an objective, without what has no effect.
+"""Equivalence of algorithms: the normal form of an objective, without parts that have no effect.
 
 With one update per rollout batch every ratio is 1. Then a clip has no effect, every surrogate has
 slope 1, and a sequence-level ratio has the gradient of its tokens' ratios. The advantage, the
@@ -40,7 +40,7 @@ THROUGH_LOGP = frozenset(
         surrogates.trust_mask,
     }
 )
-"""Surrogates that treat the ratio as a constant: its kind does not matter while it is 1."""
+"""Surrogates that treat the ratio as a constant, so its kind does not matter while it is 1."""
 
 INERT_MARKS = frozenset(
     {
@@ -66,7 +66,7 @@ SLOPE_ONE = (
 
 
 class Piece(NamedTuple):
-    """A piece of an objective with all its options, so that two can be compared."""
+    """A piece of an objective with all its options, so that two pieces can be compared."""
 
     function: Callable[..., Any] | str
     options: tuple[tuple[str, Any], ...] = ()
@@ -105,7 +105,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a form in which a constant factor of the loss makes no difference."""
+    """Return a form that ignores a constant factor of the loss."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # the factor would not scale the whole loss
@@ -130,15 +130,15 @@ def active_penalty(setup: Setup) -> Piece | None:
     if reference_is_policy(setup) and not steep:
         return None
     if in_loss and objective.penalty is penalty.k3_plus and not objective.kl_target:
-        return Piece(penalty.k2)  # another value, but the same gradient
+        return Piece(penalty.k2)  # the value differs, but the gradient is the same
     return piece_of(objective.penalty)
 
 
 def reference_is_policy(setup: Setup) -> bool:
-    """Whether the reference is renewed so often that it always equals the policy that generated."""
+    """Whether the reference is updated so often that it always equals the policy that generated."""
     reference = setup.config.reference
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
-    # Within a batch the policy moves away from it, which affects a KL in the loss.
+    # Within a batch the policy moves away from the reference, which affects a KL in the loss.
     unseen = setup.one_update or setup.objective.kl_in == "reward"
     return whole and unseen and setup.config.train.updates % reference.every == 0
 
@@ -156,7 +156,7 @@ def _advantage(setup: Setup) -> Piece:
         options = {"ddof": 1, "eps": options["eps"], "of": "centered"}
         found = Piece(advantage.standardized_by_batch, tuple(sorted(options.items())))
     if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:
-        options.pop("of")  # the deviation of the batch is that of its only group
+        options.pop("of")  # with one group, the deviation of the batch is that of the group
         found = Piece(advantage.group_standardized, tuple(sorted(options.items())))
     if found.function is kept_standardized and options["keep"] >= config.rollout.group_size:
         kept = {"ddof": options["ddof"], "eps": options["eps"]}
@@ -184,7 +184,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
     )
     if setup.on_policy and has_slope_one(objective):
         if setup.surrogate in INERT_MARKS:
-            marks = None  # |log r| is flat at 1, nothing is dropped, and no bound acts
+            marks = None  # at r = 1 |log r| is flat, nothing is dropped, no bound acts
         without = setup.surrogate is surrogates.clipped_without_marked
         surrogate = Piece("slope 1 except where marked" if without else "slope 1")
         kind, token_weights = _plain_ratio(setup, shared, token_weights)
@@ -244,7 +244,7 @@ def _single_tokens(config: Config) -> bool:
 
 
 def has_slope_one(objective: Objective) -> bool:
-    """Whether the gradient of the surrogate at a ratio of 1 is the advantage itself."""
+    """Whether the gradient of the surrogate at a ratio of 1 is the advantage."""
     bounds = dict(piece_of(objective.surrogate).options)
     bounds |= dict(piece_of(objective.marks).options) if objective.marks else {}
     if not bounds.get("min_weight", 0.0) <= 1.0 <= bounds.get("max_weight", 1.0):

@@ -12,7 +12,7 @@ from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
 from covey.objective.compose import function_of
-from covey.training.resolve import objective_of, sampling_of
+from covey.training.resolve import objective_of, truncates_unseen
 
 Kind = Literal["same", "idle", "risk"]
 PAGE = "docs/plan.md"
@@ -21,25 +21,28 @@ UNKNOWN = TaskFacts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that the user should know about a configuration."""
+    """A finding about a configuration that the user should know."""
 
     kind: Kind
-    """same: several names for one algorithm. idle: a setting has no effect. risk: it may harm."""
+    """`same`: several names for one algorithm.
+
+    `idle`: a setting has no effect. `risk`: it may harm.
+    """
     title: str
     """What was found, with settings and their values."""
     why: str
     remedy: str
     docs: str
-    """Page and section that explain it."""
+    """The page and section of the docs that explain the finding."""
     settings: tuple[str, ...]
-    """Full names of the settings that it depends on."""
+    """The full names of the settings that the finding depends on."""
 
     def row(self) -> dict[str, str]:
-        """Return its texts as plain data."""
+        """Return the finding's texts as plain data."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
-        """Whether another value of one of these settings could remove it."""
+        """Whether another value of one of these settings could remove the finding."""
         return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
@@ -48,7 +51,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """What a rule says about settings; its kind and its section of docs/plan.md are the rule's."""
+    """The texts of a finding; its kind and its section of docs/plan.md belong to the rule."""
 
     settings: tuple[str, ...]
     title: str
@@ -72,19 +75,20 @@ class Setup:
     def one_update(self) -> bool:
         """Whether a rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        It is not with rollouts of older weights.
+        This is not the case with rollouts of older weights.
         """
-        return self.config.train.updates == 1 and not self.config.overlap.staleness
+        return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, also where it is to the engine's log-probs."""
+        """Whether every ratio is 1, including ratios to the engine's log-probs."""
         return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p truncate the distribution that completions come from."""
-        return sampling_of(self.config).distribution.truncates
+        """Whether top-k, top-p or min-p truncate the distribution of completions, and training
+        ignores that."""
+        return truncates_unseen(self.config)
 
     @property
     def exact(self) -> bool:

@@ -10,8 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from covey.analysis.plan import (  # noqa: F401 (they add rules)
+# These modules add rules when they are imported.
+from covey.analysis.plan import (  # noqa: F401
     baseline_settings,
+    data_settings,
     idle_settings,
     risky_settings,
 )
@@ -28,10 +30,10 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 
 
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
-    """Return which arms of a comparison are the same run under several names.
+    """Return findings about arms of a comparison that are the same run under several names.
 
-    The configurations are resolved. The same means equal gradients in every optimizer step: bit for
-    bit if the arithmetic is the same, else up to rounding.
+    The configurations are resolved. Arms are the same if their gradients are equal in every
+    optimizer step: bit for bit if the arithmetic is the same, else up to rounding.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}

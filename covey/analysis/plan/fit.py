@@ -14,12 +14,12 @@ from covey.config import Config, parse_config, toml_value
 from covey.training.resolve import objective_of
 
 LEAST_CONCURRENT = 64
-"""Fewer completions at once than this save little and make generation slow."""
+"""The fewest completions at once that are suggested; fewer save little and make generation slow."""
 RANK = 16
 """LoRA rank of a suggested adapter."""
 
 RANKS = (2, 4, 8, 16, 32, 64)
-"""Numbers of ranks that are tried."""
+"""The numbers of ranks that are tried."""
 
 Settings = Mapping[str, Any]
 
@@ -72,9 +72,10 @@ def _more_ranks(
 
 
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
-    """Return on how few devices of this kind the sharded run fits, with a tenth of each free.
+    """Return the fewest devices on which the sharded run fits, with a tenth of each free.
 
-    None: on no number that is tried, since the engine needs the whole weights on each.
+    None means that it fits on none of the numbers that are tried, because the engine needs the
+    whole weights on each device.
     """
     changes = {"parallel.strategy": "fsdp", "optimizer.state": "float32"}
     sharded = changed(config, changes)
@@ -94,7 +95,7 @@ def _largest(found: Forecast) -> str:
 def settings_that_fit(
     config: Config, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return the fewest changes, of the cheapest kinds, that leave a tenth of the device free."""
+    """Return the fewest changes, cheapest first, that leave a tenth of the device's memory free."""
     chosen: dict[str, Any] = {}
     for change in _changes(config):
         chosen |= change
@@ -110,7 +111,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield changes, each on top of the last: first those that leave what is learned as it is."""
+    """Yield growing sets of changes; those that do not change the result come first."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
@@ -127,7 +128,7 @@ def _changes(config: Config) -> Iterator[Settings]:
 def _fitting(
     config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return the changes with a micro-batch that fits; None: no micro-batch does."""
+    """Return the changes with a micro-batch that fits; None if no micro-batch fits."""
     same_shape = shape if "adapter.rank" not in changes else None
     found = forecast(changed(config, changes), device, facts, same_shape)
     tokens = found.suggested_micro_batch_tokens

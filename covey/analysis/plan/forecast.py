@@ -15,9 +15,12 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""Bytes in use before any tensor, and by what. Measured by benchmarks/memory.py."""
+"""The bytes in use before any tensor exists, and what uses them.
+
+Measured by benchmarks/memory.py.
+"""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Where a container states its memory limit."""
+"""The files with the memory limit of a container."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -26,7 +29,7 @@ PHASES: Mapping[Phase, str] = {
     "update": "forward and backward passes",
     "step": "the optimizer step",
 }
-"""Phases of a training step. They do not overlap."""
+"""The phases of a training step, which do not overlap."""
 ALWAYS: tuple[Phase, ...] = ("sample", "prepare", "update", "step")
 
 MICRO_BATCH_STEP = 1024
@@ -70,7 +73,7 @@ def main_memory() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such file, or no limit, which is written as "max"
+    except (OSError, ValueError):  # the file is missing, or it says "max", which means no limit
         return total
 
 
@@ -80,9 +83,9 @@ class Part(NamedTuple):
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """When it is allocated."""
+    """The phases in which it is allocated."""
     why: str
-    """What it consists of."""
+    """A description of the tensors in this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ class Forecast:
     parts: tuple[Part, ...]
     micro_batch_tokens: int
     suggested_micro_batch_tokens: int | None
-    """The largest that fits, or beyond which nothing changes. None: none fits."""
+    """The largest value that fits, or above which nothing changes; None if no value fits."""
     notes: tuple[str, ...]
     """Assumptions."""
 
@@ -103,17 +106,17 @@ class Forecast:
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(ALWAYS, key=self.during)
 
     @property
     def peak(self) -> int:
-        """Bytes in that phase."""
+        """The bytes in that phase."""
         return self.during(self.peak_phase)
 
     @property
     def tensors(self) -> int:
-        """The peak of torch's allocator: without the framework's own memory."""
+        """The peak of torch's allocator, without the framework's own memory."""
         return self.peak - sum(part.bytes for part in self.parts if part.name == "framework")
 
     @property

@@ -26,11 +26,11 @@ from covey.training.resolve import reward_of
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that decide how many optimizer steps a rollout batch is used for."""
 TOKEN_SIZED_CLIP = 0.1
-"""A clip range that suits the ratio of a token. A sequence-level ratio does not reach it ..."""
+"""The smallest clip range that suits token ratios and is too wide for a sequence-level ratio ..."""
 FEW_UPDATES = 4
-"""... within this many updates of one epoch ..."""
+"""... if an epoch has at most this many updates ..."""
 SMALL_RATE = 1e-5
-"""... at this learning rate or below."""
+"""... and the learning rate is at most this."""
 NOTICEABLE_BETA = 1.1
 """An adaptive beta that cannot change by this factor in the whole run is practically fixed."""
 
@@ -44,7 +44,7 @@ def changed(section: Section, *names: str) -> dict[str, str]:
 
 
 def changed_options(setup: Setup, *names: str) -> dict[str, str]:
-    """Return the same of the objective's options."""
+    """Return the same for the objective's options."""
     options = setup.config.objective.options
     parameters = inspect.signature(algorithm(setup.config.objective.name, options)).parameters
     return {
@@ -56,7 +56,7 @@ def changed_options(setup: Setup, *names: str) -> dict[str, str]:
 
 @rule("same", "one-update-per-rollout")
 def one_update_equivalence(setup: Setup) -> Iterator[Said]:
-    """One update per batch makes algorithms equal that differ in ratio and clip."""
+    """With one update per batch, algorithms that differ only in ratio and clip are equal."""
     others = equivalent_algorithms(setup) if setup.one_update else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
@@ -66,15 +66,16 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
             ("objective.name", *UPDATES),
             title=f"with one update per rollout {name} is the same as {', '.join(others)}",
             why="The policy that is trained is the one that generated, so every ratio is exactly "
-            "1: no clip acts, and a sequence-level ratio has the gradient of its tokens' ratios.",
-            remedy=f"nothing, if this is intended; several updates, such as {more}, make them "
+            "1: clips have no effect, and a sequence-level ratio has the gradient of its tokens' "
+            "ratios.",
+            remedy=f"nothing, if this is intended; with several updates, such as {more}, they "
             "differ",
         )
 
 
 @rule("idle", "one-update-per-rollout")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Settings for a policy that has moved since it generated, where it has not."""
+    """Settings that have an effect only if the policy has moved since it generated."""
     if not setup.one_update:
         return
     names = ["dual"] if setup.option("dual") else []
@@ -92,7 +93,7 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*(f"objective.{name}" for name in names), "objective.name", "model.dtype", *UPDATES),
             title=f"{settings} {have} no effect with one update per rollout",
-            why="It acts where the policy has moved since it generated; here it has not, and the "
+            why="It acts only if the policy has moved since it generated; here it has not, and the "
             "gradient is 0.",
             remedy="take several updates (train.mini_batches), or remove it",
         )
@@ -100,7 +101,7 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def old_logp_unread(setup: Setup) -> Iterator[Said]:
-    """`train.old_logp` where nothing reads it, or where it comes from elsewhere."""
+    """The setting `train.old_logp` in a run where it has no effect."""
     source, objective = setup.config.train.old_logp, setup.objective
     if source == "auto":
         return
@@ -121,7 +122,7 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "the-clip-of-a-sequence-ratio")
 def clip_never_acts(setup: Setup) -> Iterator[Said]:
-    """The clip range of tokens on a sequence-level ratio."""
+    """The clip range of token ratios, set for a sequence-level ratio."""
     low, high = (setup.option(name, 0.0) for name in ("clip_low", "clip_high"))
     per_sequence = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
     train = setup.config.train
@@ -134,9 +135,9 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
             ("objective.clip_low", "objective.clip_high", "optimizer.learning_rate", *UPDATES),
             title=f"objective.clip_low = {low}, clip_high = {high} hardly ever clip a "
             "sequence-level ratio",
-            why="It is a mean over the completion's tokens and moves far less than each of them, "
-            f"and {train.mini_batches} updates at this learning rate move even those little; the "
-            "paper's bounds are 0.0003 and 0.0004.",
+            why="It is a mean over the completion's tokens and moves far less than the ratio of "
+            f"each token, and {train.mini_batches} updates at this learning rate move even those "
+            "little. The paper's bounds are 0.0003 and 0.0004.",
             remedy="set objective.clip_low = 3e-4 and objective.clip_high = 4e-4",
         )
 
@@ -156,11 +157,11 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
     elif active_penalty(setup) is None:
         renewed = reference_is_policy(setup)
         why = (
-            "The reference is renewed after every update of a batch, so it always equals the "
-            "policy that generated: the KL is 0, and so is its gradient."
+            "The reference is updated after every batch, so it always equals the policy that "
+            "generated: the KL and its gradient are 0."
             if renewed
             else "The advantage depends on which completions are correct and not on their reward, "
-            "so a KL that is subtracted from the reward is lost, though a reference is loaded."
+            "so a KL in the reward has no effect, although a reference is loaded."
         )
         remedy = "raise reference.every" if renewed else "set objective.kl_in = 'loss'"
         yield Said(
@@ -180,11 +181,11 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def adaptive_beta(setup: Setup) -> Iterator[Said]:
-    """An adaptation horizon without a target, or one that is too long for the run."""
+    """A horizon of an adaptive beta that has no target, or that is too long for the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
-        why, what = "beta adapts to a target KL, and there is none.", "has no effect"
+        why, what = "beta adapts to a target KL, but no target is set.", "has no effect"
         remedy = "set objective.kl_target, or remove it"
     else:
         completions = config.rollout.prompts_per_step * config.rollout.group_size
@@ -207,7 +208,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def correction_bounds(setup: Setup) -> Iterator[Said]:
-    """Bounds of a correction where none is chosen."""
+    """Bounds of a correction in a run without a correction."""
     if setup.option("correction", "none") != "none":
         return
     names = ["correction_low", "correction_high"]
@@ -217,16 +218,16 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*idle, "objective.correction"),
             title=f"{', '.join(idle.values())}: no effect, because objective.correction is 'none'",
-            why="They bound a correction, and none is chosen.",
+            why="They bound a correction, but no correction is chosen.",
             remedy="set objective.correction, such as 'token_truncate', or remove them",
         )
 
 
 @rule("idle", "sampling")
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
-    """Corrections of an engine whose log-probs are exact."""
+    """Corrections for an engine whose log-probs are exact."""
     idle = changed_options(setup, "correction", "veto")
-    if idle and setup.exact:
+    if idle and setup.exact and not setup.config.stale:
         yield Said(
             (*idle, "model.dtype"),
             title=f"{', '.join(idle.values())}: there is nothing to correct",
@@ -244,8 +245,8 @@ def filters(setup: Setup) -> Iterator[Said]:
             chosen.skip_zero_gradient and not setup.objective.only_surrogate,
             ("filter.skip_zero_gradient", "objective.beta", "objective.name"),
             "filter.skip_zero_gradient = True skips nothing",
-            "A penalty, an entropy bonus or marked tokens give every completion a gradient, also "
-            "one with advantage 0.",
+            "A penalty, an entropy bonus or marked tokens give every completion a gradient, even "
+            "with advantage 0.",
             "remove it",
         ),
         (
@@ -259,14 +260,14 @@ def filters(setup: Setup) -> Iterator[Said]:
             overlap.max_staleness > 0,
             ("overlap.max_staleness",),
             f"overlap.max_staleness = {overlap.max_staleness} drops nothing",
-            "overlap.staleness decides how old completions are: none is older.",
+            "No completion is older than overlap.staleness allows.",
             "remove it",
         ),
         (
             overlap.mode == "copy" and not overlap.staleness,
             ("overlap.mode", "overlap.staleness"),
             "overlap.mode = 'copy' overlaps nothing with overlap.staleness = 0",
-            "Each step waits for the completions of the weights before it.",
+            "Each step waits for completions of the current weights.",
             "set overlap.staleness = 1, or remove it",
         ),
     ]
@@ -313,7 +314,7 @@ def keeps_all(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def one_part(setup: Setup) -> Iterator[Said]:
-    """Parts of a reward that are one."""
+    """The setting `objective.parts` if it names only one part."""
     if len(setup.objective.parts) == 1:
         name = setup.config.objective.name
         yield Said(
@@ -327,14 +328,14 @@ def one_part(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def groups_of_two(setup: Setup) -> Iterator[Said]:
-    """Groups of two, standardized."""
+    """Standardized advantages in groups of two."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
         return
     size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
     yield Said(
         ("rollout.group_size", "objective.name"),
         title=f"rollout.group_size = 2: every advantage is +-{size:.2f}, whatever the rewards are",
-        why="Two rewards divided by their own deviation only show which one is larger.",
+        why="Two rewards divided by their own standard deviation only show which one is larger.",
         remedy="raise rollout.group_size, or use an advantage that is not divided, such as "
         "objective.name = 'dr_grpo'",
     )
@@ -342,7 +343,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Settings of an adapter or of scoring processes that the run does not have."""
+    """Settings of an adapter or of scoring processes in a run without them."""
     config = setup.config
     idle = changed(config.adapter, "alpha", "targets") if not config.adapter.rank else {}
     if idle:
@@ -358,7 +359,7 @@ def unused_sections(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*idle, "reward.name"),
             title=f"{', '.join(idle.values())}: no effect with {reward}",
-            why="It is quick, and scores in the main process.",
+            why="The reward is quick, so it is computed in the main process.",
             remedy="remove them",
         )
 

@@ -1,9 +1,9 @@
-"""Peak memory of a run, part by part, forecast before anything is loaded.
+"""Forecast of a run's peak memory, part by part, before anything is loaded.
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
-backward passes, the optimizer step. Each part of the memory is allocated in some of them, and the
-peak is that of the fullest phase. Everything is counted at its worst: all completions as long as
-`rollout.max_tokens`, all prompts as long as the longest of a sample.
+backward passes, the optimizer step. Each part of the memory is allocated in some of these phases,
+and the peak is that of the fullest phase. Everything is counted at its worst: all completions as
+long as `rollout.max_tokens`, all prompts as long as the longest of a sample.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from covey.analysis.plan.forecast import (
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.analysis.plan.sharded_memory import sharded_parts
-from covey.analysis.plan.task_facts import TaskFacts, task_facts
+from covey.analysis.plan.task_facts import TaskFacts, task_facts, usable_prompt
 from covey.config import Config
 from covey.models.adapter import adapter_base
 from covey.objective import Objective
 from covey.training.resolve import objective_of, resolve
 
 MARGIN = 0.1
-"""Share of a device's memory that a suggestion leaves free."""
+"""The share of a device's memory that a suggestion leaves free."""
 ASSUMED_PROMPT = 256
-"""Tokens of a prompt if none can be measured."""
+"""The assumed tokens of a prompt if prompts cannot be measured."""
 ASSUMED_HELD_OUT = 256
-"""Held-out prompts if they cannot be counted."""
+"""The assumed number of held-out prompts if they cannot be counted."""
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""By optimizer.state: bytes that complete a bfloat16 weight to its master, and of two moments."""
+"""By optimizer.state: bytes of the master weight beyond bfloat16, and of two moments."""
 FRAGMENTATION = 0.1
-"""Share of the activations that malloc loses on a CPU between freed and kept ones. Measured between
-0 and 0.7: later allocations may fill the holes, or not."""
+"""The share of the activations that malloc wastes on a CPU as holes between freed and kept tensors.
+Measurements were between 0 and 0.7, because later allocations may fill the holes."""
 
 
 def forecast(
@@ -52,8 +52,8 @@ def forecast(
 ) -> Forecast:
     """Forecast the peak memory of a run on `device`, by default the one it would use here.
 
-    With several ranks, it is that of one rank, on a device of its own. `facts` and `shape` are
-    those of the configuration's task and model, if they are known already.
+    With several ranks, it is the memory of one rank on its own device. `facts` and `shape` are
+    those of the configuration's task and model, if they are already known.
     """
     config = resolve(config)
     run = _Run(
@@ -83,7 +83,8 @@ def _suggest(run: _Run) -> int | None:
         return max(sum(p.bytes for p in parts if phase in p.phases) for phase in ALWAYS) <= room
 
     all_at_once = -(-run.rows * run.row_tokens // MICRO_BATCH_STEP)
-    # One pass may fit where two do not: it accumulates no gradients beside the activations.
+    # One pass may fit where two do not, because it accumulates no gradients in addition to the
+    # activations.
     if fits(all_at_once):
         return max(all_at_once * MICRO_BATCH_STEP, run.config.train.micro_batch_tokens)
     low, high = 0, all_at_once - 1
@@ -95,7 +96,7 @@ def _suggest(run: _Run) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Everything that the memory of a run depends on."""
+    """The facts on which the memory of a run depends."""
 
     config: Config
     device: Device
@@ -111,7 +112,7 @@ class _Run:
 
     @property
     def shards(self) -> int:
-        """Ranks that have one whole model together."""
+        """The number of ranks that share one whole model."""
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
     @property
@@ -125,7 +126,7 @@ class _Run:
 
     @property
     def size(self) -> int:
-        """Bytes of a number that the model computes with."""
+        """The bytes of a number in the model's computations."""
         dtype = self.config.model.dtype
         bfloat16 = dtype == "bfloat16" or (dtype == "auto" and self.on_gpu)
         return 2 if bfloat16 else FLOAT
@@ -133,16 +134,16 @@ class _Run:
     @property
     def prompt(self) -> int:
         """Tokens of the longest prompt."""
-        return self.facts.longest_prompt or ASSUMED_PROMPT
+        return usable_prompt(self.config, self.facts) or ASSUMED_PROMPT
 
     @property
     def row_tokens(self) -> int:
-        """A prompt and its completion."""
+        """The tokens of a prompt and its completion."""
         return self.prompt + self.config.rollout.max_tokens
 
     @property
     def rows(self) -> int:
-        """Completions in a mini-batch, of one rank."""
+        """The completions of one rank in a mini-batch."""
         rollout = self.config.rollout
         rows = rollout.prompts_per_step * rollout.group_size
         return self.share(-(-rows // self.config.train.mini_batches))
@@ -153,7 +154,7 @@ class _Run:
 
     @property
     def gradient_sinks(self) -> bool:
-        """Whether float32 gradients are accumulated beside bfloat16 weights."""
+        """Whether float32 gradients are accumulated for bfloat16 weights."""
         return self.on_gpu and self.size < FLOAT and not self.sharded
 
     @property
@@ -162,7 +163,7 @@ class _Run:
         return self.gradient_sinks and self.shape.fuses and self.config.records_passes
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the largest forward pass that this many tokens allow, of the longest rows."""
+        """Return the largest forward pass with this many tokens, in rows of full length."""
         completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
         if self.on_gpu:
             rows, prompts = largest_micro_batch(
@@ -170,7 +171,7 @@ class _Run:
             )
         else:
             rows = min(self.rows, max(1, micro_batch_tokens // self.row_tokens))
-            # Packed rows share a group's prompt, and the last tokens are never read.
+            # Packed rows share a group's prompt, and the model does not read the last tokens.
             prompts = min(rows, -(-rows // group_size))
         packed = self.shape.fused_attention
         tokens = rows * self.row_tokens
@@ -196,7 +197,7 @@ class _Run:
             prompt=self.prompt,
             completion=self.config.rollout.max_tokens,
         )
-        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.address
+        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.engine_actors
         return (
             Part("framework", framework, ALWAYS, why),
             *self._model_parts(),
@@ -206,7 +207,7 @@ class _Run:
         )
 
     def _own_config(self) -> Config:
-        """Return the configuration of what one rank generates."""
+        """Return the configuration with the share of rollouts that one rank generates."""
         rollout = self.config.rollout
         own = {"prompts_per_step": self.share(rollout.prompts_per_step)}
         return self.config.model_copy(update={"rollout": rollout.model_copy(update=own)})
@@ -215,7 +216,7 @@ class _Run:
         return self.share(self.facts.held_out or ASSUMED_HELD_OUT)
 
     def _model_parts(self) -> list[Part]:
-        """Return what is allocated from start to end, and the gradients if they are sharded."""
+        """Return the memory that is always allocated, and sharded gradients."""
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
         if self.sharded:
@@ -257,13 +258,13 @@ class _Run:
         ]
 
     def _engine_copies(self, weights: int) -> list[Part]:
-        """Return what an engine with weights of its own takes, if it is on the same device."""
+        """Return the memory of an engine with its own weights, if it is on the same device."""
         overlap, engine = self.config.overlap, self.config.engine
         if engine.kind == "native" or engine.device not in ("auto", self.config.model.device):
             return []
         waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
         held = weights + self.shape.trained * (1 + waiting)
-        why = f"a copy, 1 to hand over, {waiting} that wait for their turn"
+        why = f"a copy, 1 to hand over, {waiting} waiting"
         return [Part("weights of the engine", held * self.size, ALWAYS, why)]
 
     def _reference(self, weights: int) -> Part:
@@ -292,8 +293,8 @@ class _Run:
         layout += ", recomputed" if checkpointing else ""
         by_reference = "reference" in self.objective.needs and config.reference.kind != "server"
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
-        by_policy = config.train.updates > 1 or bool(old_policy) or config.overlap.staleness > 0
-        # A CUDA graph of the policy computes log-probs where its activations are.
+        by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
+        # A CUDA graph of the policy computes log-probs in the memory of its activations.
         no_grad = by_reference or (by_policy and not self.captured)
         graph = " in a CUDA graph, which keeps its memory" if self.captured else ""
         chunk = self._logits(batch)
@@ -341,7 +342,7 @@ class _Run:
         head = shape.head * self.size if shape.head_trained else 0
         embedding = head + (shape.head * FLOAT if head and self.size < FLOAT else 0)
         how = ", accumulated over micro-batches" if several else ""
-        # With one micro-batch, gradients take the place of the activations they came from.
+        # With one micro-batch, gradients reuse the memory of the activations.
         phases = ALWAYS[2:] if several else ALWAYS[3:]
         if self.gradient_sinks or (self.size < FLOAT and self.config.optimizer.state == "compact"):
             phases, how = ALWAYS, ", kept until the next optimizer step"

@@ -1,8 +1,8 @@
 """Sizes of a model from its configuration. No weights are read.
 
-The common decoder families are laid out here, from config.json alone. Any other model is built by
-transformers on torch's meta device, where tensors have shapes and no memory; importing
-transformers' model code for that takes two seconds.
+For the common decoder families this module computes the sizes from config.json alone. Any other
+model is built by transformers on torch's meta device, where tensors have shapes but no memory. For
+that, importing transformers' model code takes two seconds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 """Modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
-"""Values of model_type whose layers are those of `_llama_modules`."""
+"""The values of model_type whose layers are those of `_llama_modules`."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
-"""Keys of config.json without which the sizes would be a guess at transformers' defaults."""
+"""Required keys of config.json; without them transformers' defaults would decide."""
 
 Adapter = tuple[int, Sequence[str], Sequence[str]]
 """LoRA rank, target modules, and modules that are trained in full."""
@@ -43,7 +43,7 @@ class Shape:
     """Sizes of a model and of its adapter."""
 
     parameters: int
-    """Of the model without its adapter; tied weights count once."""
+    """Parameters of the model without its adapter; tied weights count once."""
     added: int
     """Parameters of the adapter."""
     trained: int
@@ -68,7 +68,7 @@ class Shape:
     fused_attention: bool
     """Whether attention is one operation, which keeps no scores and can be packed."""
     fuses: bool
-    """Whether the fused CUDA kernels support it: whether its layers are Llama layers."""
+    """Whether the fused CUDA kernels support the model, because its layers are Llama layers."""
     head_norms: bool
     """Whether queries and keys are normalized per head."""
 
@@ -86,7 +86,8 @@ class Shape:
 def source_of(path: str) -> tuple[str, dict[str, str]]:
     """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
 
-    Of a GGUF file only the header is read: importing it would take as long as loading the weights.
+    Of a GGUF file only the header is read, because an import would take as long as loading the
+    weights.
     """
     path = adapter_base(path) or path
     if path in MODELS:
@@ -127,7 +128,7 @@ def _meta_model(source: str, more: dict[str, str]) -> Any:
 
 
 def _llama_config(source: str) -> Any:
-    """Read config.json; None: only transformers knows what this model is made of."""
+    """Read config.json; return None if only transformers knows the modules of this model."""
     file = Path(source) / "config.json"
     if not file.is_file():
         from transformers.utils.hub import cached_file
@@ -141,7 +142,7 @@ def _llama_config(source: str) -> Any:
     if not known or unusual or (kind == "qwen3" and "head_dim" not in data):
         return None
     rope = {**rope, "rope_type": rope.get("rope_type") or rope.get("type", "default")}
-    # Qwen's configurations give a window even where it is not in use.
+    # Qwen's configurations give a window even if it is not used.
     return SimpleNamespace(**{**data, "rope_parameters": rope, "sliding_window": None})
 
 
@@ -203,12 +204,12 @@ def measure(
     targets: Sequence[str] = ("all-linear",),
     also_train: Sequence[str] = (),
 ) -> Shape:
-    """Return the sizes of a transformers model, as they are with an adapter of this rank."""
+    """Return the sizes of a transformers model with an adapter of this rank."""
     from covey.accel.attention import NAME
 
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError("model: there is no output layer, which covey needs")
+        raise ModelError("model: there is no output layer, which Covey needs")
     layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)

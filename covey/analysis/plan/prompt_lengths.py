@@ -1,7 +1,7 @@
-"""Token counts of prompts and solutions, measured beside the import of torch.
+"""Token counts of prompts and solutions, measured while another process imports torch.
 
 A tokenizer needs transformers, and everything else in a plan needs torch. Each takes a second to
-import, so `covey plan` measures in a process of its own. No torch here.
+import, so `covey plan` measures in a separate process. No torch here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from covey.errors import CoveyError
@@ -19,7 +20,7 @@ from covey.models.template_process import start_rendering
 from covey.subprocesses import module_command
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""What reading data or a tokenizer may raise. A plan is made without the facts."""
+"""Errors of reading data or a tokenizer; the plan is then made without these facts."""
 
 Job = Mapping[str, Any]
 """`path`, `source` and `options` of the tokenizer, `template`, and what to measure: `solutions`
@@ -42,9 +43,22 @@ def measure(job: Job) -> Mapping[str, Any]:
         ]
         renderer = make_renderer(tokenizer, Template(**job["template"]), job["path"])
         found["prompts"] = [len(renderer.tokens(messages)) for messages in job["prompts"]]
+        found["context"] = _context(job["source"])
     except UNREADABLE as error:
         found["problem"] = first_line(error)
     return found
+
+
+def _context(source: str) -> int | None:
+    """Return the model's context length; None if only its weights file contains it."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    data = json.loads(Path(file).read_text(encoding="utf-8"))
+    length: int | None = data.get("max_position_embeddings") or data.get("n_positions")
+    return length
 
 
 def _tokenizer(source: str, options: Mapping[str, str]) -> Any:

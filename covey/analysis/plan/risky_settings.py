@@ -1,4 +1,4 @@
-"""Rules about settings that may harm, or make a run from which nothing can be concluded."""
+"""Rules about settings that may harm a run or make its results inconclusive."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from covey.analysis.plan.equivalence import active_penalty
 from covey.analysis.plan.finding import Said, Setup, rule
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
+from covey.scoring.baselines import REMEDY
+from covey.training.prompt_limit import longest_prompt
 from covey.training.schedule import total_updates
 
 COLD = 0.3
 """At this temperature and below, the completions of a prompt are mostly equal."""
 TIGHT_CLIP = 0.01
-"""Bounds below this suit a sequence-level ratio; a token's ratio exceeds them at once."""
+"""Bounds below this suit a sequence-level ratio; a token's ratio exceeds them immediately."""
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to show."""
 FEWEST_PAIRS = 6
-"""The fewest prompts that are significant if all change in one direction: 2 / 2^6 < 0.05."""
+"""The fewest prompts that are significant if all change one way: 2 / 2^6 < 0.05."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""From this share of truncated solutions on, max_tokens is reported."""
+"""The share of truncated solutions from which max_tokens is reported."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -29,7 +31,7 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Rewards for form: their `success` does not mean that the final answer is correct."""
+"""Rewards for the format; their `success` does not mean that the final answer is correct."""
 
 
 @rule("risk", "learning-rate")
@@ -57,7 +59,7 @@ def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def equal_completions(setup: Setup) -> Iterator[Said]:
-    """Sampling so sharp that the completions of a prompt are equal."""
+    """Sampling with so little randomness that the completions of a prompt are equal."""
     rollout = setup.config.rollout
     if rollout.top_k == 1:
         setting, value, why = "rollout.top_k", "1", "Only the likeliest token is ever sampled: all "
@@ -66,7 +68,7 @@ def equal_completions(setup: Setup) -> Iterator[Said]:
         )
     elif rollout.temperature <= COLD:
         setting, value = "rollout.temperature", str(rollout.temperature)
-        why = "Completions of a prompt are mostly equal, and equal rewards teach nothing."
+        why = "Completions of a prompt are mostly equal, and equal rewards give no gradient."
     else:
         return
     yield Said(
@@ -79,21 +81,27 @@ def equal_completions(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def truncated_sampling(setup: Setup) -> Iterator[Said]:
-    """Completions from one distribution, trained on as if they came from another."""
+    """Completions from a truncated distribution, trained as if they came from the whole one."""
     if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
         yield Said(
-            ("rollout.top_k", "rollout.top_p", "rollout.min_p", "objective.correction"),
+            (
+                "rollout.top_k",
+                "rollout.top_p",
+                "rollout.min_p",
+                "rollout.mask_replay",
+                "objective.correction",
+            ),
             title="rollout.top_k, top_p or min_p truncate the distribution without a correction",
             why="Tokens come from a truncated distribution, and the loss treats them as samples of "
             "the whole one, so the gradient is biased towards likely tokens.",
-            remedy="sample from the whole distribution, or set objective.correction = "
-            "'token_truncate'",
+            remedy="set rollout.mask_replay = true, which trains the truncated distribution, or "
+            "sample from the whole one",
         )
 
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Algorithms and filters that read `success`, with a reward for form alone."""
+    """Algorithms and filters that read `success`, with a reward that only checks the format."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
@@ -111,7 +119,7 @@ def success_of_format(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "penalty-and-reference")
 def penalty_without_pull(setup: Setup) -> Iterator[Said]:
-    """KL penalties whose gradient does not point to the reference, or is not beta's."""
+    """KL penalties whose gradient does not point to the reference, or does not scale with beta."""
     objective = setup.objective
     if active_penalty(setup) is None:
         return
@@ -128,7 +136,7 @@ def penalty_without_pull(setup: Setup) -> Iterator[Said]:
             ("objective.kl_in", "objective.beta", "objective.name"),
             title=f"objective.beta = {objective.beta} is divided by the deviation of the rewards",
             why="The KL is part of the reward, and the reward is standardized. In a group of only "
-            "correct completions the KL is all that varies, and beta cancels.",
+            "correct completions only the KL varies, and beta cancels.",
             remedy="set objective.kl_in = 'loss', or use an advantage that is not divided",
         )
 
@@ -152,7 +160,7 @@ def split_groups(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "the-clip-of-a-sequence-ratio")
 def tight_clip(setup: Setup) -> Iterator[Said]:
-    """The clip range of a sequence-level ratio on token-level ratios."""
+    """The clip range of a sequence-level ratio, set for token ratios."""
     low, high = (setup.option(name, 1.0) for name in ("clip_low", "clip_high"))
     of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is surrogates.clipped
     if not setup.one_update and of_tokens and max(low, high) < TIGHT_CLIP:
@@ -169,7 +177,7 @@ def tight_clip(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "evaluation")
 def few_held_out(setup: Setup) -> Iterator[Said]:
-    """Evaluations on too few prompts."""
+    """Evaluations with too few prompts."""
     config = setup.config
     known = (
         setup.facts.held_out,
@@ -178,15 +186,72 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
     )
     prompts = next((number for number in known if number), None)
     if config.evaluate.every and isinstance(prompts, int) and 0 < prompts < FEWEST_PROMPTS:
-        shown = FEWEST_PAIRS / prompts
+        shown = (
+            f"here that is {FEWEST_PAIRS / prompts:.0%}"
+            if prompts >= FEWEST_PAIRS
+            else f"with {prompts} prompts no change can be"
+        )
         yield Said(
             ("evaluate.prompts",),
             title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
             "two checkpoints",
             why=f"At least {FEWEST_PAIRS} prompts must change, all in one direction, before an "
-            f"exact test calls it significant: here that is {shown:.0%}.",
+            f"exact test calls it significant: {shown}.",
             remedy=f"set evaluate.prompts to {FEWEST_PROMPTS} or more; 500 are better",
         )
+
+
+@rule("risk", "evaluation")
+def same_prompts(setup: Setup) -> Iterator[Said]:
+    """Held-out prompts that are trained on."""
+    facts = setup.facts
+    if facts.overlap:
+        yield Said(
+            ("task.name",),
+            title=f"{facts.overlap} of {facts.held_out} held-out prompts are training prompts too",
+            why="Evaluations on prompts that were trained on measure memory, not skill.",
+            remedy="remove them from one of the two; with one file or split, leave the held-out "
+            "one out of the settings and set task.held_out_share",
+        )
+
+
+@rule("risk", "baselines")
+def shortcuts(setup: Setup) -> Iterator[Said]:
+    """Tasks on which a constant answer, nothing, or the prompt itself is often correct."""
+    known = setup.facts.baselines
+    for found in known.flagged() if known is not None else ():
+        yield Said(
+            ("task.name", "reward.name"),
+            title=f"{found}, without any skill",
+            why="A policy that finds this has the reward curve of one that learns, and stays "
+            "there. Evaluations and reports show the gain above it.",
+            remedy=REMEDY,
+        )
+
+
+@rule("risk", "sampling")
+def long_prompts(setup: Setup) -> Iterator[Said]:
+    """Prompts that leave no room for a completion in the model's context."""
+    facts, rollout = setup.facts, setup.config.rollout
+    if facts.context is None:
+        return
+    limit = longest_prompt(setup.config, facts.context)
+    lengths = facts.long_prompts or facts.prompt_tokens
+    count = sum(length > limit for length in lengths)
+    if not count:
+        return
+    what = {"error": "the run stops before it begins", "skip": "they are left out",
+            "truncate": "their first tokens are cut off"}[rollout.long_prompts]  # fmt: skip
+    yield Said(
+        ("rollout.max_tokens", "rollout.max_prompt_tokens", "rollout.long_prompts"),
+        title=f"{count} of {len(lengths)} prompts that were measured have more than {limit} "
+        f"tokens: {what}",
+        why=f"The longest has {facts.longest_prompt:,} tokens; the model's context is "
+        f"{facts.context:,} and rollout.max_tokens = {rollout.max_tokens}.",
+        remedy="set rollout.long_prompts = 'skip' or 'truncate', or shorten the data"
+        if rollout.long_prompts == "error"
+        else "look at what is lost",
+    )
 
 
 @rule("risk", "sampling")

@@ -1,7 +1,7 @@
 """Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
 
-A rank has its part of the float32 weights, moments and gradients. Of whole tensors it has the
-engine's copy of the weights, and in a pass those of the block at work and of the next one, with
+A rank has its part of the float32 weights, moments and gradients. Whole tensors on a rank are the
+engine's copy of the weights and, during a pass, the weights of the current and the next block, with
 embedding, head and last norm.
 """
 
@@ -12,12 +12,12 @@ from covey.analysis.plan.forecast import ALWAYS, Part
 from covey.analysis.plan.model_shape import Shape
 
 BLOCKS = 2
-"""Blocks that are gathered at once: the one at work, and the next one or the gradients of the last
-one."""
+"""The number of blocks that are gathered at once: the current block, and the next block or the
+gradients of the last one."""
 
 
 def sharded_parts(shape: Shape, size: int, shards: int, *, whole_copy: bool = True) -> list[Part]:
-    """Return what is allocated for weights and optimizer state, with `size` bytes per number."""
+    """Return the memory of weights and optimizer state, with `size` bytes per number."""
     weights = shape.parameters + shape.added
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
@@ -61,8 +61,8 @@ def end_parameters(shape: Shape) -> int:
 
 
 def _gradients(shape: Shape, size: int) -> int:
-    """Return whole gradients: of a block before they are summed and as the float32 that is sent;
-    of the output layer, if it is trained."""
+    """Return the memory of whole gradients: those of a block before the sum and as the float32 copy
+    that is sent, and those of the output layer if it is trained."""
     per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
     sent = FLOAT if size < FLOAT else 0
     return per_block * (size + sent) + shape.head * size * shape.head_trained

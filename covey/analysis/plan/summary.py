@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from covey.analysis.plan.run_length import least_steps, most_evaluations, most_steps, most_tokens
@@ -19,7 +20,7 @@ REFERENCES = {
     "offloaded": "the initial weights, kept in main memory",
     "adapter_off": "the weights without the adapter",
     "moving": "a moving average of the policy",
-    "renewed": "an earlier policy, renewed at intervals",
+    "renewed": "an earlier policy, updated at intervals",
     "server": "the weights of a reference server",
 }
 
@@ -31,12 +32,12 @@ class Plan:
     algorithm: str
     steps: int
     at_least: bool
-    """Whether there may be more steps: short completions stretch a token budget, and dynamic
-    sampling may leave steps without an optimizer step."""
+    """Whether there may be more steps: with short completions a token budget lasts longer, and
+    dynamic sampling may leave steps without an optimizer step."""
     prompts_per_step: int
     group_size: int
     rounds: int
-    """Most rounds of generation in a step: more than 1 with dynamic sampling."""
+    """The most rounds of generation in a step; more than 1 only with dynamic sampling."""
     max_tokens: int
     mini_batches: int
     epochs: int
@@ -48,14 +49,21 @@ class Plan:
     """First sentence of the reward's documentation."""
     reward_bounds: tuple[float, float]
     penalty: str
-    """Weight, KL estimate, reference and place of the penalty. Empty: there is none."""
+    """Weight, KL estimate, reference and place of the penalty; empty without a penalty."""
     held_out: int | None
     """None: not known."""
     evaluations: int
-    """With a token budget, the most there can be."""
+    """The number of evaluations; with a token budget, the most that are possible."""
     evaluation_samples: int
+    prompt_lengths: str = ""
+    """A sentence about the prompts' numbers of tokens. Empty: not known."""
     staleness: int = 0
-    """Training steps that generation may be ahead."""
+    """How many training steps generation may be ahead."""
+    baselines: Mapping[str, Any] = field(default_factory=dict)
+    """Scores that need no skill: `constant`, `empty`, `copy`."""
+    baselines_text: str = ""
+    learning_rate: str = ""
+    """Peak, schedule and warm-up."""
 
     @property
     def completions(self) -> int:
@@ -97,14 +105,17 @@ class Plan:
                 f"{self.prompts_per_step} prompts and generates {self.group_size} completions per "
                 f"prompt: {self.completions:,} completions of at most {self.max_tokens:,} "
                 f"tokens{again}.",
+                *([self.prompt_lengths] if self.prompt_lengths else []),
                 self._updates_text(),
                 f"In total: {least}{self.total_updates:,} optimizer steps and at most "
                 f"{self.total_tokens:,} generated tokens.",
+                f"Learning rate: {self.learning_rate}. `covey plan --measure` forecasts the hours.",
                 f"The reward {self.reward} is {between}: {self.reward_text}",
                 f"KL penalty: {self.penalty}."
                 if self.penalty
                 else "There is no KL penalty and no reference.",
                 self._evaluations_text(),
+                *([f"Without any skill: {self.baselines_text}."] if self.baselines_text else []),
             ]
         )
 
@@ -112,7 +123,7 @@ class Plan:
         if not self.age:
             return (
                 f"{self.algorithm} takes one optimizer step, with the weights that generated: "
-                "every ratio is 1, and no clip acts."
+                "every ratio is 1, and clips have no effect."
             )
         epochs = f" in each of {self.epochs} epochs" * (self.epochs > 1)
         takes = (
@@ -134,7 +145,7 @@ class Plan:
 
     def row(self) -> dict[str, Any]:
         """Return plain data, with derived numbers."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         derived = ("completions", "updates", "age", "step_tokens", "evaluation_tokens")
         # JSON has no infinity: an unbounded reward has null.
         plain["reward_bounds"] = [b if math.isfinite(b) else None for b in self.reward_bounds]
@@ -145,7 +156,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
     """Return the plan of a resolved configuration."""
     rollout, train = config.rollout, config.train
     steps = least_steps(config)
-    reward = reward_of(config)
+    reward, known = reward_of(config), facts.baselines if facts else None
     return Plan(
         algorithm=config.objective.name,
         steps=steps,
@@ -156,7 +167,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         max_tokens=rollout.max_tokens,
         mini_batches=train.mini_batches,
         epochs=train.epochs,
-        # A training step is always completed, also where a budget of optimizer steps ends in it.
+        # A training step is always completed, even if a budget of optimizer steps ends in it.
         total_updates=steps * train.updates,
         total_tokens=most_tokens(config),
         reward=config.reward.name,
@@ -166,8 +177,31 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         held_out=(facts and facts.held_out) or config.evaluate.prompts or None,
         evaluations=most_evaluations(config),
         evaluation_samples=config.evaluate.samples,
+        prompt_lengths=_prompt_lengths(facts),
         staleness=config.overlap.staleness,
+        learning_rate=_learning_rate(config),
+        baselines=known.row() if known is not None else {},
+        baselines_text=known.text() if known is not None else "",
     )
+
+
+def _prompt_lengths(facts: TaskFacts | None) -> str:
+    if facts is None or not facts.prompt_tokens:
+        return ""
+    lengths = facts.prompt_tokens
+    tenth, median, tail = (lengths[int(q * (len(lengths) - 1))] for q in (0.1, 0.5, 0.95))
+    return (
+        f"Prompts have {median:,} tokens in the median, 10 % at most {tenth:,}, 95 % at most "
+        f"{tail:,}; the longest of {facts.measured} measured has {facts.longest_prompt:,}."
+    )
+
+
+def _learning_rate(config: Config) -> str:
+    optimizer = config.optimizer
+    share = f"{optimizer.warmup_ratio:.0%} of the run"
+    warmup = share if optimizer.warmup_ratio else f"{optimizer.warmup_steps} optimizer steps"
+    some = bool(optimizer.warmup_ratio or optimizer.warmup_steps)
+    return f"{optimizer.learning_rate:g}, {optimizer.schedule}" + f", warm-up {warmup}" * some
 
 
 def _steps(count: int) -> str:

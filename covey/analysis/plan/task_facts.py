@@ -4,43 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from heapq import nlargest
 
 from covey.analysis.plan.model_shape import source_of
 from covey.analysis.plan.prompt_lengths import UNREADABLE, Measure, first_line, measure
 from covey.config import Config
+from covey.environments.registry import NONE
 from covey.errors import DataError
-from covey.training.resolve import held_out_of, task_of, template_of
+from covey.scoring import InlineScorer
+from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
+from covey.tasks.overlap import shared_prompts
+from covey.training.prompt_limit import longest_prompt
+from covey.training.resolve import (
+    evaluation_config,
+    held_out_of,
+    reward_of,
+    task_of,
+    template_of,
+)
 from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
-"""Prompts that are measured."""
+"""How many prompts are measured, from the whole task."""
+LONGEST = 32
+"""How many prompts are measured in addition: those with the most characters."""
+BASELINE_PROMPTS = 256
+"""Held-out prompts on which baselines are scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """What is known of the data. Rules that need an unknown fact find nothing."""
+    """Known facts about the data. Rules that need an unknown fact find nothing."""
 
     held_out: int | None = None
     """Held-out prompts of an evaluation."""
     solution_tokens: tuple[int, ...] = ()
     """Tokens of the solutions of some training prompts, each with its end token."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Token counts of some prompts of the whole task, with the chat template, shortest first."""
+    long_prompts: tuple[int, ...] = ()
+    """The token counts of the prompts with the most characters, if all prompts are in memory."""
+    context: int | None = None
+    """The model's context length."""
     longest_prompt: int | None = None
-    """Tokens of the longest of these prompts, rendered by the chat template."""
+    """Tokens of the longest of all these prompts."""
     measured: int = 0
-    """Number of prompts that were rendered."""
+    """Number of prompts that were rendered, of all."""
+    prompts: int = 0
+    """Training prompts of the task."""
     problem: str = ""
-    """Why prompts could not be measured."""
+    """The reason why prompts could not be measured."""
+    overlap: int = 0
+    """Held-out prompts that are training prompts too, where all prompts are in memory."""
+    baselines: Baselines | None = None
+    """What needs no skill scores on the held-out prompts, with a quick reward."""
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     """Read the task and the tokenizer of a resolved configuration, as far as they can be read."""
     try:
         task = task_of(config)
-        prompts, held_out = task.train(), len(held_out_of(config, task))
+        prompts, measured = task.train(), held_out_of(config, task)
+        known, overlap = _baselines(config, measured), _overlap(prompts, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error))
-    some = _sample(prompts)
+    some, long, held_out = _sample(prompts), _longest(prompts), len(measured)
     try:
         source, options = source_of(config.model.path)
         job = {
@@ -49,37 +78,82 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
             "options": options,
             "template": asdict(template_of(config)),
             "solutions": _solutions(config, some),
-            "prompts": [prompt.messages for prompt in some],
+            "prompts": [prompt.messages for prompt in (*some, *long)],
         }
         found = measure(job)
     except UNREADABLE as error:
-        return TaskFacts(held_out=held_out, problem=first_line(error))
+        return TaskFacts(
+            held_out=held_out, prompts=len(prompts), problem=first_line(error), baselines=known
+        )
+    lengths = found.get("prompts", ())
     return TaskFacts(
         held_out=held_out,
         solution_tokens=_with_end(found.get("solutions", ())),
-        longest_prompt=max(found.get("prompts", ()), default=None),
-        measured=len(found.get("prompts", ())),
+        prompt_tokens=tuple(sorted(lengths[: len(some)])),
+        long_prompts=tuple(lengths[len(some) :]),
+        context=found.get("context"),
+        longest_prompt=max(lengths, default=None),
+        measured=len(lengths),
+        prompts=len(prompts),
         problem=found.get("problem", ""),
+        overlap=overlap,
+        baselines=known,
     )
 
 
+def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
+    """Score what needs no skill with a quick reward; others take longer than a plan should."""
+    reward = reward_of(evaluation_config(config))
+    some = _sample(held_out, most=BASELINE_PROMPTS)
+    if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
+        return Baselines(constant=constant_by_targets(some))
+    return baselines(some, InlineScorer(reward))
+
+
+def _overlap(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
+    """Count shared prompts of data; tasks that make prompts on demand keep their splits apart."""
+    return len(shared_prompts(prompts, held_out)) if isinstance(prompts, list | tuple) else 0
+
+
 def facts_of(
-    config: Config, prompts: Sequence[Prompt], held_out: int, encode: Callable[..., Sequence[int]]
+    config: Config,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    encode: Callable[..., Sequence[int]],
 ) -> TaskFacts:
     """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
-    return TaskFacts(held_out=held_out, solution_tokens=lengths)
+    return TaskFacts(
+        held_out=len(held_out),
+        prompts=len(prompts),
+        solution_tokens=lengths,
+        overlap=_overlap(prompts, held_out),
+    )
+
+
+def usable_prompt(config: Config, facts: TaskFacts) -> int | None:
+    """Return the token count of the longest prompt that the run can use."""
+    if facts.longest_prompt is None or facts.context is None:
+        return facts.longest_prompt
+    return min(facts.longest_prompt, longest_prompt(config, facts.context))
 
 
 def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
     return tuple(length + 1 for length in lengths)  # the end token is generated too
 
 
-def _sample(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts from the whole task: a data file may be sorted by length."""
-    stride = max(1, len(prompts) // SAMPLE)
-    return [prompts[at] for at in range(0, len(prompts), stride)][:SAMPLE]
+def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
+    """Return prompts from the whole task, because a data file may be sorted by length."""
+    stride = max(1, len(prompts) // most)
+    return [prompts[at] for at in range(0, len(prompts), stride)][:most]
+
+
+def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts with the most characters; empty if the task makes prompts on demand."""
+    if not isinstance(prompts, list | tuple) or len(prompts) <= SAMPLE:
+        return []
+    return nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))
 
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
@@ -87,7 +161,7 @@ def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _solution(prompt: Prompt, config: Config) -> str:
-    """Return a correct completion, with its reasoning where the task has one."""
+    """Return a correct completion, with its reasoning if the task has one."""
     try:
         text = write_solution(prompt, config.sft.template)
     except DataError:

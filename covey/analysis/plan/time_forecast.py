@@ -1,4 +1,4 @@
-"""Time forecast of a run: a few of its training steps are run on this machine, and measured."""
+"""Time forecast of a run: it measures a few of its training steps on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.run.resume import Start
 from covey.stopping import StopSignal
 
 WARM_UP, MEASURED = 1, 2
-"""Steps that are run and not counted, since kernels and caches are made in them; and counted."""
+"""Steps that run first and are not counted, to make kernels and caches; and counted steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class TimeForecast:
     score: float
     update: float
     step: float
-    """A whole training step."""
+    """The seconds of a whole training step."""
     steps: int
     evaluation: float
-    """One evaluation, estimated from the rollout's speed."""
+    """The seconds of one evaluation, estimated from the rollout's speed."""
     evaluations: int
     tokens_per_second: float
 
     @property
     def run(self) -> float:
-        """All steps and evaluations."""
+        """The seconds of all steps and evaluations."""
         return self.steps * self.step + self.evaluations * self.evaluation
 
     def row(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def measure_time(config: Config) -> TimeForecast:
 
 
 def shortened(config: Config) -> Config:
-    """Return the settings of the measurement: the same steps, but few of them."""
+    """Return the settings of the measurement: those of the run, with fewer steps."""
     data = config.model_dump()
     data["train"] |= {"steps": WARM_UP + MEASURED, "stop_after": {}}
     data["evaluate"]["every"] = 0

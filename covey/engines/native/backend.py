@@ -1,4 +1,4 @@
-"""Decode backends: the eager one, and the choice of the fastest backend for a model.
+"""Decode backends: the eager backend, and the choice of the fastest backend for a model.
 
 The eager backend runs one decode step per call from Python. decode_graph.py replays several steps
 per call as a CUDA graph.
@@ -13,7 +13,6 @@ import torch
 from transformers import DynamicCache
 
 from covey.accel.parity import FAILURES
-from covey.engines.draw import pick_tokens
 from covey.engines.native.decoder_parity import decoder_for, first_error_line
 from covey.engines.native.kv_cache import KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
@@ -32,7 +31,7 @@ class DecodeBackend(Protocol):
     """Generates tokens in slots."""
 
     description: str
-    """The backend and why no faster one is used, in one line for the user."""
+    """A line for the user: the backend, and why no faster one is used."""
 
     def width_for(self, completions: int) -> int:
         """Return the number of slots for this many concurrent completions; at least as many."""
@@ -46,7 +45,7 @@ class DecodeBackend(Protocol):
         """
 
     def refresh(self) -> None:
-        """Go on with weights that have changed since `begin`."""
+        """Continue with weights that have changed since `begin`."""
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Generate 1 to `most` tokens in each unfinished slot among the first `width`."""
@@ -59,12 +58,12 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """None: the model has no keys and values, so slots hold tokens."""
+    """None if the model has no keys and values; slots then store tokens."""
     description: str = "one token at a time"
     sampling: Sampling | None = None
     steady: bool = False
     spare: SlotCache | None = field(init=False, default=None)
-    """A small cache on the CPU is kept for the next call: fresh memory is slow to touch."""
+    """A small cache on the CPU is kept for the next call, because new memory is slow to touch."""
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
@@ -86,7 +85,7 @@ class EagerBackend:
         self.capacity = capacity
         self.refresh()
         self.sampling = sampling
-        return Slots.make(cache.emptied(), sampling.max_tokens, self.model.stop_ids)
+        return Slots.make(cache.emptied(), sampling, self.model.stop_ids)
 
     def refresh(self) -> None:
         """Let the decoder prepare the weights."""
@@ -101,16 +100,14 @@ class EagerBackend:
         if not len(index):
             return
         cache.width = width
-        # Sums round by the shape of what is computed. Where the company that a completion has must
-        # not show, the shape is always the same: all slots, and all that they can hold.
+        # The rounding of sums depends on the shape of the tensors. If a completion must not depend
+        # on what else is generated, the shape is always the same: all slots, at full length.
         steady = self.steady
         cache.reach = cache.capacity if steady else int(cache.place[:width].max()) + 1
         hidden = self.decoder.step(slots.last[:width], cache)
         head = self.model.head
         logits = head.logits(hidden)[index] if steady else head.logits(hidden[index])
-        uniforms = slots.uniforms[index, slots.count[index]]
-        tokens, logps = pick_tokens(logits, uniforms, self.sampling.distribution)
-        slots.write(index, tokens, logps)
+        slots.draw(index, logits, self.sampling.distribution)
 
 
 @torch.inference_mode()

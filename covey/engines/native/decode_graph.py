@@ -1,9 +1,9 @@
-"""CUDA graph backend: several decode steps per call, replayed without the host in between.
+"""CUDA graph backend: replays several decode steps per call without the host in between.
 
 A decode step is hundreds of small kernels, and launching them one by one takes longer than running
 them. A CUDA graph launches them all at once. It is captured once for each number of slots and
 sampling distribution. It stays valid while slots, completions and weights change, because all of
-them stay at the same addresses.
+them keep their addresses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
 from covey.engines.native.decoder_parity import checked_decoder, first_error_line
 from covey.engines.native.fused_decoder import FusedDecoder
+from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import PROMPT_STEP, SharedPromptCache, width_for
@@ -31,26 +32,26 @@ from covey.models.language_model import LanguageModel
 STEPS = 8
 """Tokens generated before the host checks which completions have ended."""
 SLOTS = 4
-"""Slots of the capture check."""
+"""The number of slots in the capture check."""
 TOLERANCE = 0.02
-"""Relative difference allowed between a replayed step and an eager one, which may use other
-kernels and round elsewhere."""
+"""The relative difference allowed between a replayed step and an eager step, which may use other
+kernels and round differently."""
 
 
 @dataclass(slots=True)
 class GraphBackend:
-    """Several tokens per call by replaying a CUDA graph."""
+    """Generates several tokens per call by replaying a CUDA graph."""
 
     model: LanguageModel
     decoder: Decoder
     shape: KVShape
     description: str
     cache: SharedPromptCache | None = None
-    """Kept from call to call, because graphs hold its addresses."""
+    """Kept between calls, because graphs contain its addresses."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Sizes of the cache."""
+    """The sizes with which the cache was made."""
     slots: dict[int, Slots] = field(default_factory=dict)
-    """By the longest completion."""
+    """The slots, by the length of the longest completion."""
     distribution: Distribution = field(default_factory=Distribution)
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
@@ -62,7 +63,7 @@ class GraphBackend:
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
         """Return empty slots: those of the last call if they are large enough."""
-        # One more: a prompt whose last completions still wait may have none in a slot.
+        # One more, for a prompt whose last completions still wait and have no slot.
         sizes = {
             "slots": width,
             "capacity": sampling.max_tokens,
@@ -74,23 +75,26 @@ class GraphBackend:
             self.slots.clear()
             if self.cache is not None:
                 sizes = {name: max(size, self.sizes[name]) for name, size in sizes.items()}
-            self.cache = None  # before the next is allocated: both together may not fit
+            self.cache = None  # before the next allocation, because both may not fit
             self.cache, self.sizes = SharedPromptCache(**sizes, shape=self.shape), sizes
         cache, room = self.cache, sampling.max_tokens
         if room not in self.slots:
-            self.slots[room] = Slots.make(cache, room, self.model.stop_ids)
+            self.slots[room] = Slots.make(cache, sampling, self.model.stop_ids)
         cache.emptied()
         self.refresh()
         self.distribution = sampling.distribution
-        return self.slots[room]
+        log = KeptLog.make(cache.slots) if sampling.returns_kept else None
+        return replace(self.slots[room], kept=log)
 
     def refresh(self) -> None:
-        """Let the decoder prepare the weights, at the addresses that graphs hold."""
+        """Let the decoder prepare the weights at the addresses that graphs contain."""
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Enqueue some tokens for every unfinished slot; does not wait for them."""
-        if self.shape.device.type != "cuda":  # kernels also run in Triton's interpreter
+        # Kernels also run in Triton's interpreter. Kept sets of any size go to main memory, which
+        # a graph cannot do.
+        if self.shape.device.type != "cuda" or slots.kept is not None:
             self._step(slots, width)
             return
         key = width, slots.room, self.distribution
@@ -100,7 +104,7 @@ class GraphBackend:
             self.graphs[key].replay()
 
     def _capture(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
-        """Capture a step, which takes about a quarter of a second."""
+        """Capture a decode step, which takes about a quarter of a second."""
         active = slots.cache.active.clone()
         slots.cache.active.zero_()  # the warm-up step, which compiles kernels, writes nothing
         self._step(slots, width)
@@ -116,6 +120,11 @@ class GraphBackend:
         cache, distribution = slots.cache, self.distribution
         hidden = self.decoder.step(slots.last[:width], cache)
         logits = self.model.head.logits(hidden)
+        if slots.kept is not None:  # not in a graph, so that finished slots may be left out
+            index = cache.active[:width].nonzero().flatten()
+            if len(index):
+                slots.draw(index, logits[index], distribution)
+            return
         if distribution.temperature != 0.0 and distribution.truncates:
             self._pick(slots, width, logits)
             return
@@ -131,7 +140,7 @@ class GraphBackend:
         sample_tokens(logits, state, temperature=distribution.temperature, stop_ids=slots.stop_ids)
 
     def _pick(self, slots: Slots, width: int, logits: torch.Tensor) -> None:
-        """Sample from a truncated distribution; finished slots stay as they are."""
+        """Sample from a truncated distribution; finished slots do not change."""
         cache, count = slots.cache, slots.count[:width]
         active, at = cache.active[:width], count.clamp(max=slots.room - 1)[:, None]
         uniforms = slots.uniforms[:width].gather(1, at).squeeze(1)
@@ -168,7 +177,8 @@ def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
     """Raise UnsupportedModel unless a step can be captured and replayed for other tokens.
 
     Synchronization with the host is detected before the capture, because a failed capture leaves
-    traces. A branch that the host takes by looking at tokens would be frozen in the graph.
+    the CUDA context in a bad state. A branch that depends on token values would be frozen in the
+    graph.
     """
     cache.active[:] = True
     for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):
@@ -189,9 +199,9 @@ def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
         expected = decoder.step(tokens, cache)
     except FAILURES as error:
         reason = first_error_line(error)
-        raise UnsupportedModel(f"a step of it cannot be captured ({reason})") from error
+        raise UnsupportedModel(f"its decode step cannot be captured ({reason})") from error
     if float((found - expected).norm()) > TOLERANCE * float(expected.norm()):
-        raise UnsupportedModel("a captured step of it gives wrong numbers for other tokens")
+        raise UnsupportedModel("its captured decode step gives wrong numbers for other tokens")
 
 
 @contextmanager

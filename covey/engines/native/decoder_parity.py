@@ -1,4 +1,4 @@
-"""Parity check of decoders: the fastest one whose hidden states match the model's own.
+"""Parity check of decoders: finds the fastest whose hidden states match the model's own.
 
 A decoder runs two steps in three slots of different lengths. The reference is the model's forward
 pass over all tokens at once, without a KV cache.
@@ -55,7 +55,7 @@ def checked_decoder(
     except FAILURES as error:
         raise UnsupportedModel(f"its parity check failed ({first_error_line(error)})") from error
     if not matches(got, expected):
-        raise UnsupportedModel("its parity check gave other numbers than the model itself")
+        raise UnsupportedModel("its parity check gave numbers that differ from the model's")
     return decoder
 
 
@@ -66,7 +66,7 @@ def first_error_line(error: Exception) -> str:
 
 
 def _float32_layers(model: LanguageModel) -> LanguageModel:
-    """Return the model, or the first layers in float32 of one in 16 bits."""
+    """Return the model; of a 16-bit model, return the first layers in float32."""
     if model.head.linear.weight.dtype in (torch.float32, torch.float64):
         return model
     few = SimpleNamespace(base_model=first_layers(model.backbone), config=model.model.config)
@@ -91,7 +91,7 @@ def decode_with_cache(
 
 @torch.inference_mode()
 def decode_without_cache(model: LanguageModel) -> torch.Tensor:
-    """Return the same from the model's forward pass over all tokens."""
+    """Return the same hidden states from the model's forward pass over all tokens."""
     ids = _tokens(model)
     cache = SlotCache(3, CAPACITY, None, model.device)
     return _two_steps(ids, RecomputeDecoder(model), cache, [ids[:, None]])

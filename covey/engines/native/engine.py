@@ -18,7 +18,7 @@ from covey.models.language_model import LanguageModel
 
 
 def has_exact_logp(model: LanguageModel) -> bool:
-    """Return whether the engine's log-probabilities are those of training, up to rounding.
+    """Return whether the engine's log-probabilities equal the trainer's, up to rounding.
 
     In float32 the two forward passes differ by about 1e-6. In 16 bits they round differently.
     """
@@ -33,7 +33,7 @@ class NativeEngine:
     backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
     scheduler: Scheduler | None = field(init=False, default=None)
-    """Of the run in progress."""
+    """The scheduler of the run in progress."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model)
@@ -51,9 +51,10 @@ class NativeEngine:
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Note the version. The weights are those of the model already.
+        """Record the version. The engine already uses the model's weights.
 
-        From within a run, by the source of requests, completions go on with the new weights.
+        If the source of requests calls this during a run, completions continue with the new
+        weights.
         """
         self.version = version
         if self.scheduler is not None:
@@ -61,7 +62,7 @@ class NativeEngine:
             self.scheduler.change_version(version)
 
     def events(self) -> list[str]:
-        """Return none: what fails here fails the trainer."""
+        """Return no events: a failure of this engine is a failure of the trainer."""
         return []
 
     def close(self) -> None:
@@ -95,15 +96,16 @@ class NativeEngine:
             logp=_tuple(one.logp),
             finish=one.finish,
             versions=one.versions,
+            kept=one.kept,
         )
 
 
 class NativeCopy(NativeEngine):
-    """The native engine with a model of its own, for a trainer in another thread or process."""
+    """The native engine with its own model, for a trainer in another thread or process."""
 
     @property
     def info(self) -> EngineInfo:
-        """The same, but for the weights."""
+        """The properties of the native engine, except that weights are not shared."""
         return self._info(shares_weights=False)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -118,11 +120,11 @@ class NativeCopy(NativeEngine):
 
 
 def _check_finite(one: Finished) -> None:
-    """Refuse a completion whose logits were not finite. Here no device has to wait for it."""
+    """Refuse a completion whose logits were not finite. At this point the device need not wait."""
     wrong = ~np.isfinite(one.logp)
     if wrong.any():
         raise ModelError(
-            f"model: its logits are not finite, from token {1 + int(wrong.argmax())} of a "
+            f"model: the logits are not finite, from token {1 + int(wrong.argmax())} of a "
             f"completion of prompt {one.request.address.prompt}; check the model's weights and "
             "model.dtype"
         )

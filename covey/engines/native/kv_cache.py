@@ -1,10 +1,11 @@
-"""KV cache of the native engine: slots that hold one completion each.
+"""KV cache of the native engine: each slot stores one completion.
 
 `KVCache` is the interface that the scheduler sees. `SlotCache`, in this module, keeps prompt and
 completion together in a slot; shared_prompt_cache.py stores a prompt once for its whole group.
 
-transformers hands each layer's new keys and values to a `Cache` and attends to what that returns.
-So a subclass with slots of different lengths works with any model, without changes to its code.
+transformers passes each layer's new keys and values to a `Cache`, and attends to the keys and
+values that it returns. So a subclass with slots of different lengths works with any model, without
+changes to its code.
 
 Shapes: S slots, H key-value heads, L positions, D head size.
 """
@@ -93,10 +94,10 @@ class KVCache:
         raise NotImplementedError
 
     def all_entered(self, prompt: int) -> None:
-        """Note that no further slot needs this prompt."""
+        """Record that no further slot needs this prompt."""
 
     def all_ended(self, prompt: int) -> None:
-        """Note that all completions of this prompt have ended."""
+        """Record that all completions of this prompt have ended."""
 
     def keep(self, slots: torch.Tensor) -> None:
         """Move the given slots to the front and free the others."""
@@ -106,9 +107,9 @@ class KVCache:
 
 
 class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
-    """A cache whose slots hold prompt and completion one after the other.
+    """A cache whose slots store a prompt followed by a completion.
 
-    For models without keys and values (`shape` is None) it holds token ids instead.
+    For models without keys and values (`shape` is None) the cache stores token ids instead.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         Cache.__init__(self, layers=[])
         KVCache.__init__(self, slots, device)
         self.prompts: dict[int, tuple[list[torch.Tensor], int, int]] = {}
-        """By prompt: the states it was stored with, its row in them, and its length."""
+        """For each prompt: the states it was stored with, its row in them, and its length."""
         self.layer_keys = [] if shape is None else shape.zeros(slots, capacity)
         self.layer_values = [] if shape is None else shape.zeros(slots, capacity)
         rows = slots if shape is None else 0
@@ -127,7 +128,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.stored = [tensor for layer in layers for tensor in layer] or [self.tokens]
         self.per_slot += self.stored
         self.capacity = capacity
-        """Positions of a slot."""
+        """The number of positions of a slot."""
         self.width = slots
         """Slots 0 to width - 1 take part in the next step."""
         self.reach = 0
@@ -135,12 +136,13 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def bytes(self) -> int:
-        """Memory of everything that is stored."""
+        """The memory of the whole cache, in bytes."""
         return sum(tensor.nbytes for tensor in self.stored)
 
     def emptied(self) -> Self:
         """Free all slots and drop all prompts."""
-        # Masked values are multiplied by 0, and a failed call may have left NaN behind.
+        # Masked values are multiplied by 0, but a failed call may have left NaN, and 0 * NaN is
+        # NaN.
         for tensor in self.stored:
             tensor.zero_()
         self.width, self.reach = self.slots, 0
@@ -192,7 +194,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return keys[:, :, : self.reach], values[:, :, : self.reach]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions; models that are given positions do not call this."""
+        """Return the number of positions; models that receive positions do not call this."""
         return self.reach
 
 

@@ -1,8 +1,8 @@
 """Decode step of Llama-like models, written out with the model's own weights.
 
 Any model can decode with its forward pass in transformers (transformers_decoder.py). Most models
-have Llama's architecture, and for these this module does the same arithmetic directly: with one
-token per slot, the Python code between a model's operations costs more than the operations.
+have Llama's architecture. For these this module does the same arithmetic directly, because with one
+token per slot the Python code between a model's operations takes longer than the operations.
 decoder_parity.py checks the result against the model when the engine is built.
 
 Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
@@ -25,13 +25,13 @@ from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
 
 FUSED_COPY_BYTES = 64 * 2**20
-"""Weights up to this size are copied into fused matrices at the start of every generation call.
-Small matrix products are slow for their size, and the copy is cheap. Larger models use their
-weights in place."""
+"""Weights up to this size are copied into fused matrices at the start of every generation call. The
+copy is cheap and saves small matrix products, which are slow for their size. Larger models use
+their weights in place."""
 
 
 class UnsupportedModel(Exception):
-    """A backend cannot run a model; the message gives the reason as half a sentence."""
+    """A backend cannot run a model; the message is the reason, as a clause after "because"."""
 
     def __str__(self) -> str:
         return super().__str__() or "it does not have Llama's architecture"
@@ -75,17 +75,17 @@ class Linear:
 
 
 class LinearGroup:
-    """Linear layers with the same input, which are one product once they are fused."""
+    """Linear layers with the same input, which can be fused into one matrix product."""
 
     def __init__(self, *modules: Any) -> None:
         self.layers = [Linear(module) for module in modules]
         self.widths = [each.layer.out_features for each in self.layers]
         self.fused: list[torch.Tensor] = []
-        """The weight of all layers, and the bias if they have one. Empty: not fused."""
+        """The weight of all layers, and the bias if they have one; empty if not fused."""
         self._copies: list[torch.Tensor] = []
 
     def fuse(self) -> None:
-        """Fuse the current weights: in place if the model's parameters are, else as copies."""
+        """Fuse the current weights: in place if the model stores them fused, else as copies."""
         layers = [each.layer for each in self.layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]
@@ -98,7 +98,7 @@ class LinearGroup:
                 each[0].new_empty(sum(self.widths), *each[0].shape[1:]) for each in parts
             ]
         for copy, each in zip(self._copies, parts, strict=True):
-            torch.cat(each, out=copy)  # a captured graph holds the addresses of the copies
+            torch.cat(each, out=copy)  # a captured graph contains the addresses of the copies
         self.fused = self._copies
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class LinearGroup:
 
 
 class Block:
-    """Modules of one layer, so that weights are always the current ones."""
+    """The modules of one layer, so that the weights are always the current ones."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -195,7 +195,7 @@ class LlamaDecoder(Decoder):
 
 
 def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
-    # Modules compute norms in float32; for other types they round at places of their own.
+    # Modules compute norms in float32; with other dtypes they round at different places.
     if values.dtype != torch.float32:
         normed: torch.Tensor = module(values)
         return normed
@@ -208,7 +208,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 def _heads(
     block: Block, qkv: torch.Tensor, key_heads: int, rope: Rope
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return query [W, H, D], key and value [W, K, D]; rotate the first two."""
+    """Return query [W, H, D], key and value [W, K, D], with query and key rotated."""
     heads = qkv.view(len(qkv), -1, block.head_size)
     rotated, value = heads[:, :-key_heads], heads[:, -key_heads:]
     if block.query_norm is not None:
@@ -219,7 +219,7 @@ def _heads(
 
 
 def _fuses(blocks: list[Block]) -> bool:
-    """Tell whether the weights are small enough to copy, and plain linear layers."""
+    """Return whether the weights are plain linear layers and small enough to copy."""
     parts = [m for b in blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
     size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
     adapted = any(b.adapted for b in blocks)

@@ -14,7 +14,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.logp import packed_hidden
 
 PREFILL_TOKENS = 16_384
-"""Prompt tokens, padding included, of one prefill pass."""
+"""The most prompt tokens, with padding, of one prefill pass."""
 
 
 def read_prompts(
@@ -62,7 +62,7 @@ def _prefill_packed(
 def _prefill(
     model: LanguageModel, prompts: Sequence[tuple[int, ...]], *, keeps_tokens: bool
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Run the model's own forward pass; return what the cache stores, and logits."""
+    """Run the model's own forward pass; return the states for the cache, and logits."""
     rows = [torch.tensor(tokens) for tokens in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     last = torch.tensor([len(row) - 1 for row in rows], device=model.device)

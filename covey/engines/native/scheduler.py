@@ -1,4 +1,4 @@
-"""The scheduler of the native engine: requests wait, their prompts are read, slots decode them."""
+"""The scheduler of the native engine: it queues requests, prefills prompts and fills slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from covey.accel.packing import to_device
-from covey.engines.draw import pick_tokens
 from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.prefill import PREFILL_TOKENS, read_prompts
 from covey.engines.protocol import Request, RequestSource
@@ -21,17 +20,18 @@ from covey.rng import completion_uniforms
 from covey.types import Finish, VersionSpan
 
 REFILL_SHARE = 8
-"""Free slots are refilled once they are one in this many: reading prompts one by one is slow."""
+"""Free slots are refilled once one slot in this many is free: single prefills are slow."""
 
 
 class Finished(NamedTuple):
-    """A completion as it comes from the slots."""
+    """A completion read from its slot."""
 
     request: Request
     tokens: np.ndarray
     logp: np.ndarray
     finish: Finish
     versions: tuple[VersionSpan, ...]
+    kept: str = ""
 
 
 class Scheduler:
@@ -46,9 +46,9 @@ class Scheduler:
     ) -> None:
         self.model, self.backend, self.source = model, backend, source
         self.version = version
-        """Of the weights."""
+        """The version of the weights."""
         self.spans: dict[int, list[VersionSpan]] = {}
-        """By number of the request: what earlier weights have generated of it."""
+        """For each request, by number: the spans that earlier weights have generated."""
         self.limits = limits = source.limits
         self.sampling = sampling = limits.sampling
         self.queue: deque[Request] = deque()
@@ -59,7 +59,7 @@ class Scheduler:
         self.unfinished: Counter[int] = Counter()
         """Requests of each prompt that are not complete."""
         self.first_logits: dict[int, torch.Tensor] = {}
-        """Of each prompt that was read and has waiting requests."""
+        """The first logits of each prompt that was prefilled and has waiting requests."""
         self._pull()
         self.width = backend.width_for(min(sampling.max_concurrent, limits.requests))
         self.slots = backend.begin(
@@ -72,14 +72,14 @@ class Scheduler:
         self.requests: list[Request | None] = [None] * self.width
         """The request of each slot."""
         self.taken = np.zeros(self.width, dtype=bool)
-        """Slots that have one."""
+        """Which slots have a request."""
         self.counts = np.zeros(self.width, dtype=np.int64)
-        """Tokens of each slot when the device was last asked."""
+        """The number of tokens of each slot when it was last read from the device."""
         self.searched = [0] * self.width
-        """Tokens of each slot that were searched for stop strings."""
+        """The number of tokens of each slot that were searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
-        """Stop strings that never appear in text, because decoding leaves special tokens out."""
+        """Stop strings that never appear in text, because decoding omits special tokens."""
         self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
 
     def _pull(self) -> None:
@@ -92,7 +92,7 @@ class Scheduler:
             self.unfinished[request.prompt] += 1
 
     def change_version(self, version: int) -> None:
-        """Go on with other weights. What is generated so far was by those before."""
+        """Continue with new weights, and record which tokens the old weights generated."""
         for slot in np.flatnonzero(self.taken).tolist() if version != self.version else ():
             request, count = self.requests[slot], int(self.counts[slot])
             assert request is not None
@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def left(self) -> int:
-        """How many tokens the shortest completion may still get."""
+        """How many tokens the shortest completion can still get."""
         return self.sampling.max_tokens - int(self.counts[self.taken].min())
 
     def run(self) -> Iterator[list[Finished]]:
@@ -144,19 +144,16 @@ class Scheduler:
         requests = [self.queue.popleft() for _ in free]
         cache = self.slots.cache
         reading = [{p: self.prompts[p] for p in self._to_read(requests)}]
-        if self.limits.steady and self.model.device.type == "cpu":  # padding shows in the last bit
+        if self.limits.steady and self.model.device.type == "cpu":  # padding changes the last bit
             reading = [{prompt: tokens} for prompt, tokens in reading[0].items()]
         for prompts in reading:
             self.first_logits |= read_prompts(self.model, cache, prompts)
-        # The device reads prompts meanwhile. Sending does not wait for it.
+        # Meanwhile the device runs the prefill. Sending does not wait for it.
         ready = [torch.tensor(free), torch.from_numpy(self._uniforms(requests))]
         index, uniforms = to_device(ready, self.model.device)
         cache.enter(index, [r.prompt for r in requests])
         self.slots.open(index, uniforms)
-        tokens, logps = pick_tokens(
-            self._logits(requests), self.slots.uniforms[index, 0], self.sampling.distribution
-        )
-        self.slots.write(index, tokens, logps)
+        self.slots.draw(index, self._logits(requests), self.sampling.distribution)
         self.taken[free], self.counts[free] = True, 1
         for slot, request in zip(free, requests, strict=True):
             self.requests[slot], self.searched[slot] = request, 0
@@ -166,10 +163,11 @@ class Scheduler:
                 cache.all_entered(request.prompt)
 
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
-        """Return the prompts of some requests that were not read yet.
+        """Return the prompts of some requests that were not prefilled yet.
 
-        If there are any, the next ones in the queue are read with them as far as there is room: a
-        pass over few prompts takes a GPU as long as one over many, and all slots wait for it.
+        If there are any, the next prompts in the queue are prefilled with them as far as there is
+        room. A pass over few prompts takes a GPU as long as a pass over many, and all slots wait
+        for it.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}
@@ -193,7 +191,7 @@ class Scheduler:
         return logits[index]
 
     def _shrink(self) -> None:
-        """Move the slots in use together: with an empty queue, free slots only cost time."""
+        """Move the slots in use to the front: with an empty queue, free slots only cost time."""
         width = self.backend.width_for(self.running)
         if self.limits.steady:  # more requests may come
             return
@@ -229,7 +227,11 @@ class Scheduler:
             stopped = slot in cut or int(row[length - 1]) in self.stop_ids
             finish: Finish = "stop" if stopped else "length"
             versions = self._versions(request, length)
-            result.append(Finished(request, row[:length], row_logps[:length], finish, versions))
+            log = self.slots.kept
+            kept = "" if log is None else log.text(slot, length)
+            result.append(
+                Finished(request, row[:length], row_logps[:length], finish, versions, kept)
+            )
             self.requests[slot] = None
             self.unfinished[request.prompt] -= 1
             if not self.unfinished[request.prompt]:
@@ -238,7 +240,7 @@ class Scheduler:
         return result
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return the slots that have completed a stop string, and their length with it."""
+        """Return the slots whose completion has a stop string, and the length up to its end."""
         found: dict[int, int] = {}
         slots, counts = np.flatnonzero(self.taken).tolist(), self.counts.tolist()
         tokens, _ = self.slots.written(slots)
@@ -256,7 +258,7 @@ class Scheduler:
         return found
 
     def _first_stop(self, tail: list[int], seen: int) -> int:
-        """Return the length of `tail` up to the end of a stop string; it is more than `seen`."""
+        """Return the length of `tail` up to the end of a stop string that ends after `seen`."""
         for length in range(seen + 1, len(tail)):
             tokens = tail[max(0, length - self.stop_reach) : length]
             if self._stops(tokens, self.model.decode(tokens)):
@@ -276,13 +278,13 @@ def check_length(request: Request, model: LanguageModel, most: int) -> None:
         raise DataError(f"prompt {prompt} has no tokens")
     if size + most > model.context:
         raise DataError(
-            f"prompt {prompt} has {size} tokens, and with max_tokens = {most} that is "
-            f"{size + most}: the model's context is {model.context}"
+            f"prompt {prompt} has {size} tokens; with max_tokens = {most} that makes "
+            f"{size + most}, more than the model's context of {model.context}"
         )
 
 
 def special_tokens(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
-    """Return the special tokens whose content is one of some texts."""
+    """Return the special tokens whose text is one of the given texts."""
     if not texts:
         return frozenset()
     added = model.tokenizer.added_tokens_decoder

@@ -1,7 +1,7 @@
-"""KV cache for CUDA graphs: prompts in rows that their whole group reads, completions in slots.
+"""KV cache for CUDA graphs: each prompt is stored once for its group, completions in slots.
 
-Its tensors never move, so a captured graph stays valid. A prompt is stored once, which saves
-memory, and the slots that share it read it mostly from the GPU's L2 cache.
+Its tensors never move, so a captured graph stays valid. Storing a prompt once saves memory. The
+slots that share it read it mostly from the GPU's L2 cache.
 
 Shapes: P prompts, S slots, K key-value heads, C positions, D head size.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROMPT_STEP = 128
 """Prompt capacity is a multiple of this, so that one cache and its graphs serve many calls."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of slots for which graphs are captured; beyond, multiples of the last."""
+"""Numbers of slots for which graphs are captured; larger numbers are multiples of the last."""
 
 
 def width_for(completions: int) -> int:
@@ -48,7 +48,7 @@ class SharedPromptCache(KVCache):
         self.per_slot += [self.prompt_row, self.prompt_length]
         self.per_slot += [*self.layer_keys, *self.layer_values]
         self.rows: dict[int, tuple[int, int]] = {}
-        """By prompt: its row and its length."""
+        """For each prompt: its row and its length."""
         self.free = list(range(prompts))
 
     @property
@@ -57,7 +57,7 @@ class SharedPromptCache(KVCache):
         return len(self.free)
 
     def holds(self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int) -> bool:
-        """Tell whether the cache is large enough."""
+        """Return whether the cache is large enough."""
         rows, _, room, _ = self.prompt_keys[0].shape
         return (
             self.slots >= slots
@@ -101,7 +101,7 @@ class SharedPromptCache(KVCache):
         return [tensor for layer in layers for tensor in layer]
 
     def layer(self, number: int) -> LayerCache:
-        """Return the tensors of one layer, as kernels take them."""
+        """Return the tensors of one layer in the form that kernels take."""
         from covey.accel.kernels.decode_attention import LayerCache  # needs Triton
 
         return LayerCache(

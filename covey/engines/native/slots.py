@@ -1,4 +1,4 @@
-"""Completions in generation: tokens, log-probabilities and uniforms of every slot."""
+"""Completions in progress: tokens, log-probabilities and random numbers of every slot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import torch
 
 from covey.accel.packing import to_device
+from covey.engines.draw import Distribution, log_distribution, pick_from, pick_tokens
+from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVCache
+from covey.engines.protocol import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +32,13 @@ class Slots:
     """[S]: tokens generated so far."""
     stop_ids: torch.Tensor
     """Tokens that end a completion."""
+    kept: KeptLog | None = None
+    """The sets of tokens from which each token was drawn; None if they are not recorded."""
 
     @staticmethod
-    def make(cache: KVCache, room: int, stop_ids: Sequence[int]) -> Slots:
-        """Allocate completions of up to `room` tokens for the slots of a cache."""
-        device, slots = cache.place.device, cache.slots
+    def make(cache: KVCache, sampling: Sampling, stop_ids: Sequence[int]) -> Slots:
+        """Allocate completions for the slots of a cache."""
+        device, slots, room = cache.place.device, cache.slots, sampling.max_tokens
         return Slots(
             cache=cache,
             uniforms=torch.zeros(slots, room, device=device),
@@ -42,6 +47,7 @@ class Slots:
             last=torch.zeros(slots, dtype=torch.long, device=device),
             count=torch.zeros(slots, dtype=torch.long, device=device),
             stop_ids=torch.tensor(stop_ids, device=device),
+            kept=KeptLog.make(slots) if sampling.returns_kept else None,
         )
 
     @property
@@ -53,6 +59,27 @@ class Slots:
         """Prepare slots for new completions, whose tokens are drawn with `uniforms` [n, R]."""
         self.uniforms[index] = uniforms
         self.count.index_fill_(0, index, 0)  # an assignment would synchronize with the device
+        if self.kept is not None:
+            self.kept.open(index)
+
+    def draw(self, index: torch.Tensor, logits: torch.Tensor, distribution: Distribution) -> None:
+        """Draw the next token of the slots `index` from logits [n, V], and append it."""
+        uniforms = self.uniforms[index, self.count[index]]
+        self.write(index, *self.pick(index, logits, uniforms, distribution))
+
+    def pick(
+        self,
+        index: torch.Tensor,
+        logits: torch.Tensor,
+        uniforms: torch.Tensor,
+        distribution: Distribution,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw tokens [n] with their log-probabilities; record the kept sets if they are wanted."""
+        if self.kept is None:
+            return pick_tokens(logits, uniforms, distribution)
+        logp = log_distribution(logits, distribution)
+        self.kept.add(index, logp > -torch.inf)
+        return pick_from(logp, uniforms)
 
     def close(self, slots: list[int]) -> None:
         """End the completions of some slots early."""
@@ -75,6 +102,8 @@ class Slots:
         self.cache.keep(slots)
         for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
             tensor[: len(slots)] = tensor[slots]
+        if self.kept is not None:
+            self.kept.keep(slots)
 
     def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which slots are unfinished, and their token counts; synchronizes."""

@@ -1,8 +1,8 @@
 """Decode step by a model's own forward pass in transformers, for any architecture.
 
-Three decoders, each with fewer assumptions and slower than the one before: over a shared-prompt
-cache, which can be captured as a CUDA graph; over slots that hold prompt and completion; and
-without a KV cache, for models that keep more of the past than keys and values.
+There are three decoders, each with fewer assumptions and slower than the one before. The first uses
+a shared-prompt cache and can be captured as a CUDA graph. The second uses slots that store prompt
+and completion. The third uses no KV cache, for models whose state is more than keys and values.
 
 Shapes: W slots in use, S slots, L positions, H heads, K key-value heads, D head size.
 """
@@ -33,7 +33,7 @@ class TransformersDecoder(Decoder):
     model: LanguageModel
 
     def __post_init__(self) -> None:
-        # GPT-Neo's windows end at the last key, which is where the longest slot ends.
+        # GPT-Neo's windows end at the last key, which belongs to the longest slot.
         if "local" in (getattr(self.model.model.config, "attention_layers", None) or ()):
             raise UnsupportedModel("its local layers assume that all slots have the same length")
 
@@ -71,7 +71,7 @@ class SharedPromptDecoder(Decoder):
         position = cache.prompt_length[:width] + cache.place[:width]
         hidden: torch.Tensor = self.model.backbone(
             input_ids=tokens[:, None],
-            # transformers passes a four-dimensional mask on as it is, and builds no other.
+            # transformers passes a four-dimensional mask on unchanged and builds no other mask.
             attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
             position_ids=position[:, None],
             past_key_values=view,
@@ -96,11 +96,11 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pass the new keys and values on to attention, which stores them."""
+        """Pass the new keys and values to the attention function, which stores them."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0; models that are given positions do not use it."""
+        """Return 0; models that get positions as an argument do not use it."""
         return 0
 
     def attend(

@@ -1,1 +1,1 @@
-"""The native engine in a process of its own, with a copy of the weights."""
+"""The native engine in a separate process, with its own copy of the weights."""

@@ -1,8 +1,9 @@
-"""The native engine in a process of its own, seen from the trainer.
+"""The trainer's side of the native engine in a separate process.
 
-The process has a copy of the model. It gets new weights through shared memory, and requests and
-completions through a pipe. If it dies, another one takes its place: it loads the same weights and
-generates the same requests again, so that the run goes on with the same numbers.
+The process has a copy of the model. It receives new weights through shared memory, and exchanges
+requests and completions through a pipe. If it dies, a new process replaces it. The new process
+loads the same weights and generates the same requests again, so the run continues with the same
+numbers.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from covey.errors import ModelError
 from covey.subprocesses import how_ended, module_command
 
 POLL_SECONDS = 0.005
-"""How often a source is asked for more requests while completions are generated."""
+"""The seconds between two calls that ask a source for more requests."""
 EXIT_SECONDS = 5.0
 MOST_DEATHS = 3
-"""Deaths in a row, without a completion in between, after which the run fails."""
+"""The run fails after this many deaths in a row without a completion in between."""
 
 
 class _Process:
@@ -50,15 +51,15 @@ class _Process:
         self.process = subprocess.Popen(
             module_command(module, *map(str, descriptors)),
             pass_fds=[*descriptors, *([shared] if shared >= 0 else [])],
-            start_new_session=True,  # only the trainer gets Ctrl-C, and ends the process in order
+            start_new_session=True,  # only the trainer gets Ctrl-C; it ends the process
         )
         work.close()
         control.close()
-        with contextlib.suppress(OSError):  # the reply tells that it has died
+        with contextlib.suppress(OSError):  # waiting for the reply will show that it has died
             self.control.send((setup, weights.handle, torch.get_num_threads()))
 
     def reply(self) -> Any:
-        """Wait for an answer on the control pipe. EOFError if the process has died."""
+        """Wait for a reply on the control pipe; raise EOFError if the process has died."""
         return _checked(self.control)
 
     def how_ended(self) -> str:
@@ -75,7 +76,7 @@ class _Process:
 
 
 def _checked(connection: Connection) -> Any:
-    """Receive a message; raise the error that it may be."""
+    """Receive a message; if it is an error, raise it."""
     try:
         kind, content = connection.recv()
     except ConnectionResetError:
@@ -93,19 +94,19 @@ class ProcessEngine:
     module: str
     """The module that the process runs. It builds a model and calls `worker.serve`."""
     setup: Any
-    """What that module builds the model from."""
+    """The data from which that module builds the model."""
     weights: SharedWeights
-    """With the weights that the trainer has, or had at the last `load_weights`."""
+    """The trainer's weights, as of the last `load_weights`."""
     version: int = 0
     process: _Process | None = field(init=False, default=None)
     told: EngineInfo | None = field(init=False, default=None)
-    """What the engine says about itself; every process says the same."""
+    """Properties of the engine, which are the same for every process."""
     ready: bool = field(init=False, default=False)
-    """Whether the process has its model and weights."""
+    """Whether the process has loaded its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
     deaths: int = field(init=False, default=0)
     closed: int = field(init=False, default=0)
-    """How often the engine was closed: a run that goes on then has to end."""
+    """How often the engine was closed; a run in progress must then end."""
     lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     """Held while the process starts or loads weights."""
 
@@ -114,7 +115,7 @@ class ProcessEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """That of the native engine in the process."""
+        """Properties of the native engine in the process."""
         if self.told is None:
             self._running()
         assert self.told is not None
@@ -141,7 +142,7 @@ class ProcessEngine:
         assert process.reply() == self.version, "the engine has loaded these weights"
 
     def _died(self, process: _Process) -> None:
-        """Note that a process has died, unless another thread has; the next use starts another."""
+        """Record once that a process has died; the next use starts a new process."""
         with self.lock:
             if self.process is not process:
                 return
@@ -151,16 +152,16 @@ class ProcessEngine:
             self.deaths += 1
             if self.deaths >= MOST_DEATHS:
                 raise ModelError(
-                    f"engine: its process ended {how}, {self.deaths} times in a row; its own "
+                    f"engine: the engine's process ended {how}, {self.deaths} times in a row; its "
                     "messages are above; if the system ran out of memory, lower "
                     "engine.max_concurrent"
                 )
-            self.happened.append(f"the engine's process ended {how}, and was started again")
+            self.happened.append(f"the engine's process ended {how} and was restarted")
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Write the weights into shared memory, and wait until the process has copied them."""
         with self.lock:
-            process = self._running()  # it may be reading the shared memory until then
+            process = self._running()  # until then the process may read the shared memory
             self.weights.write(weights())
             self.version = version
             try:
@@ -180,12 +181,12 @@ class ProcessEngine:
                 return
             except (EOFError, OSError):
                 if self.closed != closed:
-                    raise ModelError("engine: it was closed while it generated") from None
+                    raise ModelError("engine: the engine was closed while it generated") from None
                 if work.progress:
                     self.deaths = 0
                 self._died(process)
             except BaseException:
-                self.close()  # it would go on with requests that are no longer wanted
+                self.close()  # it would continue with requests that are no longer wanted
                 raise
 
     def events(self) -> list[str]:
@@ -195,7 +196,7 @@ class ProcessEngine:
         return happened
 
     def close(self) -> None:
-        """End the process. If the engine is used again, it starts another."""
+        """End the process. If the engine is used again, it starts a new process."""
         with self.lock:
             self.closed += 1
             if self.process is not None:
@@ -213,10 +214,10 @@ class _Work:
     progress: bool = False
 
     def run(self, connection: Connection) -> None:
-        """Have all requests generated.
+        """Let the process generate all requests.
 
-        After a restart, requests that are complete are generated with the others once more: in
-        another company the last bits of log-probabilities may differ.
+        After a restart, complete requests are generated again with the others, because the last
+        bits of log-probabilities may depend on what is generated at the same time.
         """
         self.progress = False
         if not self.taken:
@@ -237,13 +238,18 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[tuple[Any, ...]]) -> set[int]:
-        """Hand new completions to the source; return the numbers of all."""
+        """Hand new completions to the source; return the numbers of all received ones."""
         self.progress = True
         new = [
             Completion(
-                request=self.taken[number], tokens=tokens, logp=logp, finish=end, versions=spans
+                request=self.taken[number],
+                tokens=tokens,
+                logp=logp,
+                finish=end,
+                versions=spans,
+                kept=kept,
             )
-            for number, tokens, logp, end, spans in rows
+            for number, tokens, logp, end, spans, kept in rows
             if number not in self.complete
         ]
         self.complete |= {completion.request.number for completion in new}

@@ -1,8 +1,8 @@
-"""Weights that two processes on one machine share: in main memory, or in a GPU's by CUDA IPC.
+"""Weights shared by two processes on one machine: in main memory, or in GPU memory by CUDA IPC.
 
 The trainer writes its weights into one block of memory, and the engine's process copies them into
-its own model. The block belongs to the trainer, outlives the engine's process, and is freed with
-the trainer's, however that ends.
+its own model. The block belongs to the trainer and outlives the engine's process. It is freed when
+the trainer's process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 ALIGNMENT = 256
-"""Bytes: vector instructions and GPUs read aligned memory fastest."""
+"""Alignment in bytes, because vector instructions and GPUs read aligned memory fastest."""
 
 
 class Piece(NamedTuple):
-    """Where a weight is in the block."""
+    """The place of a weight in the block."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte after the last."""
+        """The offset of the byte after the weight."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -42,18 +42,18 @@ class Handle(NamedTuple):
     pieces: tuple[Piece, ...]
     size: int
     descriptor: int = -1
-    """Of the file, which the process inherits. -1: the block is in a GPU's memory."""
+    """The file descriptor, which the process inherits. -1: the block is in a GPU's memory."""
     cuda: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] | None = None
-    """What opens a tensor of another process, as torch.multiprocessing shares it by CUDA IPC."""
+    """Opens a tensor of another process; torch.multiprocessing shares it by CUDA IPC."""
 
 
 @dataclass(slots=True)
 class SharedWeights:
-    """The block, in the process that made it or in one that opened it."""
+    """The block of memory, in the process that made it or in one that opened it."""
 
     handle: Handle
     flat: torch.Tensor
-    """All bytes of it."""
+    """All bytes of the block."""
     memory: Any = field(default=None, repr=False)
 
     @staticmethod
@@ -87,7 +87,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy all weights into the block, and wait until they are there."""
+        """Copy all weights into the block, and wait until the copy is complete."""
         new = dict(weights)
         for name, place in self.weights():
             place.copy_(new[name])
@@ -96,7 +96,7 @@ class SharedWeights:
 
 
 def _anonymous_file(size: int) -> int:
-    """Return the descriptor of a file in memory without a name, which ends with its processes."""
+    """Return the descriptor of an anonymous file in memory, which is freed with its processes."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("covey-weights")
     else:

@@ -23,7 +23,7 @@ from covey.models.language_model import LanguageModel
 
 
 def main(build: Callable[[Any], LanguageModel]) -> None:
-    """Serve the pipes that the command line names, with a model that `build` makes."""
+    """Serve the pipes in the command line's arguments with the model that `build` makes."""
     work, control = (Connection(int(number)) for number in sys.argv[1:3])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         setup, handle, threads = control.recv()
@@ -45,7 +45,7 @@ def _told(connection: Connection) -> Iterator[None]:
         name, text = type(error).__name__, str(error)
         if not isinstance(error, CoveyError):
             traceback.print_exc()
-            name, text = "ModelError", f"engine: its process failed: {name}: {text}"
+            name, text = "ModelError", f"engine: the engine's process failed: {name}: {text}"
         connection.send(("error", (name, text)))
 
 
@@ -63,7 +63,7 @@ class _Worker:
         self.shared = SharedWeights.open(self.handle)
 
     def load(self) -> None:
-        """Copy the weights that the trainer has written, and say so."""
+        """Copy the weights that the trainer has written, and confirm it."""
         _, version = self.control.recv()
         self.engine.load_weights(self.shared.weights, version)
         self.control.send(("loaded", version))
@@ -93,7 +93,7 @@ class _Remote:
     def take(self) -> Sequence[Request]:
         """Return the requests that have arrived; load weights if there are new ones.
 
-        Wait if nothing is being generated and the trainer may have more.
+        Wait if nothing is being generated and the trainer may have more requests.
         """
         work, control = self.worker.work, self.worker.control
         while True:
@@ -114,5 +114,7 @@ class _Remote:
     def done(self, completions: Sequence[Completion]) -> None:
         """Send completions."""
         self.running -= len(completions)
-        rows = [(c.request.number, c.tokens, c.logp, c.finish, c.versions) for c in completions]
+        rows = [
+            (c.request.number, c.tokens, c.logp, c.finish, c.versions, c.kept) for c in completions
+        ]
         self.worker.work.send(("done", rows))

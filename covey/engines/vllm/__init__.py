@@ -1,1 +1,1 @@
-"""The vLLM engine: generation by vLLM servers that hold their own copy of the weights."""
+"""The vLLM engine: generation by vLLM servers, which have their own copy of the weights."""

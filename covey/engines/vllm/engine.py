@@ -1,8 +1,8 @@
-"""The vLLM engine: completions from one or more vLLM servers, which hold a copy of the weights.
+"""The vLLM engine: completions from one or more vLLM servers, which have a copy of the weights.
 
-Requests are token ids, and so are completions. All requests of a prompt go to the same server,
-which reads the prompt once. A server that dies is started again, gets the current weights, and is
-probed; its requests are sent again. Their random numbers are addressed: nothing of a step is lost.
+Requests and completions are token ids. All requests of a prompt go to the same server, which
+prefills the prompt once. A server that dies is restarted, gets the current weights, and is probed.
+Its requests are then sent again with the same seeds, so the step loses nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 
 ATTEMPTS = 3
-"""How often a request is sent to servers that are well."""
+"""How often a request is sent before the run fails."""
 
 
 @dataclass(slots=True)
@@ -51,12 +51,12 @@ class Replica:
 
     client: Client
     process: ServerProcess | None = None
-    """None: it was started by others, who also start it again."""
+    """The server's process; None if the user started the server, and must restart it."""
     started: int = 0
-    """How often covey started it, or found it again."""
+    """How often Covey restarted it, or found it running again."""
     alive: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while it is repaired."""
+    """Held during a repair of the server."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,14 +68,14 @@ class VllmEngine:
     replicas: Sequence[Replica]
     sync: Sync
     release: Callable[[], None]
-    """Removes what was written for the servers."""
+    """Removes the files that were written for the servers."""
     vllm_version: str
     restarts: int
-    """How often a server is started again before the run ends."""
+    """How often a server is restarted before the run fails."""
     patience: float
-    """Seconds to wait for a server."""
+    """The seconds to wait for a server."""
     sleeps: bool = False
-    """Whether it leaves its memory to the trainer between rollouts."""
+    """Whether it frees its memory for the trainer between rollouts."""
     asleep: bool = field(default=False, init=False)
     skeleton: nn.Module = field(init=False)
     version: int = field(default=-1, init=False)
@@ -94,17 +94,17 @@ class VllmEngine:
         count = len(self.replicas)
         return EngineInfo(
             backend=f"vLLM {self.vllm_version}, {count} server{'s' if count > 1 else ''}",
-            exact_logp=False,  # other kernels: equal to the trainer's to about 1e-5
+            exact_logp=False,  # its kernels differ: equal to the trainer's to about 1e-5
             shares_weights=False,
         )
 
     def events(self) -> list[str]:
-        """Return what failed and was repaired since the last call."""
+        """Return the failures that were repaired since the last call."""
         events, self.repaired = self.repaired, []
         return events
 
     def close(self) -> None:
-        """End the servers that covey started."""
+        """End the servers that Covey started."""
         self.closed = True
         for replica in self.replicas:
             replica.client.close()
@@ -191,8 +191,10 @@ class VllmEngine:
                 pending |= {pool.submit(self._complete, one, params) for one in ready}
                 if not pending:
                     break
-                ended, pending = wait(pending, return_when=FIRST_COMPLETED)
-                requests.done([future.result() for future in ended])
+                # A tool may answer first: its next turn must not wait for these completions.
+                ended, pending = wait(pending, limits.poll_seconds, return_when=FIRST_COMPLETED)
+                if ended:
+                    requests.done([future.result() for future in ended])
         finally:
             pool.shutdown(wait=not pending, cancel_futures=True)
         if self.sleeps:
@@ -221,7 +223,7 @@ class VllmEngine:
         )
 
     def _answer(self, request: Request, params: Mapping[str, Any]) -> Reply:
-        """Ask a server, and after a failure once it is repaired, again."""
+        """Send a request to a server; after a failure, repair the server and send it again."""
         problems: list[str] = []
         while True:
             replica = self._replica_of(request)
@@ -240,7 +242,7 @@ class VllmEngine:
         return alive[request.prompt % len(alive)]
 
     def _repair(self, replica: Replica, started: int, problem: str) -> None:
-        """Start a server again, or wait for it, and send it the current weights."""
+        """Restart a server, or wait until it is back, and send it the current weights."""
         with replica.lock:
             if replica.started != started and replica.alive:  # another thread has repaired it
                 return
@@ -251,7 +253,7 @@ class VllmEngine:
                 return
             replica.alive = False
             if replica.started >= self.restarts:
-                raise client.error(f"{problem}; it was started again {started} times before")
+                raise client.error(f"{problem}; it was already restarted {started} times")
             if replica.process is not None:
                 replica.process.stop()
                 replica.process.start()
@@ -265,18 +267,18 @@ class VllmEngine:
             if self.probe is not None:
                 same_probe(client, reply, self.probe, self.dtype)
             replica.started, replica.alive = started + 1, True
-            what = "was started again" if replica.process is not None else "is back"
+            what = "was restarted" if replica.process is not None else "is back"
             self.repaired.append(f"the vLLM server {client.url} {problem}; it {what}")
 
 
 def answers(replica: Replica) -> bool:
-    """Return whether a server is well after all: a connection may break by chance."""
+    """Return whether a server is healthy, because a connection may also break by chance."""
     dead = replica.process is not None and replica.process.ended
     return not dead and replica.client.healthy()
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:
-    """Wait until a server that others started answers."""
+    """Wait until a server that the user started replies."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -295,12 +297,12 @@ def request_seed(request: Request) -> int:
 
 
 def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
-    """Return vLLM's sampling settings that mean what the native engine's mean."""
+    """Return the vLLM sampling settings that are equivalent to the native engine's."""
     distribution = sampling.distribution
     if distribution.min_p > 0.0 and distribution.top_p < 1.0:
         raise ConfigError(
             "config: vLLM applies rollout.min_p before rollout.top_p, the native engine after it; "
-            "use one of them"
+            "set only one of them"
         )
     special = special_tokens(model, sampling.stop_strings)
     texts = [text for text in sampling.stop_strings if not _is_special(model, text)]
@@ -310,11 +312,11 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
         "top_p": distribution.top_p,
         "min_p": distribution.min_p,
         "max_tokens": sampling.max_tokens,
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # of the drawn token only
         "stop": texts,
         "include_stop_str_in_output": True,
         "stop_token_ids": sorted({*model.stop_ids, *special}),
-        "ignore_eos": True,  # these ids are all that end a completion
+        "ignore_eos": True,  # only these ids end a completion
         "detokenize": bool(texts),
     }
 

@@ -1,8 +1,8 @@
-"""vLLM without a server: its engine is driven from this process, on the trainer's own GPU.
+"""vLLM without a server: this process drives its engine on the trainer's own GPU.
 
-It speaks the language of a server, so that everything above it is the same. Its scheduler and
-workers are processes of their own, as vLLM makes them. Between rollouts it sleeps: its weights go
-to main memory, and its KV cache is freed for the trainer.
+It has the interface of a server, so that the code above it is the same. vLLM runs its scheduler and
+workers in separate processes. Between rollouts it sleeps: its weights go to main memory, and its KV
+cache is freed for the trainer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SLEEP, WAKE = "/sleep", "/wake_up"
 
 
 def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalClient:
-    """Start vLLM's engine; one line if it does not start."""
+    """Start vLLM's engine; raise a one-line error if it does not start."""
     for name, value in settings.variables().items():
         os.environ.setdefault(name, value)
     from vllm.config import WeightTransferConfig
@@ -66,7 +66,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
 
 @dataclass(slots=True, kw_only=True)
 class LocalClient(Client):
-    """The engine, as if it were a server."""
+    """The engine, with the interface of a server's client."""
 
     llm: Any
     loop: asyncio.AbstractEventLoop
@@ -78,7 +78,7 @@ class LocalClient(Client):
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def healthy(self) -> bool:
-        """Whether its processes live."""
+        """Whether its processes are alive."""
         return not self.llm.errored
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
@@ -88,7 +88,7 @@ class LocalClient(Client):
             return json.dumps(future.result(self.timeout)).encode()
         except (TimeoutError, WaitTimeout):
             future.cancel()
-            raise Unavailable(f"gave no answer to {path} for {self.timeout:g} s") from None
+            raise Unavailable(f"did not reply to {path} within {self.timeout:g} s") from None
         except (Unavailable, EngineError):
             raise
         except Exception as error:
@@ -96,7 +96,7 @@ class LocalClient(Client):
             raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        """Return what a page of a server does."""
+        """Return the function that does what a server's endpoint does."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self.llm

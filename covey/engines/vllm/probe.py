@@ -1,7 +1,7 @@
-"""The probe: a prompt whose log-probs on the server must be those of the trainer after each sync.
+"""The probe: after each sync, server and trainer must give the same log-probs for a prompt.
 
-vLLM may keep old weights without a word: a packed head, a cached prefix, an adapter of the same
-name. Every number of training would then be slightly wrong, so a difference ends the run.
+vLLM may keep old weights without a warning: a packed head, a cached prefix, an adapter of the same
+name. Then every number of the training would be slightly wrong, so a difference ends the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.engines.vllm.client import Client, Reply
 from covey.models.language_model import LanguageModel
 
 PROMPT_TOKENS = 160
-"""Longer than a block of the prefix cache (128 on a CPU), so that a stale one shows."""
+"""Longer than a block of the prefix cache (128 on a CPU), so that a stale block is detected."""
 NEW_TOKENS = 8
 PARAMS: dict[str, Any] = {
     "temperature": 1.0,
@@ -33,14 +33,14 @@ EXACT, ROUNDED = 1e-4, 0.1
 
 
 def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
-    """Return tokens from all over the vocabulary."""
+    """Return a prompt with tokens from the whole vocabulary."""
     size = len(model.head.linear.weight)
     count = min(PROMPT_TOKENS, max(1, model.context // 2))
     return tuple((7919 * (place + 1)) % size for place in range(count))
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a model without weights, for calls with weights of another moment."""
+    """Return a copy of a model without weights, for calls with weights of another version."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in module.parameters()
@@ -77,8 +77,8 @@ def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch
 
 
 def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) -> None:
-    """Raise if a restarted server does not repeat a probe that was right."""
+    """Raise an error if a restarted server gives another result for a probe that was correct."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
-    # A near tie may be drawn otherwise. From there on the two cannot be compared.
+    # A near tie may be sampled differently. After that token the two cannot be compared.
     check_probe(client, reply, torch.tensor(before.logp[: max(1, same)]), dtype)

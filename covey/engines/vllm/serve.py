@@ -1,7 +1,7 @@
 """A vLLM server that ends with the process that started it: `serve.py PARENT FOLDER ARGUMENTS`.
 
-Without this a killed trainer would leave servers that hold memory for ever. FOLDER holds the
-weights that the trainer sends, and is removed with it.
+Without this a killed trainer would leave servers that occupy memory for ever. FOLDER contains the
+weights that the trainer sends; it is removed when the trainer ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _watch(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)  # the server's own processes too: it leads a session
+    os.killpg(0, signal.SIGKILL)  # also ends the server's own processes: it leads a session
 
 
 def main() -> None:

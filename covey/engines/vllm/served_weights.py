@@ -1,8 +1,8 @@
 """The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
 
-A tied head is sent as a weight of its own, because vLLM's CPU build packs the head when it loads it
-and would keep the packed copy of old weights. Attention heads narrower than 32 are refused by vLLM;
-zeros make them wider without changing what they compute.
+A tied head is sent as a separate weight, because vLLM's CPU build packs the head when it loads it
+and would keep the packed copy of old weights. vLLM refuses attention heads narrower than 32;
+padding with zeros makes them wider without changing their results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HeadPadding:
 
     @staticmethod
     def of(config: Any) -> HeadPadding | None:
-        """Return the padding that a model needs; None: it needs none."""
+        """Return the padding that a model needs, or None if it needs none."""
         heads = int(config.num_attention_heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         if width >= NARROWEST:
@@ -48,8 +48,8 @@ class HeadPadding:
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if config.model_type not in PADDABLE or rope != "default":
             raise ModelError(
-                f"engine: vLLM serves attention heads of at least {NARROWEST} dimensions, and this "
-                f"{config.model_type} model has {width}; use engine.name = 'native'"
+                f"engine: vLLM serves attention heads of at least {NARROWEST} dimensions, but this "
+                f"{config.model_type} model has {width}; use engine.kind = 'native'"
             )
         return HeadPadding(
             heads=heads,
@@ -64,12 +64,12 @@ class HeadPadding:
         return self.padded // self.width
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight of the padded model, given that of the model."""
+        """Return the padded version of a weight of the model."""
         match = PROJECTION.search(name)
         if match is None:
             return weight
         kind, part = match.groups()
-        if kind == "o":  # reads heads: its columns are padded
+        if kind == "o":  # this layer reads heads, so its columns are padded
             return self._spread(weight, 1, kind) if part in ("weight", "lora_A") else weight
         return weight if part == "lora_A" else self._spread(weight, 0, kind)
 
@@ -105,7 +105,8 @@ def served_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of a model under the names that the server loads.
 
-    `named` are those of the trainer. LoRA weights are left out: adapters are served on their own.
+    `named` are the trainer's weights. LoRA weights are left out, because adapters are served
+    separately.
     """
     padding, tied = HeadPadding.of(model.config), bool(model.config.tie_word_embeddings)
     embedding = model.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""A vLLM server as a process of its own: command line, start, log, end."""
+"""A vLLM server in a separate process: command line, start, log, end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from covey.errors import EngineError
 from covey.escape import printable
 
 HOST = "127.0.0.1"
-"""vLLM's endpoints for weight updates have no access control: no other machine may reach them."""
+"""Only this machine may reach the server: vLLM's weight updates have no access control."""
 SERVE = str(Path(__file__).with_name("serve.py"))
 POLL_SECONDS = 0.5
 END_SECONDS = 5.0
 CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else servers on one machine share the first cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all servers would share the first cores
     "VLLM_CPU_CI_ENV": "1",  # no compilation at the start
-    "OMP_WAIT_POLICY": "passive",  # threads that wait leave the cores to the trainer
+    "OMP_WAIT_POLICY": "passive",  # waiting threads leave the cores to the trainer
 }
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # weight updates and cache resets
@@ -39,17 +39,17 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What a server is started with."""
+    """The settings with which a server is started."""
 
     dtype: str
     cuda: bool
     context: int
     max_concurrent: int
     lora_rank: int = 0
-    """Rank of the adapter that is trained; 0: there is none."""
+    """The rank of the trained adapter; 0 without an adapter."""
     tensor_parallel: int = 1
     memory: float = 0.5
-    """Share of a GPU's memory; on a CPU, gibibytes of the KV cache."""
+    """The share of a GPU's memory; on a CPU, the size of the KV cache in GiB."""
     backend: str = "covey_file"
     """vLLM's name of the transfer engine."""
     arguments: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class ServerSettings:
 
     @property
     def served_rank(self) -> int:
-        """The smallest rank of at least the adapter's that vLLM has kernels for."""
+        """The adapter's rank, rounded up to a rank that vLLM has kernels for."""
         sizes = (8, 16, 32, 64, 128, 256, 320, 512)
         return next((size for size in sizes if size >= self.lora_rank), self.lora_rank)
 
@@ -90,7 +90,7 @@ class ServerSettings:
         return {**self.variables(), **os.environ}
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that vLLM reads, beside its arguments."""
+        """Return the environment variables that vLLM reads besides its arguments."""
         if self.cuda:
             return ENVIRONMENT
         # vLLM takes whole gibibytes.
@@ -103,14 +103,14 @@ class ServerSettings:
 
 @dataclass(slots=True, kw_only=True)
 class ServerProcess:
-    """A server that covey started, and starts again when it has died."""
+    """A server that Covey starts, and restarts when it has died."""
 
     settings: ServerSettings
     model: Path
     """A folder with the configuration and the tokenizer of the model."""
     log: Path
     gpus: str = ""
-    """CUDA_VISIBLE_DEVICES; empty: as it is."""
+    """CUDA_VISIBLE_DEVICES of the server; if empty, it is unchanged."""
     port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -125,7 +125,7 @@ class ServerProcess:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        """Start the process. It is not ready yet."""
+        """Start the process. The server is not ready yet."""
         command = [sys.executable, "-P", SERVE, str(os.getpid()), str(self.model)]
         command += self.settings.command(self.model, self.port)
         with self.log.open("ab") as log:
@@ -136,11 +136,11 @@ class ServerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is not there any more."""
+        """Whether the process has ended."""
         return self.process is None or self.process.poll() is not None
 
     def wait(self, client: Client, patience: float) -> None:
-        """Wait until it serves."""
+        """Wait until the server is ready."""
         deadline = time.monotonic() + patience
         while True:
             with contextlib.suppress(Unavailable):
@@ -157,7 +157,7 @@ class ServerProcess:
         return EngineError(f"engine: the vLLM server {what}: {self.last_line()}; see {self.log}")
 
     def last_line(self) -> str:
-        """Return the last line of the log that names an error, or the last."""
+        """Return the last line of the log that names an error, or else the last line."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         wrong = [line for line in lines if "Error" in line and "Traceback" not in line]
@@ -184,5 +184,5 @@ def _open(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches the trainer only, which ends the servers in order
+        start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the servers
     )

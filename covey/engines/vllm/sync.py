@@ -1,4 +1,4 @@
-"""Sending weights to vLLM servers: through a file, by NCCL between GPUs, or as a LoRA adapter."""
+"""Sends weights to vLLM servers: through a file, by NCCL between GPUs, or as a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class Sync(Protocol):
-    """A way to send weights. `prepare` once for each version, then `load` for each server."""
+    """Sends weights: call `prepare` once for each version, then `load` for each server."""
 
     def prepare(self, named: Named, version: int) -> None:
-        """Make the weights of a version ready, those of older versions are no longer needed."""
+        """Make the weights of a version ready; those of older versions are no longer needed."""
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Let a server load them. A fresh one has just been started, and holds nothing."""
+        """Let a server load the weights. A `fresh` server has just been started and has none."""
 
     def served(self, version: int) -> str:
-        """Return the name of the adapter that a request asks for; empty: the model itself."""
+        """Return the name of the adapter that a request asks for; empty for the model itself."""
 
 
 def write_model(model: LanguageModel, folder: Path) -> None:
-    """Write what a server needs beside the weights: configuration and tokenizer."""
+    """Write what a server needs besides the weights: configuration and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(served_config(model.model.config), default=str)
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -52,7 +52,7 @@ def _update(client: Client, update: dict[str, Any], version: int) -> None:
 
 @dataclass(slots=True)
 class FileSync:
-    """All weights through a file that trainer and servers can read."""
+    """Sends all weights through a file that trainer and servers can read."""
 
     model: LanguageModel
     folder: Path
@@ -85,20 +85,23 @@ class FileSync:
         _update(client, {"path": str(self._file(version))}, version)
 
     def served(self, version: int) -> str:
-        """Return nothing: the server's own model."""
+        """Return an empty name: the server's own model."""
         return ""
 
 
 @dataclass(slots=True)
 class AdapterSync:
-    """The adapter alone. Each version has a name of its own: vLLM caches adapters by name."""
+    """Sends only the adapter.
+
+    Each version has its own name, because vLLM caches adapters by name.
+    """
 
     model: LanguageModel
     folder: Path
     base: Sync
     """Sends the frozen weights, once to each server."""
     loaded: dict[str, int] = field(default_factory=dict)
-    """The version that each server has, by address."""
+    """The version on each server, by address."""
     based: bool = False
 
     def prepare(self, named: Named, version: int) -> None:
@@ -116,12 +119,12 @@ class AdapterSync:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         save_adapter(self.model, weights, path)
-        for old in self.folder.glob(self.served("*")):  # servers hold what they have loaded
+        for old in self.folder.glob(self.served("*")):  # servers have loaded them
             if old != path:
                 shutil.rmtree(old)
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Load the adapter under its new name, and unload the one before."""
+        """Load the adapter under its new name, and unload the previous one."""
         before = self.loaded.pop(client.url, None)
         if fresh:
             before = None
@@ -141,9 +144,9 @@ class AdapterSync:
 
 @dataclass(slots=True)
 class NcclSync:
-    """All weights by vLLM's NCCL transfer, from the trainer's GPU to those of all servers.
+    """Sends all weights by vLLM's NCCL transfer, from the trainer's GPU to the servers' GPUs.
 
-    `load` of the last server does the work: the broadcast needs all of them.
+    The call of `load` for the last server sends them, because the broadcast needs all servers.
     """
 
     model: LanguageModel
@@ -161,7 +164,7 @@ class NcclSync:
         self.pending = {client.url for client in self.clients}
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Broadcast once every server is to have the weights."""
+        """Broadcast the weights once `load` was called for every server."""
         self.pending.discard(client.url)
         if self.pending:
             return
@@ -177,12 +180,12 @@ class NcclSync:
             each.post("/update_weight_version", {"new_version": str(version)})
 
     def served(self, version: int) -> str:
-        """Return nothing: the server's own model."""
+        """Return an empty name: the server's own model."""
         return ""
 
 
 class Fleet:
-    """All servers as the one control plane that vLLM's trainer engine talks to."""
+    """All servers as one control plane, with which vLLM's trainer engine communicates."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
@@ -220,7 +223,7 @@ def nccl_engine(clients: Sequence[Client], host: str, sync: NcclSync) -> Any:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     class Source(WeightSource):  # type: ignore[misc]
-        """The weights that `prepare` was given last."""
+        """The weights of the last call of `prepare`."""
 
         def metadata(self) -> list[Any]:
             return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in sync.named()]
@@ -239,6 +242,6 @@ def nccl_engine(clients: Sequence[Client], host: str, sync: NcclSync) -> Any:
 
 
 def has_only_lora(model: LanguageModel) -> bool:
-    """Return whether the adapter has nothing but LoRA weights, which is all that vLLM loads."""
+    """Return whether the adapter has only LoRA weights; vLLM loads no others."""
     trained = [name for name, p in model.model.named_parameters() if p.requires_grad]
     return model.adapter is not None and all(f".{NAME}." in n and ".lora_" in n for n in trained)

@@ -1,6 +1,6 @@
 """The vLLM side of a weight update through a file: a transfer engine that vLLM's workers run.
 
-vLLM's own transfer engines move weights between GPUs. This one reads a safetensors file, which lies
+vLLM's own transfer engines move weights between GPUs. This transfer engine reads a safetensors file
 in shared memory, or on a file system that trainer and servers share. It works on any device.
 plugin.py registers it with vLLM.
 """
@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """The settings at the start: none are needed."""
 
 
 @dataclass

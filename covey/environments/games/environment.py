@@ -1,4 +1,4 @@
-"""The `games` environment: one action per turn, with a limit, in a world that is seen in parts."""
+"""The `games` environment: partly visible worlds, one action per turn, a limit on actions."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Game(Protocol):
     """One game in progress. Its other public methods are the tools of the policy."""
 
     SIZES: ClassVar[tuple[int, int, int]]
-    """The least, the usual and the largest size."""
+    """The smallest, the default and the largest size."""
     rules: str
     most_actions: int
-    """The limit of actions, which good play never needs."""
+    """The limit of actions; good play needs fewer."""
 
     def __init__(self, random: Random, size: int) -> None: ...
 
     @property
     def view(self) -> str:
-        """What the policy sees at the start."""
+        """The text that the policy sees at the start."""
 
     @property
     def state(self) -> Any:
-        """What tells this state of the game from others, as JSON can hold it."""
+        """Identifies this state of the game, as data for JSON."""
 
     @property
     def won(self) -> bool:
@@ -49,9 +49,9 @@ GAMES: Mapping[str, type[Game]] = MappingProxyType(
 class Games(ToolEnvironment):
     """One game per episode, made from the prompt's `info["world"]`, or else from the run's seed.
 
-    Reward: 1 for a game that is won. The first call of a turn acts, and other calls of it do not,
-    so no game can be won in one turn except by luck. The episode ends when the game is won, after
-    `actions` actions (0: as many as good play needs), and with a message without a call.
+    Reward: 1 for a game that is won. Only the first call of a turn has an effect, so a game can be
+    won in one turn only by luck. The episode ends when the game is won, after `actions` actions (0:
+    as many as good play needs), or with a message without a call.
     """
 
     quick: ClassVar[bool] = True
@@ -72,7 +72,7 @@ class Games(ToolEnvironment):
             raise ConfigError(f"environment: actions = {actions} must not be negative")
         self._make = GAMES[game]
         self._size, self._actions = size or usual, actions
-        self._game = self._make(Random(0), self._size)  # its tools are known before it starts
+        self._game = self._make(Random(0), self._size)  # the tools are known before the game starts
         self._taken = 0
 
     @property
@@ -84,7 +84,7 @@ class Games(ToolEnvironment):
         return tools_of(self._game)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Make the world, and show the rules and what can be seen."""
+        """Make the world; show the rules and the visible part of the world."""
         self._game = self._make(Random(str(prompt.info.get("world", seed))), self._size)
         *before, last = prompt.messages
         limit = f"You have {self._most} actions, one in each turn."

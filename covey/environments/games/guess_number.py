@@ -21,7 +21,7 @@ class GuessNumber:
 
     @property
     def state(self) -> Any:
-        """What the guesses have shown so far."""
+        """The range that the guesses have left."""
         return [self._low, self._high, self.won]
 
     @property

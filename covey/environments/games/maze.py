@@ -1,4 +1,4 @@
-"""A maze in the dark: only the exits of the present room are seen."""
+"""A maze in which only the exits of the current room are visible."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Maze:
 
     @property
     def state(self) -> Any:
-        """Where the player is."""
+        """The room in which the player is."""
         return self._place
 
     @property

@@ -1,4 +1,4 @@
-"""Sokoban with short sight: push the boxes onto the goals; only what is near is seen."""
+"""Sokoban with a limited view: push the boxes onto the goals; only near squares are visible."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 from covey.environments.games.maze import MOVES, Direction, Place, neighbour
 
 SIGHT = 2
-"""Squares in each direction that the player sees."""
+"""How many squares the player sees in each direction."""
 PULLS = 40
-"""Random moves back from the solved board."""
+"""The number of random backward moves from the solved board."""
 _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""By (player, box, goal)."""
+"""The sign of a square, by (player, box, goal)."""
 
 
 class Sokoban:
@@ -30,7 +30,7 @@ class Sokoban:
     def __init__(self, random: Random, size: int) -> None:
         squares = [(r, c) for r in range(size) for c in range(size)]
         boxes = size * size // 16
-        self.most_actions = 2 * PULLS  # what is not seen must be found
+        self.most_actions = 2 * PULLS  # extra actions to find what is not visible
         self.rules = (
             "Push every box onto a goal by walking into it. You cannot pull a box, and not push "
             f"two. You see {SIGHT} squares far: p is you (P on a goal), b a box (* on a goal), o a "

@@ -1,8 +1,8 @@
-"""The algorithms, each one function that puts the pieces together.
+"""The registry of algorithms: each is a function that composes an objective from pieces.
 
-A function's docstring is the formula, its source, and where we depart from it; `takes` names its
-options. To add one: write the function, name it here, give it a worked number under
-tests/objective, and let `make docs` write its page.
+A function's docstring gives the formula, its source and our departures from it; `takes` names its
+options. To add an algorithm, write the function, name it here, add a test with a worked number
+under tests/objective, and run `make docs` to write its page.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Algorithms that clip the ratio of each token, and differ in advantage and aggregation."""
+"""Algorithms that clip the ratio of each token; they differ in advantage and aggregation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ def grpo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-clip_low, 1+clip_high) A) - beta k3 ]
         r    = exp(logp - old_logp),  k3 = exp(-d) - 1 + d,  d = logp - ref_logp
 
-    Where the paper is silent: ddof 1, eps 1e-6, clip 0.2.
+    The paper does not specify these: ddof 1, eps 1e-6, clip 0.2.
 
-    Departure: a group whose rewards are all equal has advantage exactly 0. Without that guard the
-    rounding error of the mean is divided by eps: six float32 rewards of 0.3 and eps 1e-8 give 0.7.
+    Departure: a group whose rewards are all equal has advantage exactly 0. Otherwise the rounding
+    error of the mean would be divided by eps: six float32 rewards of 0.3 with eps 1e-8 give an
+    advantage of 0.7.
 
-    Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the other direction;
-    `kl = "k2"` has the right one. With beta 0, which most users want today, no reference model is
-    loaded. With one optimizer step per rollout batch the ratio is 1 and the clip never acts.
+    Worth knowing: k3 in the loss has the gradient of KL(reference, policy), which is the other
+    direction; `kl = "k2"` has the gradient of KL(policy, reference). With beta 0, which most users
+    want today, no reference model is loaded. With one optimizer step per rollout batch the ratio is
+    1 and the clip has no effect.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -43,12 +45,12 @@ def dr_grpo() -> Objective:
         A_i  = R_i - mean_g R
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    `length` is a constant, the generation budget. In a run it is rollout.max_tokens unless given;
-    elsewhere it must be given, because the padded width of a batch, which some codes take, changes
+    `length` is a constant, the generation budget. In a run its default is rollout.max_tokens; in
+    Python it must be given. Some libraries use the padded width of the batch instead, which changes
     from batch to batch.
 
-    Worth knowing: what other codes call dr_grpo often keeps the division by the standard deviation
-    (TRL's loss_type alone) or by the completion's own length; neither is this algorithm.
+    Worth knowing: in other libraries `dr_grpo` often keeps the division by the standard deviation
+    (TRL, if only loss_type is set) or by the completion's own length. Neither is this algorithm.
     """
     return Objective(
         advantage=advantage.group_centered,
@@ -67,12 +69,13 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    The clip and the aggregation are here; the rest of DAPO is not a loss and combines with any
-    algorithm: dynamic sampling (filter.dynamic_sampling), overlong filtering
+    This is the loss of DAPO: its clip and its aggregation. The rest of DAPO is not a loss and
+    combines with any algorithm: dynamic sampling (filter.dynamic_sampling), overlong filtering
     (filter.mask_truncated) and soft overlong punishment (length_penalty.name = "soft").
 
     Where paper and released code differ: equation 8 takes the token mean inside each prompt's group
-    (`aggregation = "group_mean_token_mean"`), the code, like ours, over the optimizer step.
+    (`aggregation = "group_mean_token_mean"`). The released code, like ours, takes it over the
+    optimizer step.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -84,12 +87,12 @@ def dapo(
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def lite_ppo() -> Objective:
-    """Lite PPO, arXiv 2508.08221: the mean of the group, the deviation of the batch.
+    """Lite PPO, arXiv 2508.08221: the mean of the group, the standard deviation of the batch.
 
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The batch is all completions of a step, whatever number of optimizer steps it is split into.
+    The batch consists of all completions of a training step, however many optimizer steps it has.
     """
     return Objective(
         advantage=advantage.standardized_by_batch,
@@ -106,11 +109,11 @@ def opo() -> Objective:
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The baseline weighs completions by their length, which minimises the variance if the gradient of
-    a completion grows with its length; so every token has the same weight here.
+    The baseline weighs completions by their length, which minimises the variance if the squared
+    norm of a completion's gradient grows with its length. So every token has the same weight.
 
-    Departure: the paper takes one optimizer step per batch, where the clip never acts. It is here
-    for those who take more.
+    Departure: the paper takes one optimizer step per batch, so that a clip would have no effect. We
+    keep the clip for runs with several optimizer steps per batch.
     """
     return Objective(
         advantage=advantage.length_weighted,
@@ -122,14 +125,14 @@ def opo() -> Objective:
 
 @takes("clip_low", "clip_high", "beta", "kl", "kl_in", "gamma", "eps")
 def reinforce_pp() -> Objective:
-    """REINFORCE++, arXiv 2501.03262: no group at all.
+    """REINFORCE++, arXiv 2501.03262: the baseline is the mean of the batch, not of the group.
 
         r_t  = -beta k1_t, and + R_i at the last token;  U_t = sum_{u>=t} gamma^(u-t) r_u
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Since the baseline is that of the batch, it reinforces most completions of an easy prompt and
-    few of a hard one; `reinforce_pp_baseline` corrects that.
+    Because the baseline is that of the batch, most completions of an easy prompt and few of a hard
+    prompt are reinforced; `reinforce_pp_baseline` corrects that.
     """
     return Objective(
         advantage=advantage.returns_whitened,
@@ -150,9 +153,10 @@ def reinforce_pp_baseline() -> Objective:
         C_i  = R_i - mean_g R;   A_i = C_i / (std_batch C + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Codes disagree on the deviation: over tokens in verl and OpenRLHF, over completions in ms-swift.
-    We take completions, where the mean of C stays 0 and length does not come in; `weighting =
-    "token"` is the other reading. A KL in the loss is k2, as the paper recommends.
+    Libraries disagree on the deviation: it is over tokens in verl and OpenRLHF, over completions in
+    ms-swift. We take it over completions, so that the mean of C stays 0 and does not depend on
+    lengths; `weighting = "token"` takes it over tokens. A KL in the loss is k2, as the paper
+    recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

@@ -14,18 +14,18 @@ def opd(*, task: float = 0.0) -> Objective:
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
 
-    With discount 0 each token answers for its own KL, prefixes held fixed; on policy the gradient
-    is then that of k2 to the teacher in the loss. With discount 1 it is the exact gradient of the
-    KL of whole completions, with more variance. `task` adds GRPO's advantage of the reward; 0
-    needs no reward and no groups.
+    With discount 0 each token is charged only with its own KL, given its prefix. On policy, the
+    gradient is then that of k2 to the teacher in the loss. With discount 1 the gradient is the
+    exact gradient of the KL of whole completions; it has more variance. `task` is the weight of
+    GRPO's advantage, which is added; with 0 neither rewards nor groups are needed.
 
-    The teacher must have the student's tokens. Its log-probabilities count as at least -20.
+    The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
-    The paper differentiates the KL over the vocabulary; here it is a reward of the sampled token,
-    which a teacher behind a server can give too.
+    The paper differentiates the KL over the whole vocabulary. Here the KL is a reward of the
+    sampled token, so a teacher behind a server works too.
 
-    Choice: the student's side is old_logp, a constant of the batch; other codes take the sampler's
-    or the live policy's, which is the same on policy.
+    Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries take
+    that of the sampler or of the current policy, which is the same on policy.
     """
     return Objective(
         advantage=distill.towards_teacher,

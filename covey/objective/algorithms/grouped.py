@@ -19,17 +19,19 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
         A_i    = (a[i] - mean a) / (std a + eps)                  over the completions of the step
         loss   = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    A part with a large spread does not drown one with a small spread. The weights act on
-    advantages, not on rewards: half the weight is half the influence, whatever the part's scale.
-    With `gate`, the other parts count only where part number `gate` reaches `gate_at` (equation 8).
-    In a run, `parts` names the parts that count and their order; without it all parts count, each
-    once. Scores that only describe a completion, as many rewards have, are then parts too.
+    A part with a small spread has as much influence as a part with a large spread. The weights
+    multiply advantages, not rewards: half the weight is half the influence, whatever the part's
+    scale. With `gate`, the other parts count only where part number `gate` reaches `gate_at`
+    (equation 8). In a run, `parts` names the parts that count and their order; without it all parts
+    count, with weight 1. Then scores that only describe a completion count as parts too; many
+    rewards report such scores.
 
-    Choices: the last line is over completions, as in the paper and in TRL; verl takes tokens, which
-    brings length in. A completion with a part that could not be scored enters no statistic.
+    Choices: the last line is over completions, as in the paper and in TRL; in verl it is over
+    tokens, so that long completions count more. If a part of a completion could not be scored, the
+    completion is left out of all statistics.
 
-    Worth knowing: with one part this is GRPO times a number that is the same for the whole step. A
-    KL in the reward belongs to no part and is refused; it goes into the loss.
+    Worth knowing: with one part this is GRPO times a factor that is the same for the whole step. A
+    KL in the reward is refused, because it belongs to no part; put it into the loss.
     """
     return Objective(
         advantage=advantage.parts_standardized,
@@ -50,10 +52,10 @@ def maxrl() -> Objective:
 
     A group's weight is 1 / (pass rate). With binary rewards this is the unbiased gradient of
     log(pass rate) expanded to order G - 1; `all_wrong = "minus_one"` gives A = -1 to groups without
-    success, which makes it order G at much noise.
+    success, which makes the order G but adds much noise.
 
     Choice: token sums are divided by a constant, as in Dr.GRPO; the authors' code takes the mean
-    over tokens, which is biased. Rewards must not be negative.
+    over tokens, which is a biased estimate. Rewards must not be negative.
 
     Worth knowing: with binary rewards and groups of two this is RLOO.
     """
@@ -72,16 +74,17 @@ def pkpo() -> Objective:
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The expected gradient is that of max@k, which is pass@k for binary rewards. Baselines, each
-    unbiased: `loo1` (the paper's, of least variance) is what the completion adds to k - 1 others,
-    never negative; `centred` adds up to 0 in a group; `loo` is equation 29.
+    The expected gradient is that of max@k, which is pass@k for binary rewards. Each baseline is
+    unbiased. With `loo1`, the paper's choice with the least variance, A_i is the gain of the
+    completion over k - 1 others, which is never negative. With `centred` the advantages of a group
+    add up to 0. `loo` is equation 29.
 
-    Choices: no division by a deviation and a constant length, since either would bias it. A group
-    whose rewards are all equal has advantage 0; the other baselines give that by themselves, and
-    `loo` becomes biased by it.
+    Choices: we do not divide by a standard deviation, and divide by a constant length, because
+    otherwise the gradient would be biased. A group whose rewards are all equal has advantage 0.
+    With `loo1` and `centred` this follows from the formula; with `loo` it causes a bias.
 
     Worth knowing: with k = 1 this is RLOO. With `loo1` and binary rewards, a group with more than
-    G - k + 1 successes teaches nothing: lower k as the policy gets better.
+    G-k+1 successes has no gradient: lower k as the policy gets better.
     """
     return Objective(
         advantage=best_of_k.best_of_k,
@@ -99,12 +102,12 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    T counts the tokens of all completions, as in equation 2; TRL counted those that are kept.
+    T counts the tokens of all completions, as in equation 2; TRL counted only the kept completions.
     Completions outside S need no forward pass (filter.skip_zero_gradient). Choice: ddof 1 and eps
-    as in `grpo`; the paper has ddof 0. Keep half the group unless you know better: 4 of 8.
+    as in `grpo`; the paper has ddof 0. A good default is to keep half the group: 4 of 8.
 
-    Worth knowing: the shortest completions of a mixed group may all be wrong; then the group
-    teaches nothing. With keep >= G this is `grpo` with a token mean.
+    Worth knowing: the shortest completions of a mixed group may all be wrong; then the group has no
+    gradient. With keep >= G this is `grpo` with a token mean.
     """
     return Objective(
         advantage=keep.kept_standardized,
@@ -116,16 +119,16 @@ def gfpo() -> Objective:
 
 @takes("max_weight", "beta", "kl", "ddof", "eps")
 def scalerl() -> Objective:
-    """The loss of ScaleRL, arXiv 2510.13786: truncated weights to the sampler, mean over prompts.
+    """The loss of ScaleRL, arXiv 2510.13786: truncated importance weights, mean over prompts.
 
         A_i  = (R_i - mean_g R) / (std (R - mean_g R) + eps),  the deviation over mixed groups
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
         r    = exp(logp - sampler_logp),  P mixed groups
 
-    The rest of the recipe is not a loss: groups without variance are dropped without a refill
-    (filter.drop_flat), prompts that are solved are drawn no more (curriculum), and the head is in
-    float32 on both sides. The paper leaves open which advantages the deviation is over; here it is
-    those of mixed groups.
+    The rest of the recipe is not a loss: groups with equal rewards are dropped and not replaced
+    (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
+    float32 in both the engine and the trainer. The paper does not say over which advantages the
+    standard deviation is taken; here it is taken over those of mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

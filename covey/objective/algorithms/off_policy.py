@@ -1,4 +1,4 @@
-"""Algorithms for stale data: they bound how far the policy has moved since it generated."""
+"""Algorithms for stale data: they bound how far the policy has moved since generation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def bapo() -> Objective:
         share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
         loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
 
-    Stale batches are dominated by bad tokens. The bounds open until good tokens carry `target` of
-    the step's surrogate. They are constants of one optimizer step, over all micro-batches and
-    ranks, at the cost of one more forward pass.
+    In stale batches, tokens with a negative advantage dominate. The bounds widen until tokens with
+    a positive advantage make up the share `target` of the step's surrogate. The bounds are computed
+    once per optimizer step, over all micro-batches and ranks, which costs one more forward pass.
 
-    Choices: equation 8 as printed counts clipped tokens at their bound, so that raising c_low
-    lowers the share, against its text (`measure = "value"`); here the share is of what carries a
-    gradient. The authors' code raises c_low first and works per micro-batch.
+    Choices: only tokens with a gradient count in the share. Equation 8 as printed (`measure =
+    "value"`) counts clipped tokens at their bound; then raising c_low lowers the share, contrary to
+    the paper's text. The authors' code raises c_low first and works per micro-batch.
 
-    Worth knowing: on policy no bound acts, and this is `grpo` with a token mean.
+    Worth knowing: on policy nothing is clipped, and this is `grpo` with a token mean.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -49,9 +49,9 @@ def m2po() -> Objective:
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
-    T counts all tokens. Few outliers are dropped, and everything else is unclipped importance
-    sampling. The tokens are chosen over one optimizer step, which costs one more forward pass; the
-    authors' code chooses per micro-batch, clips as well and bounds another mean.
+    T counts all tokens. A few outliers are dropped; all other tokens have unclipped importance
+    weights. The tokens are chosen over a whole optimizer step, which costs one more forward pass.
+    The authors' code chooses per micro-batch, also clips, and bounds a different mean.
 
     Worth knowing: on policy nothing is dropped, and this is `grpo` with a token mean, unclipped.
     """
@@ -67,18 +67,18 @@ def m2po() -> Objective:
 
 @takes("clip_low", "clip_high", "dual", "cap", "beta", "kl", "ddof", "eps")
 def decoupled_ppo(*, cap: float = 5.0) -> Objective:
-    """Decoupled PPO, arXiv 2110.00641 and AReaL (2505.24298): three policies kept apart.
+    """Decoupled PPO, arXiv 2110.00641 and AReaL (2505.24298): three separate policies.
 
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
-    The behaviour policy is whatever generated a token, of any version; the proximal policy is the
-    trainer's at the start of the batch, for every token. So the clip is centred on the policy that
-    is updated, and w corrects for stale tokens. With one optimizer step per batch r is 1, and w
-    does all of it.
+    The behaviour policy is the one that generated the token, of any version. The proximal policy is
+    the trainer's policy at the start of the batch, the same for every token. So the clip is centred
+    on the policy that is updated, and w corrects for stale tokens. With one optimizer step per
+    batch r is 1, and only w corrects.
 
-    Choice: weights above the cap are dropped, as in AReaL's paper; `objective.correction` has
-    others. AReaL's code now leaves w out by default.
+    Choice: tokens whose weight exceeds the cap are dropped, as in AReaL's paper;
+    `objective.correction` offers other treatments. AReaL's code now leaves w out by default.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -1,4 +1,4 @@
-"""Algorithms whose ratio, or whose clip, is of whole completions."""
+"""Algorithms whose ratio or clip applies to whole completions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def gspo() -> Objective:
         s_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    Worth knowing: s is a geometric mean, so it moves far less than the ratio of a token; a clip of
-    0.2, which fits tokens, never acts on it. With one optimizer step per rollout batch s is 1 and
-    the gradient is GRPO's. The mean is over completions: over tokens it would be another algorithm
-    (that is `luspo`, up to a constant), though several codes do that under this name.
+    Worth knowing: s is a geometric mean, so it moves far less than the ratio of a token. A clip of
+    0.2, which fits token ratios, has no effect on it. With one optimizer step per rollout batch s
+    is 1 and the gradient is GRPO's. The mean is over completions. With a mean over tokens it would
+    be a different algorithm (`luspo`, up to a constant), although several libraries call that GSPO.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -33,13 +33,13 @@ def gspo() -> Objective:
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def gspo_token() -> Objective:
-    """GSPO-token, arXiv 2507.18071 equations 13 to 18: the ratio of the completion, token by token.
+    """GSPO-token, arXiv 2507.18071 equations 13 to 18: GSPO with a gradient per token.
 
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
         loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
 
-    The same value and gradient as `gspo` while all tokens of a completion have one advantage. It is
-    the form to take with advantages of single tokens, such as `top_entropy` makes.
+    The value and the gradient equal those of `gspo` if all tokens of a completion have the same
+    advantage. Use this form if tokens have their own advantages, as with `top_entropy`.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -55,8 +55,8 @@ def luspo() -> Objective:
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    GSPO's division by the completion's length favours short correct completions; this takes it
-    back.
+    GSPO's division by the completion's length favours short correct completions; this algorithm
+    removes the division.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -73,8 +73,8 @@ def gmpo() -> Objective:
         z_t  = min(x, clip(x, -clip_low, clip_high)) if A > 0 else max(...),  x = logp - old_logp
         loss = - 1/N sum_i A_i exp( 1/T_i sum_t z_t )
 
-    The bounds are of the logarithm: 0.4 lets ratios from 0.67 to 1.49 through. Passing the bounds
-    of a ratio here, as 0.2 and 0.28, means exp(-0.2) and exp(0.28).
+    The bounds apply to the logarithm: 0.4 allows ratios from 0.67 to 1.49. Bounds such as 0.2 and
+    0.28 therefore mean ratios of exp(-0.2) and exp(0.28).
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -95,8 +95,8 @@ def rloo() -> Objective:
 
     A completion is one action, so its ratio is the product over its tokens and the gradient of each
     token has weight 1/N, whatever the length. The paper takes one step per batch, where the ratio
-    is 1; the clip for several steps is TRL's. For long completions the product leaves the clip
-    range at once: take few optimizer steps.
+    is 1; the clip for several steps is TRL's. For long completions the product soon leaves the clip
+    range, so take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,
@@ -132,13 +132,13 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
         loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
 
     Choices: the paper prints w as a mean of ratios (equation 8, `mean = "arithmetic"`) and as a
-    geometric mean (algorithm 1), which is our default; its sums over k are of the group in the
-    equations, and of the batch in its runs (`scope`). Clip 0.2 and 0.28 practically never acts on a
-    geometric mean. 1/H is taken of H no smaller than entropy_floor. A completion is correct if the
+    geometric mean (algorithm 1), which is our default. In its equations the sums over k are over
+    the group, in its runs over the batch (`scope`). A clip of 0.2 and 0.28 has practically no
+    effect on a geometric mean. In 1/H, H is at least entropy_floor. A completion is correct if the
     reward calls it a success.
 
-    Departure: a group that is all correct or all wrong has advantage 0, as dynamic sampling, which
-    the paper's runs use, would have it.
+    Departure: a group that is all correct or all wrong has advantage 0. The paper's runs drop such
+    groups by dynamic sampling.
     """
     return Objective(
         advantage=shaping.entropy_shaped_sequences,

@@ -1,4 +1,4 @@
-"""Algorithms that treat tokens apart: by entropy, by a weight of their own, by what they share."""
+"""Algorithms that treat tokens differently: by entropy, covariance or conflicts in the group."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def gtpo() -> Objective:
     d_t and h_t count the correct and wrong completions that reach position t. Not to be confused
     with `gtpo_trajectory`, which has the same initials.
 
-    Choices: mean and deviation are over all tokens of the batch, rp being 0 on tokens of wrong
-    completions and rn on those of correct ones. The paper can also be read as "over tokens of the
-    same polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and half of every
-    correct completion is pushed down. The sums over k are of the group, as in the equations; the
-    paper's runs took the batch (`scope`). 1/H is taken of H no smaller than entropy_floor. A
-    completion is correct if the reward calls it a success.
+    Choices: mean and deviation are over all tokens of the batch; rp is 0 for tokens of wrong
+    completions, and rn is 0 for tokens of correct ones. The paper can also be read as "over tokens
+    of the same polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and about half
+    the tokens of correct completions get a negative advantage. The sums over k are over the group,
+    as in the equations; the paper's runs took them over the batch (`scope`). In 1/H, H is at least
+    entropy_floor. A completion is correct if the reward calls it a success.
 
-    Departure: a group that is all correct or all wrong has advantage 0, as dynamic sampling, which
-    the paper's runs use, would have it.
+    Departure: a group that is all correct or all wrong has advantage 0. The paper's runs drop such
+    groups by dynamic sampling.
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
@@ -59,15 +59,16 @@ def gtpo_trajectory() -> Objective:
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
-    H_i is the mean entropy of the completion. A conflict token stands at the same place in a good
-    and in a bad completion of the group, in an unbroken run from the start or from the end. On it
-    delta is `bonus` in a good completion, 0 in a bad one, for each of the two runs; elsewhere 1. So
-    the form that all completions share is not pushed down with the bad ones. No ratio, no clip, no
-    reference.
+    H_i is the mean entropy of the completion. A conflict token occurs at the same position in a
+    good and in a bad completion of the group, within a common prefix or, counted from the end, a
+    common suffix. For a conflict token, delta is `bonus` in a good completion and 0 in a bad one,
+    once for the prefix and once for the suffix; for other tokens it is 1. So bad completions do not
+    lower the probability of the format that all completions share. There is no ratio, no clip and
+    no reference.
 
-    Departures: H_i is taken when the batch is collected rather than anew in every optimizer step,
-    so that the advantage is a constant of the batch. A group without variance has advantage 0; the
-    authors' code would push it down by its entropy.
+    Departures: H_i is computed once, when the batch is collected, and not in every optimizer step,
+    so that the advantage is a constant of the batch. A group with equal rewards has advantage 0; in
+    the authors' code its advantage is negative, by its entropy.
     """
     return Objective(
         advantage=shaping.without_conflicts,
@@ -80,15 +81,15 @@ def gtpo_trajectory() -> Objective:
 
 @takes("clip_low", "clip_high", "share", "cov_low", "cov_high", "beta", "kl", "ddof", "eps")
 def clip_cov() -> Objective:
-    """Clip-Cov, arXiv 2505.22617: no gradient for a few tokens that would collapse the entropy.
+    """Clip-Cov, arXiv 2505.22617: no gradient for the few tokens that would collapse the entropy.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
-    Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes a forward
-    pass more. The random tokens are picked by a hash of what was sampled: the same whatever the
-    order of rows and the micro-batches.
+    Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes one more
+    forward pass. The random tokens are picked by a hash of what was sampled, so the choice does not
+    depend on the order of rows or on the micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -101,14 +102,14 @@ def clip_cov() -> Objective:
 
 @takes("share", "coefficient", "beta", "kl", "ddof", "eps")
 def kl_cov() -> Objective:
-    """KL-Cov, arXiv 2505.22617: hold on to a few tokens that would collapse the entropy.
+    """KL-Cov, arXiv 2505.22617: a penalty on the few tokens that would collapse the entropy.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
         loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
                tokens with the largest cov ]
 
-    Elsewhere the ratio is not clipped at all. Choices: cov is over the whole optimizer step, not
-    over a micro-batch, so it takes a forward pass more; only tokens with cov above 0 are picked.
+    Ratios are not clipped. Choices: cov is over the whole optimizer step, not over a micro-batch,
+    so it takes one more forward pass; only tokens with cov above 0 are picked.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -20,9 +20,9 @@ def gigpo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Worth knowing: this is for multi-turn rollouts; the environment must report its states. A state
-    that one turn alone was in adds nothing, so without repeated states it is GRPO. With
-    `normalize = "mean"` neither term is divided by its deviation. Statistics of episodes are over
-    rollouts; the released code takes them over turns, where long episodes weigh more.
+    that occurs only once adds nothing, so without repeated states this is GRPO. With `normalize =
+    "mean"` neither term is divided by its deviation. Statistics of episodes are over rollouts; the
+    released code takes them over turns, so that long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

@@ -1,4 +1,4 @@
-"""Algorithms that weigh log-probabilities, or gate them softly, instead of clipping a ratio."""
+"""Algorithms that weight log-probabilities or gate them softly instead of clipping a ratio."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def cispo() -> Objective:
 
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
-    No token loses its gradient; only its weight is bounded. Both bounds are absolute: codes
-    disagree on whether the cap is 1 + eps_high (paper, verl) or eps_high itself (TRL), so that
-    one number means two things. The paper publishes no cap; 5 is ScaleRL's. It has no lower bound.
+    No token loses its gradient; only its weight is bounded. Both bounds are absolute numbers,
+    because libraries disagree: the cap is 1 + eps_high in the paper and verl, but eps_high itself
+    in TRL. The paper publishes no value of the cap; 5 is ScaleRL's. The paper has no lower bound.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -34,8 +34,8 @@ def sapo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t f(r) A,  f(r) = 4/tau sigmoid(tau (r - 1))
         tau  = tau_pos if A > 0 else tau_neg
 
-    The slope of f is 1 at r = 1 and falls off on both sides instead of being cut, faster for bad
-    tokens.
+    The slope of f is 1 at r = 1 and falls off smoothly on both sides, faster for tokens with a
+    negative advantage.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -54,9 +54,10 @@ def gpg(
         A_i  = alpha (R_i - mean_g R),  alpha = N / completions in groups with variance
         loss = - 1/T sum_i sum_t A logp
 
-    Neither ratio nor clip: with several optimizer steps per batch nothing holds the policy back.
-    alpha makes up for groups without variance; if no group has any, all advantages are 0. verl
-    counts non-zero rewards instead, which gives another alpha.
+    There is neither a ratio nor a clip, so with several optimizer steps per batch nothing limits
+    how far the policy moves. alpha compensates for groups with equal rewards; if all groups have
+    equal rewards, all advantages are 0. verl counts non-zero rewards instead, which gives a
+    different alpha.
     """
     return Objective(
         advantage=advantage.scaled_up,
@@ -74,7 +75,7 @@ def vespo() -> Objective:
         loss = - 1/T sum_i sum_t sg(phi(q)) A logp,  phi(w) = w^power exp(rate (1 - w))
 
     with (power, rate) = (2, 3) for A >= 0 and (3, 2) otherwise. phi is 1 on policy and vanishes on
-    both sides. Choice: a correction for the sampler is a factor of its own and not part of q.
+    both sides. Choice: the correction for the sampler is a separate factor and not part of q.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -91,8 +92,8 @@ def dppo() -> Objective:
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
         keep = p - p_old <= clip_high if A > 0 else p - p_old >= -clip_low,  p = exp(logp)
 
-    The bounds are of probabilities, not of ratios: a rare token may double, a common one may not
-    lose much.
+    The bounds apply to probabilities, not to ratios: a rare token may double its probability, a
+    common token may lose only little.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -1,7 +1,7 @@
 """Exact evaluation of arithmetic expressions that a model wrote, without `eval`.
 
-Python parses the expression, and only numbers and arithmetic are evaluated. `95**87**64` would
-never finish, so every limit is checked before anything is computed.
+Python parses the expression, and only numbers and arithmetic are evaluated. Every limit is checked
+before anything is computed, because `95**87**64` would never finish.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ MAX_DIGITS = 30
 MAX_NESTING = 50
 MAX_NUMBERS = 200
 MAX_BITS = 4096
-"""Of the numerator and of the denominator of every intermediate result."""
+"""The largest size of the numerator and of the denominator of every intermediate result."""
 
-# The signs for times (cross, two dots), division, minus and the dash that stands for it.
+# Unicode signs for multiplication (cross, two dots), division and minus (minus sign, dash).
 _TWINS = str.maketrans("\u00d7\u22c5\u00b7\u00f7\u2212\u2013", "***/--")
 _CHARACTERS = re.compile(r"[-+*/^().0-9\s]*", re.ASCII)
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+", re.ASCII)
-# Python has no number with a leading zero.
+# Python rejects numbers with a leading zero.
 _LEADING_ZEROS = re.compile(r"(?<![0-9.])0+(?=[0-9])", re.ASCII)
 
 
@@ -61,7 +61,7 @@ def numbers_in(text: str) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    """Return the expression on one line in ASCII, with every limit on its text checked."""
+    """Check the limits on an expression's text; return it on one line in ASCII."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
     text = text.rstrip().translate(_TWINS)

@@ -1,6 +1,6 @@
 r"""Equations and units in an answer: the value that an equation states.
 
-`x = 42` states 42, and so does `6 \cdot 7 = 42`. `41 = 42` states nothing.
+`x = 42` states 42, and so does `6 \cdot 7 = 42`. `41 = 42` states no value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
 def sides(formula: str) -> list[str]:
     """Split a formula at its equals signs.
 
-    Brackets are not split. Neither are lists, nor formulas with another relation.
+    Brackets, lists and formulas with another relation are not split.
 
     >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
     (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])
@@ -62,8 +62,8 @@ def variables(formula: str) -> set[str]:
 def stated_values(parts: list[str], target: str) -> list[str]:
     """Return the sides of an equation that must each equal the target; none if it is not solved.
 
-    These are the sides that could be the target: numbers, and sides with the target's variables.
-    Other sides, such as the `x` of `x = 42`, name the value. `2x = 42` is not solved for x.
+    A side could be the target if it is a number or has the target's variables. Other sides, such as
+    the `x` of `x = 42`, name the value. `2x = 42` is not solved for x.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])

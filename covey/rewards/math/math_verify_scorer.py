@@ -36,7 +36,7 @@ COMMON = (
 @cache
 def _math_verify() -> Any:
     module = importlib.import_module("math_verify")
-    # Both warn that their time limits are off. The sandbox has its own.
+    # Both packages warn that their time limits are off, but the sandbox has its own limit.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return module

@@ -13,7 +13,7 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Characters of a number, markup included: this bounds the size of integers."""
+"""The most characters of a number, with markup; this bounds the size of integers."""
 MAX_EXPONENT = 100
 
 CURRENCY = "$€£¥₹₩₽฿"
@@ -52,7 +52,7 @@ def _plain_character(character: str) -> str:
         return "-"
     kind = unicodedata.decomposition(character).partition(" ")[0]
     folded = unicodedata.normalize("NFKC", character).replace("\u2044", "/")
-    # 3½ is not 31/2, and x₂ not x2.
+    # 3½ must not become 31/2, nor x₂ become x2.
     return {"<fraction>": f" {folded} ", "<sub>": f"_{folded}", "<circle>": character}.get(
         kind, folded
     )
@@ -61,8 +61,8 @@ def _plain_character(character: str) -> str:
 def normalise(text: str) -> str:
     """Return the text in plain characters: NFKC, but superscripts and subscripts stay marked.
 
-    NFKC of the whole text would turn `5²` into 52, and takes time quadratic in the number of
-    combining marks; so each character is normalised alone.
+    Each character is normalised alone, because NFKC of the whole text would turn `5²` into 52 and
+    takes time quadratic in the number of combining marks.
 
     >>> normalise("x² = ½")
     'x^{2} =  1/2 '
@@ -87,7 +87,7 @@ _WRAPPED = re.compile(
 )
 _LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
-"""Every pattern above needs one of these, which plain answers lack: a quick test."""
+"""A quick test: every pattern above needs one of these characters, and plain answers have none."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 

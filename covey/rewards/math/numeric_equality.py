@@ -1,8 +1,9 @@
 r"""Equality of two formulas by evaluating both at a few points, 100 times as fast as algebra.
 
-Two expressions that agree at three arbitrary points, one of them negative, are equal. Two that
-agree at none are not. Anything else is undecided: agreement at some points, a value that cannot be
-computed, or syntax that is not parsed here (inequalities, matrices, words).
+Two expressions that agree at three arbitrary points, one of them negative, are equal. Two
+expressions that agree at no point are not equal. Anything else is undecided: agreement at some
+points, a value that cannot be computed, or syntax that is not parsed here (inequalities, matrices,
+words).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
 rounded, different above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""A summand this small relative to the other could get lost: 1 - 2^{-100} is not 1."""
+"""A summand smaller than this, relative to the other, could get lost: 1 - 2^{-100} is not 1."""
 MAX_DIGITS = 12
-"""Of a number, so that floats tell neighbouring numbers apart."""
+"""The most digits of a number, so that neighbouring numbers are different floats."""
 
 Values = list[complex]
 """The value of an expression at each point."""
@@ -104,7 +105,7 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
 
 
 def _value(left: str, right: str) -> list[str]:
-    """Return the value of `y = ...`; empty if no letter, or one on both sides, is defined."""
+    """Return the value of `y = ...`; empty if no letter is defined, or it is on both sides."""
     letter, value = left.strip(), right
     alone = len(letter) == 1 and letter.isascii() and letter.isalpha()
     return [value] if alone and letter not in value else []

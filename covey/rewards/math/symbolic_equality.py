@@ -1,7 +1,7 @@
 """Equality of two formulas by computer algebra, for pairs that numeric evaluation cannot decide.
 
-math-verify compares them with sympy, which evaluates text and may run for ever. So it runs in the
-sandbox with a time limit, and formulas that are too expensive are rejected first.
+math-verify compares them with sympy, which evaluates text and may never finish. So it runs in the
+sandbox with a time limit, and formulas that are too expensive are rejected in advance.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""Digits of a power of a number. Under a root, sympy would factor it."""
+"""The most digits of a power of a number, because sympy would factor it under a root."""
 MAX_DEGREE = 100
-"""Of a polynomial in a division, which takes time quadratic in the degree."""
+"""The largest degree of a polynomial in a division, which takes time quadratic in the degree."""
 
 _DIVISION = re.compile(r"frac|/|\\div")
 _UNBOUNDED = re.compile(
@@ -36,8 +36,8 @@ def require_math_verify(unsafe: bool) -> None:
     """Raise ConfigError unless math-verify is installed and, unless `unsafe`, a sandbox exists."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "reward: comparing formulas needs math-verify: pip install 'covey[tasks]', "
-            "or set symbolic = false"
+            "reward: the comparison of formulas needs math-verify: pip install 'covey[tasks]', or "
+            "set symbolic = false"
         )
     if unsafe:
         return
@@ -97,7 +97,7 @@ def _powers_are_small(formula: str) -> bool:
             return False
         if base:
             nested *= power
-            # The power of a sum has about this many terms when expanded.
+            # When expanded, the power of a sum has about this many terms.
             if nested ** min(len(re.findall("[-+]", base)), 9) > MAX_TERMS:
                 return False
         else:

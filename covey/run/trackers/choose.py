@@ -15,14 +15,15 @@ from covey.run.trackers.protocol import Tracker
 TRACKERS: Mapping[str, str] = MappingProxyType(
     {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "trackio": "TrackioTracker"}
 )
-"""Name -> class. The name is also that of its module here, of its package and of its extra."""
+"""Name -> class of a tracker. Its module here, its package and its extra have the same name."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
     """Refuse an unknown tracker, or one whose package is not installed."""
     for name in names:
         if name not in TRACKERS:
-            raise ConfigError(f"config: trackers: {name!r}{nearest(name, TRACKERS)}")
+            hint = nearest(name, TRACKERS)
+            raise ConfigError(f"config: trackers: {name!r} is not a tracker{hint}")
         if find_spec(name) is None:
             raise ConfigError(
                 f"config: trackers: {name!r} is not installed; pip install 'covey[{name}]'"

@@ -7,24 +7,40 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from covey.escape import printable
 from covey.run.best import best_of
+from covey.run.estimate_text import change_text, estimate_text, is_reward
 from covey.run.folder import RunFolder
 from covey.run.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
+NARROW = 90
+"""Columns of a terminal below which the numbers of a step would be cut off."""
 PLAIN_LOG_SECONDS = 5.0
-"""Plain lines come at most this often, and for the first and the last step."""
+"""Minimum seconds between two plain lines, except for the first and the last step."""
 
 
-def summary(metrics: Mapping[str, Any]) -> str:
-    """Return the main numbers of a step in one line."""
+def duration(seconds: float) -> str:
+    """Return a time in hours, minutes and seconds.
+
+    >>> duration(61.7), duration(3 * 3600 + 5)
+    ('1:01', '3:00:05')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
+    """Return the main numbers of a step in one line; `short` for a narrow terminal."""
+    if short and "objective/scores" in metrics:
+        return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
     if "loss/cross_entropy" in metrics:
         return (
             f"loss {metrics['loss/cross_entropy']:.4f}  "
@@ -47,14 +63,16 @@ def summary(metrics: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """Return an evaluation in one line."""
+    """Return an evaluation in one line, with the mean reward if it differs from the accuracy."""
     numbers = "  ".join(
-        f"{name} {e.value:.1%} [{e.low:.1%}, {e.high:.1%}]"
-        for name, e in evaluation.estimates.items()
+        f"{name} {estimate_text(name, estimate.row())}"
+        for name, estimate in evaluation.estimates.items()
+        if not is_reward(name) or (name == "reward" and evaluation.graded)
     )
     lost = f", {evaluation.unscored} completions not scored" if evaluation.unscored else ""
-    constant = evaluation.best_constant
-    best = "" if constant is None else f", best constant answer {constant:.1%}"
+    constant, known = evaluation.best_constant, evaluation.baselines
+    answer = f" ({known.constant.answer!r})" if known and known.constant else ""
+    best = "" if constant is None else f", best constant answer{answer} {constant:.1%}"
     return (
         f"{numbers} on {evaluation.prompts} held-out prompts, {evaluation.distinct_answers} "
         f"distinct answers{best}{lost}"
@@ -62,7 +80,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """Lines for logs and pipes."""
+    """Prints plain lines, for logs and pipes."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         self.run = run
@@ -73,7 +91,7 @@ class ConsoleTracker(Tracker):
         self.printed = 0.0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print where the run is and how far it will go."""
+        """Print the run folder and the number of steps."""
         self.steps, self.done, self.began = steps, done, time.monotonic()
         verb = f"resuming after step {done}" if done else "training"
         self.note(f"{verb}: {steps} steps of {rollouts} rollouts, in {self.run.path}")
@@ -84,9 +102,13 @@ class ConsoleTracker(Tracker):
         if time.monotonic() - self.printed < PLAIN_LOG_SECONDS and step not in (1, self.steps):
             return
         self.printed = time.monotonic()
-        rate = (self.printed - self.began) / (step - self.done)
-        left = rate * (self.steps - step)
-        self.note(f"step {step}/{self.steps}  {summary(metrics)}  {left:.0f} s left")
+        left = duration(self.seconds_left(step))
+        self.note(f"step {step}/{self.steps}  {summary(metrics)}  {left} left")
+
+    def seconds_left(self, step: int) -> float:
+        """Return the time of the steps after this one, by the mean of those so far."""
+        mean = (time.monotonic() - self.began) / max(1, step - self.done)
+        return mean * (self.steps - step)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Print an evaluation."""
@@ -97,7 +119,7 @@ class ConsoleTracker(Tracker):
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
-        """Print the result and where to look next."""
+        """Print the result, and commands to look at it."""
         if done < steps:
             self.note(f"{signal}: saved step {done} of {steps}")
             self.note(f"resume with: covey {command} --resume {self.run.path}")
@@ -115,7 +137,7 @@ class ConsoleTracker(Tracker):
 
 
 class LiveTracker(ConsoleTracker):
-    """A progress bar with the last step's numbers, while the run trains."""
+    """Shows a progress bar with the numbers of the last step while the run trains."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         super().__init__(run, console)
@@ -124,11 +146,11 @@ class LiveTracker(ConsoleTracker):
             BarColumn(bar_width=8),
             TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True, ratio=1)),
             TextColumn("{task.fields[sampled]}", table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True, min_width=5)),
             console=console,
             expand=True,
         )
-        self.task = self.progress.add_task("step", total=None, sampled="", summary="")
+        self.task = self.progress.add_task("step", total=None, sampled="", summary="", left="")
         self.count = 0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -145,8 +167,13 @@ class LiveTracker(ConsoleTracker):
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Advance the bar."""
         self.count = 0
+        step = metrics["step"]
         self.progress.update(
-            self.task, completed=metrics["step"], summary=summary(metrics), sampled=""
+            self.task,
+            completed=step,
+            summary=summary(metrics, short=self.console.width < NARROW),
+            sampled="",
+            left=duration(self.seconds_left(step)),
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -160,7 +187,7 @@ class LiveTracker(ConsoleTracker):
 
 
 def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
-    """Return a progress bar for a terminal, plain lines for anything else."""
+    """Return a tracker with a progress bar for a terminal, or with plain lines for other output."""
     return LiveTracker(run, console) if console.file.isatty() else ConsoleTracker(run, console)
 
 
@@ -177,25 +204,21 @@ def before_and_after(run: RunFolder) -> Table | None:
     for name in [n for n in estimates if n in last]:
         a, b = first[name], last[name]
         table.add_row(
-            _cell(name),
-            _interval(a),
-            _interval(b),
-            f"{100 * (b['value'] - a['value']):+.1f} points",
+            _cell(f"greedy: {name}" if is_reward(name) else name),
+            estimate_text(name, a),
+            estimate_text(name, b),
+            change_text(name, b["value"] - a["value"]),
         )
-    for part in [p for p in first["parts"] if p in last["parts"]]:
-        a, b = first["parts"][part], last["parts"][part]
-        change = f"{100 * (b - a):+.1f} points"
-        table.add_row(_cell(f"greedy: {part}"), f"{a:.1%}", f"{b:.1%}", change)
     if "distinct_answers" in first and "distinct_answers" in last:
         counts = [row["distinct_answers"] for row in (first, last)]
         table.add_row("distinct answers", *map(str, counts), f"{counts[1] - counts[0]:+d}")
     if "best_constant" in last:
-        table.caption = f"always the same answer: at best {last['best_constant']:.1%} correct"
+        constant = last["best_constant"]
+        gain = change_text("greedy", last["greedy"]["value"] - constant)
+        table.caption = (
+            f"the best constant answer has accuracy {constant:.1%}; the last step is {gain} above"
+        )
     return table
-
-
-def _interval(e: Mapping[str, float]) -> str:
-    return f"{e['value']:.1%} [{e['low']:.1%}, {e['high']:.1%}]"
 
 
 def _cell(text: str) -> Text:

@@ -1,4 +1,4 @@
-"""What trackers of other packages share: which numbers and completions they are given, and when."""
+"""Base classes of trackers of other packages: which numbers and completions they get, and when."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 SHOWN = 8
-"""Completions with the highest and with the lowest rewards in a table, each."""
+"""Number of highest-reward and of lowest-reward completions in a table."""
 LONGEST = 4000
-"""Characters of a text in a table; run folders have all of it."""
+"""Maximum number of characters of a text in a table; the run folder has the whole text."""
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 
@@ -34,7 +34,7 @@ class ExternalTracker(Tracker):
         self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
 
     def open(self, done: int) -> None:
-        """Begin to log after step `done`."""
+        """Start to log the steps after step `done`."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
@@ -55,14 +55,12 @@ class ExternalTracker(Tracker):
         self._log("step", metrics["step"], finite_numbers(metrics))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Log all numbers of an evaluation, estimates without their intervals."""
+        """Log all numbers of an evaluation, without the intervals of estimates."""
         row = {f"evaluation/{name}": value for name, value in evaluation.row().items()}
-        parts = row.pop("evaluation/parts", {})
-        row |= {f"evaluation/parts/{name}": value for name, value in parts.items()}
         self._log("evaluation", step, finite_numbers(row))
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log the completions with the highest and lowest rewards, every save.samples_every."""
+        """Log completions with the highest and lowest rewards every save.samples_every steps."""
         every = self.samples_every
         due = bool(every) and (step == 1 or step % every == 0)
         if name == "rollouts" and due and self.is_new("table", step):
@@ -74,10 +72,10 @@ class ExternalTracker(Tracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker whose series only grow. A resumed run does not log again what it has logged.
+    """A tracker that can only append, so a resumed run does not log a step twice.
 
     Steps after the checkpoint that a run resumes from are computed again, with the same numbers.
-    NAME.json in the run folder holds the run's id and the last steps that were logged.
+    NAME.json in the run folder contains the run's id and the last logged steps.
     """
 
     name: str
@@ -93,18 +91,18 @@ class RememberingTracker(ExternalTracker):
     def _saved(self) -> dict[str, Any]:
         try:
             return read_object(self.file) if self.file.exists() else {}
-        except RunError:  # damaged: the tracker's run begins anew
+        except RunError:  # damaged: start a new run of the tracker
             return {}
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether this event of a step was never logged, and note that it now is."""
+        """Return whether this event of a step was never logged, and record that it now is."""
         if step <= self.known.get(event, -1):
             return False
         self.known[event] = step
         return True
 
     def remember(self) -> None:
-        """Save what is logged, after it was. Without fsync, which would cost more than the rest."""
+        """Save the last logged steps, after logging. There is no fsync, because it is slow."""
         new = self.file.with_suffix(".partial")
         new.write_text(json.dumps(self.known) + "\n")
         new.replace(self.file)
@@ -116,7 +114,7 @@ class RememberingTracker(ExternalTracker):
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row but its step; of an estimate its value."""
+    """Return the finite numbers of a row without its step, and the values of estimates."""
     values = {n: v.get("value") if isinstance(v, Mapping) else v for n, v in row.items()}
     values.pop("step", None)
     return {name: value for name, value in values.items() if is_number(value)}
@@ -137,6 +135,6 @@ def _cell(row: Mapping[str, Any], column: str) -> Any:
 
 
 def shortened(text: str) -> str:
-    """Return text without control characters, and cut where it is very long."""
+    """Return text without control characters, cut if it is very long."""
     more = f" ... ({len(text) - LONGEST} more characters)" if len(text) > LONGEST else ""
     return printable(text[:LONGEST]) + more

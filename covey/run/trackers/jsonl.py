@@ -1,4 +1,4 @@
-"""The JSON Lines tracker, which every run has: it writes to the run folder."""
+"""The JSON Lines tracker, which writes the records of every run to its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class JsonlTracker(Tracker):
-    """Lines in steps.jsonl and eval.jsonl, and a file of rows for each table and step."""
+    """Writes lines of steps.jsonl and eval.jsonl, and a file for each table and step."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run

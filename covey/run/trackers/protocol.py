@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """A sink for what a run reports. Every method does nothing unless it is overridden."""
+    """Receives the events of a run. Every method does nothing unless it is overridden."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
         """Training begins. `done` of `steps` steps are finished; each has `rollouts` rollouts."""
@@ -39,7 +39,7 @@ class Tracker:
 
 
 class Trackers(Tracker):
-    """Several trackers as one: what a run reports goes to each of them, in order."""
+    """Several trackers as one. Every event goes to each of them, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)

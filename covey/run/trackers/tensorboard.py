@@ -10,7 +10,7 @@ from covey.run.trackers.external import COLUMNS, ExternalTracker
 
 
 class TensorBoardTracker(ExternalTracker):
-    """Scalars in double precision, and completions as text."""
+    """Writes scalars in double precision, and completions as text."""
 
     writer: Any = None
 
@@ -19,11 +19,11 @@ class TensorBoardTracker(ExternalTracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self.run.path / "tensorboard")
-        # The first file says so as well: TensorBoard takes a second one for a restart.
+        # The first file needs this too, because TensorBoard treats a second file as a restart.
         self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars as one event, in double precision: single would round counts of tokens."""
+        """Write scalars as one event in double precision, because float32 rounds token counts."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
 
@@ -37,7 +37,7 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Write completions as indented Markdown, which no text can leave."""
+        """Write completions as indented Markdown, which the text itself cannot end."""
         lines: list[str] = []
         for row in rows:
             cells = dict(zip(COLUMNS, row, strict=True))
@@ -47,6 +47,6 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.add_text("completions", "\n".join(lines), step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining data."""
         if self.writer is not None:
             self.writer.close()

@@ -1,6 +1,6 @@
 """The trackio tracker: a local database, which `trackio show` opens.
 
-TRACKIO_DIR says where, TRACKIO_PROJECT under which project; TRACKIO_SPACE_ID sends it to the hub.
+TRACKIO_DIR sets its folder and TRACKIO_PROJECT the project; TRACKIO_SPACE_ID sends it to the hub.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from covey.run.trackers.external import COLUMNS, PROJECT, RememberingTracker
 
 
 class TrackioTracker(RememberingTracker):
-    """A run of trackio, with tables of completions. A resumed run continues it."""
+    """Logs to a trackio run, with tables of completions. A resumed run continues the same one."""
 
     name = "trackio"
     session: Any = None
 
     def open(self, done: int) -> None:
-        """Begin or continue the run of trackio."""
+        """Start or continue the trackio run."""
         import trackio
 
         self.session = trackio.init(
@@ -45,6 +45,6 @@ class TrackioTracker(RememberingTracker):
         self.session.log({"completions": table}, step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining data."""
         if self.session is not None:
             self.session.finish()

@@ -1,6 +1,6 @@
 """The Weights & Biases tracker. WANDB_MODE=offline writes to the run folder, for `wandb sync`.
 
-WANDB_PROJECT, WANDB_ENTITY and the other variables of wandb hold.
+WANDB_PROJECT, WANDB_ENTITY and the other environment variables of wandb apply.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from covey.run.trackers.external import COLUMNS, PROJECT, RememberingTracker
 
 
 class WandbTracker(RememberingTracker):
-    """A run of W&B, with tables of completions. A resumed run continues it."""
+    """Logs to a W&B run, with tables of completions. A resumed run continues the same W&B run."""
 
     name = "wandb"
     session: Any = None
 
     def open(self, done: int) -> None:
-        """Begin or continue the run of W&B."""
+        """Start or continue the W&B run."""
         import wandb
 
         self.session = wandb.init(
@@ -29,14 +29,12 @@ class WandbTracker(RememberingTracker):
             resume="allow" if done else None,
             dir=str(self.run.path),
             config=dict(self.settings),
-            settings=wandb.Settings(
-                console="off", quiet=True
-            ),  # notes may quote what a model wrote
+            settings=wandb.Settings(console="off", quiet=True),  # notes may quote text of a model
         )
         self.remember()
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step; those of its evaluation join the same row."""
+        """Log the numbers of a step; the numbers of its evaluation go to the same row."""
         self.session.log(dict(values), step=step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
@@ -47,6 +45,6 @@ class WandbTracker(RememberingTracker):
         self.session.log({"completions": table}, step=step)
 
     def close(self) -> None:
-        """Send or write what is left."""
+        """Send or write the remaining data."""
         if self.session is not None:
             self.session.finish()

@@ -1,4 +1,4 @@
-"""The place of this process among the ranks of a run, from the variables that torchrun sets."""
+"""Rank and number of ranks of this process, from the variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which rank this process is, of how many; and the same counted on its machine alone."""
+    """Rank of this process and number of ranks, in the whole run and on its machine."""
 
     rank: int = 0
     size: int = 1
@@ -22,7 +22,7 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return the place that the environment names; that of a single process if it names none."""
+    """Return the rank that the environment names; without one, that of a single process."""
     given = {name: environment[name] for name in NAMES if environment.get(name)}
     if "RANK" not in given and "WORLD_SIZE" not in given:
         return Place()
@@ -47,13 +47,15 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
 
 def _number(name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"ranks: {name} = {text!r} is not a number; torchrun sets it")
+        raise ConfigError(
+            f"ranks: {name} = {text!r} is not a number; start the ranks with torchrun"
+        )
     return int(text)
 
 
 def _check(name: str, rank: int, size_name: str, size: int) -> None:
     if rank >= size:
         raise ConfigError(
-            f"ranks: {name} = {rank} does not exist with {size_name} = {size}; ranks are counted "
-            "from 0"
+            f"ranks: {name} = {rank} must be less than {size_name} = {size}, because ranks are "
+            "counted from 0"
         )

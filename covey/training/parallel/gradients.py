@@ -1,9 +1,9 @@
-"""Sums of gradients over ranks, once for each optimizer step, before they are clipped.
+"""Sums of gradients over ranks, once per optimizer step, before clipping.
 
-Gradients are summed in place: large ones as they are, small ones by the bucket. Where autograd
-hands them out one by one, a bucket starts as soon as the last backward pass has completed it, so
-that communication runs beside the rest of that pass. Where CUDA graphs or fused passes write them,
-all start after the pass.
+Large gradients are summed in place, and small ones in buckets. If autograd computes gradients one
+by one, the sum of a bucket starts as soon as the last backward pass has completed it, so that
+communication overlaps with the rest of that pass. If CUDA graphs or fused passes write gradients,
+all sums start after the pass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BUCKET_BYTES = 25 * 2**20
 class _Bucket:
     names: list[str]
     missing: int = 0
-    """How many of its gradients the last pass has still to complete."""
+    """Number of its gradients that the last pass has not completed yet."""
     work: Any = None
     flat: torch.Tensor | None = None
-    """A copy of all its gradients. None: there is one, which is summed where it is."""
+    """A copy of all its gradients. None if it has one gradient, which is summed in place."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class GradientSums:
     _overlaps: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # The last parameters have their gradients first.
+        # The backward pass computes the gradients of the last parameters first.
         named = list(self.optimizer.parameters.items())[::-1]
         self.buckets = _buckets([(name, 4 * p.numel()) for name, p in named])
         place = {name: bucket for bucket in self.buckets for name in bucket.names}
@@ -58,13 +58,13 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Let buckets start during the backward pass that comes next, the last of the step."""
+        """Let buckets start during the next backward pass, which is the last of the step."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True
 
     def finish(self) -> None:
-        """Sum what is left, and wait until all gradients are sums over all ranks."""
+        """Sum the remaining buckets, and wait until all gradients are sums over all ranks."""
         self._overlaps = False
         for bucket in self.buckets[self._started :]:
             self._start(bucket)
@@ -100,13 +100,13 @@ class GradientSums:
         bucket.work = bucket.flat = None
 
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
-        """Return its gradients. A parameter that no pass uses has none, on any rank."""
+        """Return the gradients of a bucket. A parameter that no pass uses has none on any rank."""
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
 
 
 def _buckets(sizes: Sequence[tuple[str, int]]) -> list[_Bucket]:
-    """Put small gradients together; one that fills a bucket alone has its own."""
+    """Put small gradients into shared buckets, and each large one into its own."""
     buckets: list[_Bucket] = []
     room = 0
     for name, size in sizes:

@@ -1,4 +1,4 @@
-"""Joining the ranks of a run, and leaving them."""
+"""Join the ranks of a run, and leave them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from covey.training.parallel.world import World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""How long a rank that fails before it joins waits for rank 0 to say so."""
+"""Seconds that a rank which fails before it joins waits for rank 0 to report the failure."""
 
 
 @contextmanager
 def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World]:
-    """Join the ranks that the environment names, for as long as a run takes.
+    """Join the ranks that the environment names for the duration of a run.
 
-    A failure of one rank ends all of them, and one line says why: that of rank 0.
+    A failure of one rank ends all of them, and rank 0 prints one line with the reason.
     """
     here = place()
     if here.size == 1 and config.parallel.strategy == "ddp":
@@ -60,14 +60,14 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
 
 
 def check_alike(world: World, what: str, mine: str) -> None:
-    """Refuse ranks that differ in something all must have alike: settings as TOML, or any text."""
+    """Refuse ranks that differ in a text that must be equal, such as the settings as TOML."""
     all_of_them = world.gather(mine)
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
             raise ConfigError(
                 f"ranks: rank {rank} has other {what} than rank 0"
                 f"{_difference(all_of_them[0], other) if what == 'settings' else ''}; start every "
-                "rank with the same"
+                f"rank with the same {what}"
             )
 
 
@@ -113,7 +113,8 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
         )
     except (RuntimeError, ValueError) as error:
         lifeline.fail(str(error))
-        raise RankError(f"ranks: cannot connect them: {str(error).splitlines()[0]}") from None
+        why = str(error).splitlines()[0]
+        raise RankError(f"ranks: cannot connect the ranks: {why}") from None
     return Ranks(here, lifeline, timeout)
 
 
@@ -125,9 +126,9 @@ def _distributed() -> Any:
 
 
 def told_by_main(text: str, code: int) -> bool:
-    """Have rank 0 tell the user why this rank failed before it joined; return whether it does.
+    """Let rank 0 report why this rank failed before it joined; return whether it does.
 
-    Ranks that fail alike are then one line. Rank 0 lets the others know that it tells.
+    If several ranks fail in the same way, the user sees one line.
     """
     try:
         here = place()
@@ -148,7 +149,7 @@ def told_by_main(text: str, code: int) -> bool:
 
 
 def _agent() -> bool:
-    """Whether torchrun keeps the store itself; without it, rank 0 does."""
+    """Whether torchrun hosts the store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -170,7 +171,7 @@ def _store(here: Place, timeout: float) -> Any:
 
 
 def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
-    """Wait until every rank is there; a rank that is twice there, or missing, is an error."""
+    """Wait until every rank has joined; a duplicate or missing rank is an error."""
     if store.add(f"rank/{here.rank}", 1) > 1:
         raise ConfigError(f"ranks: two processes are rank {here.rank}; each needs its own RANK")
     store.add("ranks", 1)
@@ -180,14 +181,14 @@ def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
             loss = Loss(**json.loads(store.get("failed")))
             if here.rank == 0:
                 store.set("told", "")
-                time.sleep(0.5)  # the others read that from this process, unless torchrun has it
+                time.sleep(0.5)  # other ranks read it from this process, unless torchrun hosts it
             raise loss.error(here.rank == 0)
         if time.monotonic() > limit:
             missing = [str(r) for r in range(here.size) if not store.add(f"rank/{r}", 0)]
             raise RankError(
                 f"ranks: {count} of {here.size} ranks started within {timeout:g} seconds; rank "
                 f"{', '.join(missing)} is missing: start it, or set WORLD_SIZE (torchrun "
-                "--nproc-per-node and --nnodes) to how many there are"
+                "--nproc-per-node and --nnodes) to the number of ranks"
             )
         if not told and time.monotonic() > limit - timeout + 5.0:
             say(f"waiting for {here.size - count} of {here.size} ranks")

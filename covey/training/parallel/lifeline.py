@@ -1,10 +1,9 @@
-"""The lifeline between ranks: each one notices within seconds that another has failed or is gone.
+"""Failure detection between ranks: each notices within seconds that another has failed or died.
 
-A collective call waits for all ranks, and one of them may be in the middle of minutes of work. So
-every rank keeps a TCP connection to rank 0, which closes when its process ends, however it ends. A
-rank that fails says why before it leaves, and rank 0 passes that on. The main thread of each rank
-raises it at its next collective call; if it does not come to one within some seconds, the process
-is ended from here.
+A collective call waits for all ranks, which may take minutes. So every rank keeps a TCP connection
+to rank 0, which closes when the process ends in any way. A rank that fails sends the reason before
+it ends, and rank 0 forwards it. The main thread of each rank raises the error at its next
+collective call. If it makes no such call within a few seconds, this thread ends the process.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""How long the main thread may take to notice a loss, and again to end after that."""
+"""Seconds that the main thread has to notice a loss, and again to end after that."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class RankError(CoveyError):
-    """Another rank has failed or is gone."""
+    """Another rank has failed or died."""
 
 
 class Reported(CoveyError):
-    """A failure that another rank reports to the user; this one says nothing."""
+    """A failure that another rank reports to the user, so that this rank prints nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The first rank that failed or is gone."""
+    """The first rank that failed or died, and why."""
 
     rank: int
     text: str
-    """Why, in one line. Empty: its process is gone without a word."""
+    """The reason in one line. Empty if the process died without a message."""
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
-        """Return what to raise on a rank that reports the loss, or on another."""
+        """Return the error to raise on a rank that reports the loss, or on another rank."""
         if not reporter:
             error: CoveyError = Reported("")
         elif self.text:
@@ -57,7 +56,7 @@ class Loss:
         else:
             error = RankError(
                 f"rank {self.rank} is gone: its process was killed or its machine is down; "
-                "all ranks end, and --resume continues from the last checkpoint"
+                "all ranks end, and --resume continues the run from its last checkpoint"
             )
         error.exit_code = self.code
         return error
@@ -65,30 +64,30 @@ class Loss:
 
 @dataclass(slots=True)
 class Lifeline:
-    """The connections of one rank: rank 0 has one to each other rank, the others one to rank 0."""
+    """The connections of one rank: rank 0 has one to each rank, and each other rank one to it."""
 
     rank: int
     peers: dict[int, socket.socket]
     loss: Loss | None = None
     left: set[int] = field(default_factory=set)
-    """Ranks that have ended as they should."""
+    """Ranks that have ended normally."""
     closing: threading.Event = field(default_factory=threading.Event)
     noticed: threading.Event = field(default_factory=threading.Event)
     _buffers: dict[int, bytes] = field(default_factory=dict)
 
     def start(self) -> Lifeline:
-        """Watch the connections from a thread of its own."""
+        """Watch the connections in a separate thread."""
         threading.Thread(target=self._watch, name="covey-lifeline", daemon=True).start()
         return self
 
     @property
     def reports(self) -> bool:
-        """Whether this rank tells the user about a loss: rank 0, or rank 1 if rank 0 cannot."""
+        """Whether this rank reports a loss to the user: rank 0, or rank 1 if rank 0 is lost."""
         silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
         return self.rank == (1 if silent else 0)
 
     def check(self) -> None:
-        """Raise if a rank has failed or is gone."""
+        """Raise an error if a rank has failed or died."""
         if self.loss is not None:
             self.noticed.set()
             raise self.loss.error(self.reports)
@@ -99,7 +98,7 @@ class Lifeline:
         self._send({"rank": self.rank, "text": text[: LINE_BYTES // 2], "code": code})
 
     def close(self) -> None:
-        """Tell the other ranks that this one has ended as it should, and close."""
+        """Tell the other ranks that this one has ended normally, and close."""
         self.closing.set()
         self._send({"rank": self.rank, "left": True})
         for peer in self.peers.values():
@@ -107,7 +106,7 @@ class Lifeline:
 
     def _send(self, message: dict[str, Any]) -> None:
         for peer in list(self.peers.values()):
-            with contextlib.suppress(OSError):  # it may be gone as well
+            with contextlib.suppress(OSError):  # that rank may have died too
                 peer.sendall(json.dumps(message).encode() + b"\n")
 
     def _watch(self) -> None:
@@ -166,7 +165,7 @@ class Lifeline:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Open rank 0's socket; return it, and how other ranks reach it, with a secret."""
+    """Open rank 0's socket; return it, and its address for other ranks with a secret."""
     server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
     return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"
 
@@ -184,7 +183,7 @@ def accept(server: socket.socket, secret: str, size: int) -> Lifeline:
                 found, rank = peer.makefile("r").readline(100).split()
                 number = int(rank)
             except TimeoutError:
-                raise RankError("ranks: not all ranks connect to rank 0") from None
+                raise RankError("ranks: not all ranks have connected to rank 0") from None
             except (OSError, ValueError):
                 continue
             if secrets.compare_digest(found, secret) and 0 < number < size:
@@ -205,7 +204,7 @@ def connect(address: str, port: int, secret: str, rank: int) -> Lifeline:
 
 
 def _kept_alive(peer: socket.socket) -> socket.socket:
-    """Have the system notice within some 15 seconds that the other machine is down."""
+    """Set TCP keepalive, so that a machine that is down is detected within about 15 seconds."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

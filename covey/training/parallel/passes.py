@@ -1,4 +1,4 @@
-"""Which rows of a batch this rank takes, and in how many passes through the model."""
+"""Choose the rows of a batch that this rank computes, and divide them into passes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """False: these rows only stand in, so that all ranks take as many passes; another rank has
-    them. With sharded parameters every pass is a meeting of all ranks."""
+    """False if these rows are placeholders, which another rank computes. All ranks need the same
+    number of passes, because with sharded parameters every pass involves all ranks."""
 
 
 def without_weight(rows: Batch) -> Batch:
-    """Return rows that only stand in: a pass over them adds nothing to the gradient."""
+    """Return placeholder rows, whose pass adds nothing to the gradient."""
     assert rows.weight is not None, "weights come from the whole step"
     return replace(rows, weight=torch.zeros_like(rows.weight))
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
-    """Return the micro-batches of this rank: as many on every rank, each about as large.
+    """Return the micro-batches of this rank: the same number on every rank, of similar sizes.
 
-    All ranks have the same batch, so each finds the same division by itself. The limit on tokens is
-    lowered as far as it does not add to the passes of a rank.
+    All ranks have the same batch, so each computes the same division by itself. The token limit is
+    lowered as far as possible without more passes per rank.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:

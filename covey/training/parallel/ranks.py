@@ -1,7 +1,7 @@
 """Several ranks over torch.distributed.
 
-Waiting for other ranks never blocks the interpreter: signals are handled, and a rank that has
-failed or is gone is noticed (lifeline.py).
+Waiting for other ranks never blocks the interpreter, so that signals are handled and the failure of
+a rank is noticed (lifeline.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ranks(World):
         return list(items[self.rank :: self.size])
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the items of all ranks, in the order that `share` took them from."""
+        """Return the items of all ranks, in their order before `share`."""
         parts = self.gather(list(done))
         total = sum(len(part) for part in parts)
         return [parts[number % self.size][number // self.size] for number in range(total)]
@@ -57,7 +57,7 @@ class Ranks(World):
         ]
 
     def from_main(self, make: Callable[[], _T]) -> _T:
-        """Return what rank 0 makes, on every rank."""
+        """Call `make` on rank 0, and return its result on every rank."""
         return self.gather(make() if self.is_main else None)[0]  # type: ignore[return-value]
 
     def sum_in_place(self, tensor: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class Ranks(World):
         self.wait(self.summing(tensor))
 
     def summing(self, tensor: torch.Tensor) -> Any:
-        """Begin to sum a tensor over the ranks; `wait` for what this returns."""
+        """Start to sum a tensor over the ranks, and return the work to `wait` for."""
         self.check()
         try:
             return dist.all_reduce(tensor, async_op=True)
@@ -73,11 +73,11 @@ class Ranks(World):
             raise self._lost(error) from None
 
     def mean(self, meter: Meter) -> dict[str, float]:
-        """Return the metrics of all observations, whichever rank made them."""
+        """Return the metrics over the observations of all ranks."""
         return summary_of(Measured.joined(self.gather(meter.measured())))
 
     def agree(self, stop: StopSignal) -> bool:
-        """Return whether some rank has received a signal; all then know of it."""
+        """Return whether any rank has received a signal, with the same result on all ranks."""
         received = [name for name in self.gather(stop.received) if name is not None]
         if received and stop.received is None:
             stop.received = received[0]
@@ -88,27 +88,27 @@ class Ranks(World):
         self.gather(None)
 
     def device(self, name: str) -> str:
-        """Return the device of this rank: each rank of a machine has a GPU of its own."""
+        """Return the device of this rank; each rank of a machine has its own GPU."""
         if self.size == 1:
             return name
         if name.startswith("cuda:"):
             raise ConfigError(
-                f"config: model.device = {name!r} with {self.size} ranks: set it to 'cuda'; rank n "
-                "of a machine takes GPU n"
+                f"config: model.device = {name!r} does not work with {self.size} ranks; set it to "
+                "'cuda', so that rank n of a machine uses GPU n"
             )
         found = torch.cuda.device_count()
         if name == "cpu" or (name == "auto" and not found):
             return "cpu"
         if found <= self.place.local_rank:
             raise ModelError(
-                f"model: rank {self.rank} has no GPU: this machine has {found} and "
-                f"{self.local_size} ranks; start it with torchrun --nproc-per-node {found or 1}, "
-                "or set model.device = 'cpu'"
+                f"model: rank {self.rank} has no GPU: this machine has {found} GPUs and "
+                f"{self.local_size} ranks; start torchrun with --nproc-per-node {found or 1}, or "
+                "set model.device = 'cpu'"
             )
         return f"cuda:{self.place.local_rank}"
 
     def check(self) -> None:
-        """Raise if another rank has failed or is gone."""
+        """Raise an error if another rank has failed or died."""
         if self.lifeline is not None:
             self.lifeline.check()
 
@@ -121,7 +121,7 @@ class Ranks(World):
                 if time.monotonic() > limit:
                     raise RankError(
                         f"rank {self.rank} has waited {self.timeout:g} seconds for the other "
-                        "ranks; if their share of a step may take longer, raise parallel.timeout"
+                        "ranks; if their part of a step may take longer, raise parallel.timeout"
                     )
                 time.sleep(pause)
                 pause = min(0.002, pause + 2e-5)
@@ -130,7 +130,7 @@ class Ranks(World):
             raise self._lost(error) from None
 
     def _lost(self, error: RuntimeError) -> Exception:
-        """Return what to raise for a failed call: why a rank is gone, if that becomes known."""
+        """Return the error for a failed call: the failure of another rank, if it is known."""
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
             return error
         limit = time.monotonic() + 5.0

@@ -1,9 +1,9 @@
 """Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
 
-Each block of the model is gathered when a pass comes to it, and its gradients are summed and
-divided again in the backward pass. The sharded parameters are float32, the optimizer's masters;
-a model in bfloat16 computes in bfloat16. Embedding, head and final norm are gathered for a whole
-pass, which therefore enters by one method of the outermost module (`batch_logp` does).
+Each block of the model is gathered when a pass reaches it, and its gradients are reduced and
+sharded again in the backward pass. The sharded parameters are the optimizer's float32 masters; a
+model in bfloat16 computes in bfloat16. Embedding, head and final norm are gathered for a whole
+pass, so a pass must start in one method of the outermost module (`batch_logp`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from covey.training.parallel.world import World
 def shard_model(
     model: LanguageModel, settings: Parallel, world: World, *, offload: bool = False
 ) -> LanguageModel:
-    """Return a sharded copy of a model. The model itself stays whole, with tensors of its own.
+    """Return a sharded copy of a model. The model itself keeps its own full tensors.
 
-    With `offload` the shards stay in main memory until a pass needs them.
+    With `offload`, the shards stay in main memory until a pass needs them.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -62,13 +62,13 @@ def shard_model(
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
-    """Return the ranks as a row, or as rows of `shard_ranks` that each have the whole model."""
+    """Return the mesh of ranks: one row, or rows of `shard_ranks` that each share a model copy."""
     from torch.distributed.device_mesh import init_device_mesh
 
     size = settings.shard_ranks or world.size
     if world.size % size:
         raise ConfigError(
-            f"config: parallel.shard_ranks = {size} does not divide the {world.size} ranks"
+            f"config: parallel.shard_ranks = {size} must divide the number of ranks, {world.size}"
         )
     if size == world.size:
         return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
@@ -77,13 +77,13 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole; a sharded one is gathered, which all ranks must do together."""
+    """Return the full tensor; a sharded one is gathered, and all ranks must take part."""
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor that all ranks have, sharded like another if that is sharded."""
+    """Return a full tensor, sharded like another tensor if that one is sharded."""
     if not hasattr(like, "full_tensor") or value.shape != like.shape:
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -94,25 +94,26 @@ def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _copied_modules(root: Any) -> Any:
-    """Copy a model's modules, but not yet their tensors."""
+    """Copy a model's modules without their tensors."""
     tensors = [*root.parameters(), *root.buffers()]
     return copy.deepcopy(root, {id(tensor): tensor for tensor in tensors})
 
 
 def _blocks(root: Any) -> list[nn.Module]:
-    """Return the blocks of a model: the longest list of modules that are all alike."""
+    """Return the blocks of a model: its longest list of modules of the same class."""
     lists = [m for m in root.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     alike = [m for m in lists if len({type(block) for block in m}) == 1]
     if not alike:
         raise ModelError(
-            "model: parallel.strategy = 'fsdp' finds no blocks in this model; use 'ddp'"
+            "model: parallel.strategy = 'fsdp' finds no list of equal blocks in this model; use "
+            "'ddp'"
         )
     largest: nn.ModuleList = max(alike, key=lambda m: sum(p.numel() for p in m.parameters()))
     return list(largest)
 
 
 def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
-    """Give trained parameters of 16 bits float32 values; tied ones stay tied."""
+    """Convert trained 16-bit parameters to float32; tied parameters stay tied."""
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is None or parameter.dtype in (torch.float32, torch.float64):

@@ -1,8 +1,8 @@
-"""The world: the ranks that train together, as the rest of covey knows them.
+"""The world: the interface of the ranks that train together, for the rest of covey.
 
-Every rank builds the same batch and takes the same decisions; only rollouts and passes through the
-model are divided. So ranks meet in few places: rollouts are gathered, log-probabilities of the
-whole batch put together, gradients and metrics summed, and a signal to stop agreed on.
+Every rank builds the same batch and makes the same decisions; only rollouts and passes through the
+model are divided. So ranks communicate in few places: to gather rollouts and log-probabilities, to
+sum gradients and metrics, and to agree on a signal to stop.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _T = TypeVar("_T")
 
 
 class World:
-    """The processes that train one policy together. The defaults are those of a single one."""
+    """The processes that train one policy together. The defaults are those of one process."""
 
     rank: int = 0
     size: int = 1
     local_size: int = 1
-    """How many of them are on this machine."""
+    """Number of ranks on this machine."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this one writes the run folder and talks to the user."""
+        """Whether this rank writes the run folder and prints output."""
         return self.rank == 0
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share of what is to be done."""
+        """Return this rank's share of the items."""
         return list(items)
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return what all ranks have made of their shares, in the order of the whole."""
+        """Return the results of all ranks for their shares, in the order of the items."""
         return list(done)
 
     def gather(self, item: _T) -> list[_T]:
@@ -44,23 +44,23 @@ class World:
         return [item]
 
     def from_main(self, make: Callable[[], _T]) -> _T:
-        """Return what rank 0 makes, on every rank."""
+        """Call `make` on rank 0, and return its result on every rank."""
         return make()
 
     def sum_in_place(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over the ranks."""
 
     def mean(self, meter: Meter) -> dict[str, float]:
-        """Return the metrics of all observations, whichever rank made them."""
+        """Return the metrics over the observations of all ranks."""
         return summary(meter)
 
     def agree(self, stop: StopSignal) -> bool:
-        """Return whether some rank has received a signal; all then know of it."""
+        """Return whether any rank has received a signal, with the same result on all ranks."""
         return stop.received is not None
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
 
     def device(self, name: str) -> str:
-        """Return the device of this rank, for the configured name."""
+        """Return the device of this rank for the configured name."""
         return name

@@ -76,7 +76,7 @@ def conclusion() -> Conclusion:
         arm="<b>", seeds=2, missing=("seed 3 failed",), initial=Estimate(0.0, 0.0, 0.1),
         final=Estimate(0.375, 0.0, 1.0), improvement=Estimate(0.375, -0.2, 0.95), best=Estimate(0.376, 0.0, 1.0),
         area=Estimate(0.12, 0.0, 0.5), time_to_accuracy=(TimeToAccuracy(accuracy=0.5, reached=1, budget=None, tokens=None, seconds=None),),
-        collapsed=(Collapse(seed=2, before=0.8, final=0.2, kind="lost half of its best"),),
+        finals=(0.25, 0.5), improvements=(0.25, 0.5), collapsed=(Collapse(seed=2, before=0.8, final=0.2, kind="lost half of its best"),),
     )  # fmt: skip
     checkpoints = CheckpointResult(
         seed=1, difference=Estimate(0.5, 0.0, 1.0), gained=2, lost=0, p_value=0.5, p_holm=0.75

@@ -3,17 +3,31 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.analysis.compare.conclusion import conclude
+from covey.analysis.compare.comparison import (
+    Arm,
+    Comparison,
+    Point,
+    RunResult,
+    compared_by,
+    with_metric,
+)
+from covey.analysis.compare.conclusion import Conclusion, conclude
 from covey.analysis.compare.pair_results import PairResult
+from covey.analysis.compare.report_tables import (
+    pair_table,
+    result_table,
+    reward_table,
+    training_table,
+)
 from covey.analysis.compare.statistics import holm, seeds_needed
 from covey.errors import RunError
+from covey.evaluation.intervals import proportion
 
 ITEMS = 100
 START = 20
@@ -170,9 +184,102 @@ def test_same_policy_does_not_count_in_the_correction() -> None:
 
 
 def test_same_solved_prompts_are_no_difference() -> None:
-    pair = only_pair(compared({"a": [50, 60], "b": [50, 60]}))
+    pair = only_pair(compared({"a": [50, 60, 55], "b": [50, 60, 55]}))
     assert (pair.decision, pair.p_value, pair.better) == ("no difference", 1.0, None)
-    assert pair.summary == ("a and b solve the same prompts in 2 seeds, with different weights.")
+    assert pair.summary == ("a and b solve the same prompts in 3 seeds, with different weights.")
+    assert only_pair(compared({"a": [50, 60], "b": [50, 60]})).decision == "no difference"
+
+
+def test_two_seeds_are_too_few_to_rank_and_show_the_value_of_each() -> None:
+    found = conclude(compared({"a": [60, 80], "b": [50, 52]}))
+    (pair,) = found.pairs
+    assert (pair.decision, pair.better, pair.difference, pair.p_value) == (
+        "two seeds", None, None, None,
+    )  # fmt: skip
+    assert found.headline == (
+        "Too few seeds to rank a and b: a - b is +10.0 points in seed 0 and +28.0 points in seed "
+        "1; run at least three seeds."
+    )
+    cells = [
+        *result_table(found).rows[0],
+        *training_table(found).rows[0],
+        *pair_table(found).rows[0],
+    ]
+    assert "by seed: +40.0, +60.0" in cells
+    assert "by seed: 60.0%, 80.0%" in cells
+    assert "by seed: +10.0, +28.0" in cells
+    assert not any("100.0" in cell for cell in cells)
+    found = conclude(compared({"a": [60, 80], "b": [50, 52], "c": [40, 41]}))
+    assert found.headline.startswith("Too few seeds to rank the arms")
+
+
+def graded(arm: str, seed: int, *means: float) -> RunResult:
+    """A run whose completions are never correct; rewards scatter around `means`."""
+    points = tuple(
+        Point(
+            step=10 * n, tokens=1000 * n, updates=40 * n, seconds=5.0 * n,
+            correct=dict.fromkeys(solved(0), False),
+            rewards={f"p{i}": {"reward": mean + i / 1000, "parts/form": i % 2} for i in range(ITEMS)},
+        )
+        for n, mean in enumerate(means)
+    )  # fmt: skip
+    return RunResult(arm=arm, seed=seed, state="done", points=points)
+
+
+def by_reward(*runs: RunResult, seeds: int) -> Comparison:
+    assert compared_by(runs) == "reward"
+    return compared({}, *(with_metric(run, "reward") for run in runs), seeds=seeds)
+
+
+def test_rewards_without_success_are_compared_by_their_mean() -> None:
+    runs = [graded("a", s, 0.1, -3.0 + s / 50) for s in range(3)]
+    runs += [graded("b", s, 0.1, -5.0 + s / 40) for s in range(3)]
+    found = conclude(by_reward(*runs, seeds=3))
+    (pair,) = found.pairs
+    assert (pair.decision, pair.better, pair.by) == ("better", "a", "reward")
+    assert pair.mean == pytest.approx(2.0 - (0.005 + 0.01) / 3)
+    assert found.headline.startswith("a is better than b: +1.995 in mean reward, 95 % interval")
+    assert any("compared by their mean reward" in text for text in found.cautions)
+    arm = found.arms[0]
+    assert arm.initial is not None
+    assert arm.initial.value == pytest.approx(0.1495)
+    assert arm.rewards["reward"].final.value == pytest.approx(-3.0 + 0.02 + 0.0495)
+    assert arm.rewards["parts/form"].improvement.value == 0.0
+    table = result_table(found)
+    assert table.title == "Held-out mean reward before and after training"
+    assert table.rows[0][1:4] == ["0.149", "-2.931", "-3.080"]
+    assert reward_table(found).rows[1][:4] == ["a", "form", "0.500", "0.500"]
+
+
+def test_one_success_anywhere_decides_by_success() -> None:
+    assert compared_by([graded("a", 0, 0.1), run("b", 0, 0, 1)]) == "success"
+    assert compared_by([run("a", 0, 0, 0)]) == "success"
+
+
+def test_no_improvement_from_nothing_has_an_interval_all_the_same() -> None:
+    runs = [run(arm, s, 0, 0, weights=f"{arm}{s}") for arm in "ab" for s in range(3)]
+    arm = conclude(compared({}, *runs, seeds=3)).arms[0]
+    for estimate in (arm.initial, arm.final, arm.improvement):
+        assert estimate is not None
+        assert estimate.value == 0.0
+        assert estimate.high == pytest.approx(proportion(0, ITEMS).high)
+
+
+def test_accuracy_that_is_not_above_the_best_constant_is_named() -> None:
+    def found(end: int) -> Conclusion:
+        runs = [run(arm, s, 5, end + s) for arm in "ab" for s in range(3)]
+        runs = [
+            replace(r, points=tuple(replace(p, distinct_answers=1) for p in r.points)) for r in runs
+        ]
+        return conclude(replace(compared({}, *runs, seeds=3), best_constant=0.375))
+
+    low, high = found(37), found(90)
+    assert low.arms[0].above_constant == pytest.approx(0.005)
+    assert "a ends +0.5 points above the best constant answer, with 1 distinct" in low.cautions[0]
+    assert high.cautions == ()
+    table = result_table(low)
+    assert table.head[-3:] == ["above constant", "answers", "seeds"]
+    assert table.rows[0][-3:] == ["+0.5", "1", "3"]
 
 
 def test_equal_accuracies_on_different_prompts_are_not_called_equal() -> None:
@@ -248,7 +355,7 @@ def test_missing_runs_are_named_and_pairs_use_shared_seeds() -> None:
     assert "overrates" in text
     # Seed 2 of b counted at the start's 20: (10 + 14 + 42) / 3.
     assert "If failed runs count as untrained, a - b is +22.0 points instead of +12.0." in text
-    assert "Two seeds hardly show" in text
+    assert pair.decision == "two seeds"
 
 
 def test_failed_run_keeps_the_initial_accuracy_of_its_arm() -> None:
@@ -292,7 +399,7 @@ def test_runs_on_different_prompts_are_an_error() -> None:
     point = Point(step=0, tokens=0, updates=0, seconds=0.0, correct={"q": True})
     other = RunResult(arm="b", seed=0, state="done", points=(point,))
     with pytest.raises(
-        RunError, match="b seed 0, step 0: evaluated on other prompts than a seed 0"
+        RunError, match="b seed 0, step 0: evaluated on different prompts than a seed 0"
     ):
         conclude(compared({"a": [50]}, other))
 

@@ -29,7 +29,7 @@ def test_held_out_prompt_in_the_training_data_is_an_error(tmp_path: Path) -> Non
     check_prompts({"a": config_of(train, prompts(tmp_path / "other.jsonl", "3-2?"))})
     # Case and whitespace make no new prompt.
     same = prompts(tmp_path / "same.jsonl", "3-2?", "What  is 1+0?")
-    with pytest.raises(DataError, match=r"task: 1 of 2 held-out prompts are training prompts too"):
+    with pytest.raises(DataError, match=r"task: 1 of 2 held-out prompts are also training prompts"):
         check_prompts({"a": config_of(train, same)})
 
 
@@ -79,10 +79,10 @@ def test_findings_name_differences_in_reward_and_generation() -> None:
     request = Request(source="arithmetic", algorithms=("grpo",), arms=tuple(map(parse_arm, arms)))
     design = design_comparison(request)
     titles = {row["title"]: row for row in known_beforehand(design, arm_configs(design))}
-    reward = titles["some arms are trained on another reward than the one that evaluates them"]
+    reward = titles["some arms are trained on a different reward than the one that evaluates them"]
     assert reward["arms"] == "form"
     assert reward["remedy"].endswith("now it is think_answer")
-    own = titles["some arms generate the held-out completions under their own conditions"]
+    own = titles["some arms generate the held-out completions with their own settings"]
     assert own["arms"] == "long"
 
 
@@ -104,7 +104,7 @@ def test_findings_name_their_arms() -> None:
     titles = {row["title"]: row.get("arms", "") for row in rows}
     assert any("grpo" in title and "gspo" in title for title in titles)
     assert [arms for title, arms in titles.items() if "learning_rate = 0" in title] == ["frozen"]
-    assert titles["some arms sample the first step's rollouts for themselves"] == "cold"
+    assert titles["some arms sample their own rollouts in the first step"] == "cold"
     assert not any("reward" in title or "conditions" in title for title in titles)
     assert all({"title", "why", "remedy", "docs"} <= row.keys() for row in rows)
 

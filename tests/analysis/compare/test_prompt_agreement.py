@@ -85,7 +85,7 @@ def test_one_seed_has_no_disagreement_between_seeds() -> None:
     found = prompt_agreement(compared({("x", 1): "111000", ("y", 1): "101000"}))
     assert found is not None
     assert found.disagreement_between_seeds is None
-    assert "one seed does not show" in solved_table(found).note
+    assert "one seed cannot show" in solved_table(found).note
 
 
 def test_contested_prompts_show_their_texts_if_known() -> None:

@@ -206,11 +206,11 @@ def test_tables_show_the_results() -> None:
     found = sample.conclusion()
     assert result_table(found).rows == [
         ["grpo", "0.0%", "83.3%", "+83.3", "[+47.5, +100.0]", "3"],
-        ["<b>", "0.0%", "37.5%", "+37.5", "[-20.0, +95.0]", "2"],
+        ["<b>", "0.0%", "37.5%", "+37.5", "by seed: +25.0, +50.0", "2"],
     ]
     assert training_table(found).rows[1] == [
         "<b>",
-        "[0.0%, 100.0%]",
+        "by seed: 25.0%, 50.0%",
         "37.6%",
         "12.0%",
         "1 of 2 seeds",
@@ -234,7 +234,7 @@ def test_tables_without_results_have_dashes() -> None:
     assert speed_table(unsaid).rows == [["grpo", "-"], ["<b>", "not reached"]]
     assert speed_table(replace(found, arms=(empty,))).rows == []
     assert [row[1:4] + row[5:] for row in pair_table(unsaid).rows] == [
-        ["+50.0", "-", "-", "at least 2"],
+        ["+50.0", "-", "-", "at least 3"],
         ["-", "-", "-", "-"],
     ]
 
@@ -262,14 +262,14 @@ def test_points_and_p_values_are_rounded() -> None:
     ]
 
 
-def test_terminal_shows_table_then_pairs_then_findings(
+def test_terminal_shows_headline_then_table_then_pairs_then_findings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(report_text, "conclude", lambda comparison: sample.conclusion())
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(terminal_report(sample.comparison()))
     text = console.export_text()
-    order = ["improvement", "+83.3", "[+47.5, +100.0]", "Cannot tell grpo and <b> apart", "seed 3: killed",
+    order = ["Cannot tell grpo and <b> apart", "improvement", "+83.3", "[+47.5, +100.0]", "seed 3: killed",
              "about 7 seeds would be needed", "<b> is the same as grpo"]  # fmt: skip
     assert [text.find(part) >= 0 for part in order] == [True] * len(order)
     assert sorted(order, key=text.find) == order
@@ -298,7 +298,7 @@ def test_text_is_literal_in_markdown() -> None:
 
 def test_json_has_every_section_and_a_schema_version(contents: ReportContents) -> None:
     data = report_data(contents)
-    assert data["schema"] == SCHEMA == 2
+    assert data["schema"] == SCHEMA == 3
     assert data["prompts"][1] == {"id": "p/1", "prompt": f"p/1: {sample.EVIL}", "target": "<p/1>"}
     assert [(r["arm"], r["seed"], r["state"]) for r in data["runs"]][-1] == ("<b>", 3, "failed")
     assert data["runs"][0]["evaluations"][2] == {

@@ -23,10 +23,10 @@ from covey.analysis.lab.checks import (
     check_order,
     check_time,
 )
-from covey.analysis.lab.hacks import FORMATS
 from covey.cli.main import run
 from covey.errors import DataError
 from covey.rewards import ThinkAnswer, templates
+from covey.rewards.completion_format import FORMATS
 from covey.rewards.mix import Mix
 from covey.scoring import Pool
 from covey.tasks import Arithmetic
@@ -198,7 +198,7 @@ def test_the_command_fails_for_a_bad_reward(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert "FAIL" in shown
     assert "hack: repeated padding: the reward takes length for thinking" in shown
-    assert "lm_book is kept as published; known to be gamed by: empty think;" in shown
+    assert "lm_book is kept as published. Known hacks: empty think;" in shown
 
 
 def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

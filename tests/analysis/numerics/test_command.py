@@ -74,7 +74,7 @@ def test_mistakes_are_one_line(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
-        ([str(finished), "--model", "embedded"], "a run has its own weights"),
+        ([str(finished), "--model", "embedded"], "with its own weights"),
         (["--out", str(tmp_path / "no/x.json")], "there is no folder"),
         ([str(tmp_path)], "not a run"),
         (["arithmetik"], "did you mean 'arithmetic'"),
@@ -93,9 +93,7 @@ def test_an_sft_run_is_an_error(
     file = copied / "environment.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "kind": "warmup"}))
     assert run(["numerics", str(copied)]) != 0
-    assert "is an SFT run; give a configuration, and its checkpoint as --model" in (
-        capsys.readouterr().err
-    )
+    assert "is an SFT run, which has no rollouts to measure" in capsys.readouterr().err
 
 
 def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from covey.analysis.plan.findings import RULES, coincidences, findings
 from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config, load_config, recipe_names
 from covey.objective import ALGORITHMS
+from covey.scoring.baselines import Baseline, Baselines
 from covey.training.resolve import resolve
 
 ROOT = Path(__file__).parents[3]
@@ -99,6 +100,10 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "rounds": (["filter.max_rounds=9"], "idle", "filter.max_rounds = 9 has no effect",
                ["filter.max_rounds=9", "filter.dynamic_sampling=true"]),
     "age": (["overlap.max_staleness=2"], "idle", "overlap.max_staleness = 2 drops nothing", []),
+    "curriculum memory": (["curriculum.memory=0.5"], "idle", "curriculum.memory = 0.5: no effect", []),
+    "replay size": (["replay.size=9"], "idle", "replay.size = 9: no effect", ["replay.size=9", "replay.groups=2"]),
+    "replay age": (["replay.groups=2", "replay.max_age=1", "train.mini_batches=2"], "idle",
+                   "replay.max_age = 1 allows no replay", ["replay.groups=2", "replay.max_age=2", "train.mini_batches=2"]),
     "punishment unseen": (
         ["length_penalty.name=soft", "objective.name=gtpo"], "idle",
         "length_penalty.name = 'soft' has no effect with gtpo", ["length_penalty.name=soft"],
@@ -120,7 +125,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
              ["rollout.temperature=0.6"]),
     "greedy": (["rollout.top_k=1"], "risk", "rollout.top_k = 1 makes the completions of a group equal", []),
     "truncated": (["rollout.top_p=0.9"], "risk", "rollout.top_k, top_p or min_p truncate the distribution",
-                  ["rollout.top_p=0.9", "objective.correction=token_truncate"]),
+                  ["rollout.top_p=0.9", "rollout.mask_replay=true"]),
     "form": (
         ["reward.name=think_answer_form", "filter.dynamic_sampling=true"], "risk",
         "filter.dynamic_sampling = True needs correct completions", ["reward.name=think_answer_form"],
@@ -162,6 +167,12 @@ def test_settings_without_effect_and_harmful_settings_are_found(case: str) -> No
 def test_every_rule_has_a_case() -> None:
     setups = [setup_of(config_of(*settings)) for settings, *_ in CASES.values()]
     setups.append(setup_of(config_of(), TaskFacts(solution_tokens=(999,))))
+    setups.append(
+        setup_of(config_of(), TaskFacts(context=99, prompt_tokens=(99,), longest_prompt=99))
+    )
+    constant = Baseline(success=0.375, answer="1", prompts=100)
+    shortcut = TaskFacts(held_out=200, overlap=7, baselines=Baselines(constant=constant))
+    setups.append(setup_of(config_of(), shortcut))
     silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
     assert silent == []
 
@@ -196,6 +207,13 @@ def test_solutions_longer_than_max_tokens() -> None:
     )
 
 
+def test_a_curriculum_needs_prompts_that_come_again() -> None:
+    settings = ("curriculum.sampling=hard", "train.steps=10", "rollout.prompts_per_step=4")
+    (finding,) = reported(*settings, facts=TaskFacts(prompts=41))
+    assert finding.title.startswith("the curriculum draws 40 of 41 prompts")
+    assert reported(*settings, facts=TaskFacts(prompts=40)) == []
+
+
 def test_one_update_names_the_algorithms_that_coincide() -> None:
     (finding,) = findings(config_of(ONCE, "objective.name=gspo", "objective.beta=0.04"))
     assert finding.kind == "same"
@@ -212,7 +230,7 @@ def test_one_update_names_the_algorithms_that_coincide() -> None:
 def test_the_updates_that_one_update_suggests_do_no_harm(prompts: int, advice: str) -> None:
     settings = (ONCE, f"rollout.prompts_per_step={prompts}")
     (finding,) = findings(config_of(*settings))
-    assert f"such as {advice}, make" in finding.remedy
+    assert f"such as {advice}, they" in finding.remedy
     assert findings(config_of(*settings, advice.replace(" ", ""))) == []
 
 
@@ -273,3 +291,17 @@ def test_documented_sections_exist() -> None:
 def test_every_packaged_recipe_can_be_planned() -> None:
     for name in recipe_names():
         assert all(f.title and f.remedy for f in findings(resolve(load_config(name))))
+
+
+def test_a_handful_of_held_out_prompts_is_not_more_than_all_of_them() -> None:
+    (found,) = [f for f in reported("evaluate.prompts=4") if "held-out prompts cannot" in f.title]
+    assert "with 4 prompts no change can be" in found.why
+    assert "%" not in found.why.partition("significant")[2]
+
+
+def test_held_out_prompts_that_are_trained_on_and_shortcuts_are_findings() -> None:
+    constant = Baseline(success=0.375, reward=0.4, answer="1", prompts=100)
+    facts = TaskFacts(held_out=200, overlap=7, baselines=Baselines(constant=constant))
+    titles = [finding.title for finding in reported(facts=facts)]
+    assert "7 of 200 held-out prompts are training prompts too" in titles
+    assert any("always answering '1' is correct on 37.5%" in title for title in titles)

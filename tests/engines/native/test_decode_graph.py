@@ -155,7 +155,7 @@ def test_slots_are_refilled_without_synchronization() -> None:
     device, slots = torch.device("cuda"), 6
     shape = KVShape(layers=2, heads=2, size=4, dtype=torch.float32, device=device)
     cache = SharedPromptCache(slots=slots, capacity=5, prompts=3, prompt_capacity=8, shape=shape)
-    room = Slots.make(cache, 5, [1])
+    room = Slots.make(cache, Sampling(max_tokens=5), [1])
     read = [(torch.randn(7, 2, 4, device=device), torch.randn(7, 2, 4, device=device))] * 2
     tokens, logps = torch.arange(4, device=device), torch.arange(-4.0, 0.0, device=device)
 

@@ -214,7 +214,9 @@ def test_rope_angles_that_depend_on_the_longest_row_limit_the_context() -> None:
     assert [r.tokens for r in both[0]] == [r.tokens for r in alone]
     assert max(len(r.tokens) for r in both[1]) == 23  # up to the end of the context
     check_logps(model, sampler, 23)
-    with pytest.raises(DataError, match=r"prompt 1 has 9 tokens.*33: the model's context is 32"):
+    with pytest.raises(
+        DataError, match=r"prompt 1 has 9 tokens.*33, more than the model's context of 32"
+    ):
         rollouts_of(sampler, [short, long], step=0, sampling=replace(sampling, max_tokens=24))
 
 
@@ -289,6 +291,6 @@ def test_on_a_gpu_a_model_that_synchronizes_is_not_captured() -> None:
     model.backbone.layers[1].mlp.forward = waiting
     sampler = NativeEngine(model)
     assert isinstance(sampler.backend, EagerBackend)
-    assert "a step of it cannot be captured" in sampler.info.backend
+    assert "its decode step cannot be captured" in sampler.info.backend
     check_greedy(model, sampler, 12)
     assert isinstance(NativeEngine(made("mistral")).backend.decoder, SharedPromptDecoder)

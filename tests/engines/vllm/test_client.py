@@ -96,7 +96,7 @@ def test_garbage_and_failures_are_one_line() -> None:
     }
     with serving(lambda path: replies[path]) as url:
         client = Client(url, 5.0)
-        with pytest.raises(EngineError, match=r"sent something that is not JSON from /garbage"):
+        with pytest.raises(EngineError, match=r"sent a reply that is not JSON from /garbage"):
             client.get("/garbage")
         with pytest.raises(EngineError, match=r"replied 404 to /missing: Not Found"):
             client.get("/missing")
@@ -109,7 +109,10 @@ def test_a_silent_server_is_unavailable_after_its_timeout() -> None:
         time.sleep(1.0)
         return 200, b"{}"
 
-    with serving(slow) as url, pytest.raises(Unavailable, match=r"no answer to /x for 0.2 s"):
+    with (
+        serving(slow) as url,
+        pytest.raises(Unavailable, match=r"did not reply to /x within 0.2 s"),
+    ):
         Client(url, 0.2).get("/x")
 
 
@@ -151,6 +154,6 @@ def test_a_server_is_checked_before_a_model_is_loaded() -> None:
 
 def test_servers_without_room_are_refused_before_a_model_is_loaded() -> None:
     check_memory(load_config(overrides=["engine.vllm.memory=0.5"]))
-    wanted = r"the vLLM servers need about 100\d\d\.\d GiB, and this machine has"
+    wanted = r"the vLLM servers need about 100\d\d\.\d GiB, but this machine has"
     with pytest.raises(EngineError, match=wanted):
         check_memory(load_config(overrides=["engine.vllm.memory=10000"]))

@@ -45,7 +45,7 @@ function curveTraces(axis) {
     traces.push({ x, y: curve.mean, name, mode: "lines+markers",
                   marker: { symbol: MARKS[place(curve.arm) % MARKS.length], size: 7, color: tint },
                   line: { color: tint, width: 2.5, dash: DASHES[Math.floor(place(curve.arm) / COLOURS)] },
-                  hovertemplate: `${name}: %{y:.1%}<extra></extra>` });
+                  hovertemplate: `${name}: %{y:${data.by === "reward" ? ".3f" : ".1%"}}<extra></extra>` });
   }
   return traces;
 }
@@ -53,8 +53,10 @@ function curveTraces(axis) {
 function drawCurves() {
   if (!document.getElementById("chart-curves")) return;  // no run was evaluated
   const chosen = document.querySelector("input[name=axis]:checked").value;
-  const percent = { yaxis: { ...layout("", "").yaxis, tickformat: ".0%", rangemode: "tozero",
-                             title: { text: "held-out accuracy" } } };
+  const shares = data.by === "reward"
+    ? { title: { text: "held-out mean reward" } }
+    : { tickformat: ".0%", rangemode: "tozero", title: { text: "held-out accuracy" } };
+  const percent = { yaxis: { ...layout("", "").yaxis, ...shares } };
   Plotly.react("chart-curves", curveTraces(chosen), layout(data.axes[chosen], "", percent), CONFIG);
 }
 

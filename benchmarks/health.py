@@ -1,0 +1,139 @@
+"""Do health checks stay silent on healthy runs, and name what fails in others?
+
+    python benchmarks/health.py             # 20 healthy runs, then four that are made to fail
+    python benchmarks/health.py failing     # only those four
+
+Every run trains the embedded model on a CPU. The script reads `covey runs check`'s findings, and
+its exit code is 1 if a healthy run has a problem or a failing run shows another problem first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from described import described
+
+import covey
+from covey.rewards import Score
+from covey.run.folder import RunFolder, settings_of
+from covey.run.health import timeline
+from covey.types import Prompt
+
+RESULTS = Path(__file__).parent / "results"
+HEALTHY = {
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {"filter.dynamic_sampling": True},
+    "rloo": {},
+    "gspo": {"objective.clip_low": 0.03, "objective.clip_high": 0.04},
+}
+
+
+def is_correct(prompt: Prompt, text: str) -> bool:
+    return f"<answer>{prompt.target}</answer>" in text
+
+
+class Reward:
+    """A reward that runs in the training process."""
+
+    bounds = (-10.0, 10.0)
+    quick = True
+    version = 1
+
+
+class Hackable(Reward):
+    """Correct answers, and a bonus for digits: writing digits pays more than calculating."""
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        parts = {
+            "correct": float(is_correct(prompt, text)),
+            "digits": 0.2 * sum(c.isdigit() for c in text),
+        }
+        return Score(reward=sum(parts.values()), success=bool(parts["correct"]), parts=parts)
+
+
+class Impossible(Reward):
+    """Targets that no completion can contain."""
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        return Score(reward=0.0, success=False, parts={"correct": 0.0})
+
+
+class Drifting(Reward):
+    """A proxy that is near the goal at first and far from it later: long completions look good."""
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        return Score(reward=len(text) / 50, success=is_correct(prompt, text), parts={})
+
+
+FAILING: dict[str, tuple[tuple[str, ...], dict[str, Any], Reward | None]] = {
+    "learning rate 10x": (
+        ("large_updates", "clip_fraction", "ratio_drift", "reward_falls", "nan"),
+        {"optimizer.learning_rate": 1e-3},
+        None,
+    ),
+    "hackable reward": (("parts_against",), {}, Hackable()),
+    "impossible task": (("reward_flat", "no_signal"), {}, Impossible()),
+    "no reference, drifting reward": (("parts_against", "length_explosion"), {}, Drifting()),
+}
+
+
+def findings(name: str, settings: dict[str, Any], reward: Reward | None, folder: Path) -> list[Any]:
+    """Train once; return the problems in the order in which they were found."""
+    run = folder / name.replace(" ", "-").replace(",", "")
+    fixed = {"evaluate.every": 0, "save.every": 0}
+    covey.train("arithmetic", rewards=reward, run=run, quiet=True, **{**fixed, **settings})
+    written = RunFolder(run)
+    return [each for each in timeline(written.steps(), settings_of(written)) if each.problem]
+
+
+def report(
+    name: str, expected: tuple[str, ...], found: list[Any], rows: list[dict[str, Any]]
+) -> None:
+    """Print and keep what was found, and whether it is right."""
+    first = found[0].name if found else ""
+    right = first in expected if expected else not found
+    rows.append(
+        {
+            "run": name,
+            "expected": list(expected),
+            "found": [each.line() for each in found],
+            "right": right,
+        }
+    )
+    print(
+        f"{'ok   ' if right else 'WRONG'} {name}: {[each.line() for each in found][:2]}", flush=True
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="?", choices=["healthy", "failing"])
+    parser.add_argument("--steps", type=int, default=60)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, steps = Path(temporary), {"train.steps": given.steps}
+        if given.only != "failing":
+            for algorithm, more in HEALTHY.items():
+                for seed in range(4):
+                    settings = {"objective.name": algorithm, "seed": seed, **steps, **more}
+                    name = f"{algorithm} seed {seed}"
+                    report(name, (), findings(name, settings, None, folder), rows)
+        if given.only != "healthy":
+            for name, (expected, settings, reward) in FAILING.items():
+                report(name, expected, findings(name, {**steps, **settings}, reward, folder), rows)
+    result = {"environment": described(0, "cpu", 1), "steps": given.steps, "rows": rows}
+    (RESULTS / "health.json").write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(row["right"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

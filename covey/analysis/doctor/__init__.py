@@ -1,0 +1,1 @@
+"""Checks of a configuration on this machine, for `covey doctor`."""

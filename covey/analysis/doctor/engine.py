@@ -1,0 +1,105 @@
+"""Engine against trainer: log-probs, greedy text, and whether new weights reach the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from covey.analysis.doctor.result import Result
+from covey.analysis.numerics.gap import gap_of
+from covey.analysis.numerics.logp_variants import log_kept, trainer_logp
+from covey.analysis.numerics.measure_gaps import clip_range
+from covey.engines.draw import Distribution
+from covey.rollout.episode import encode_prompts, generate
+from covey.rollout.source import SynchronousSource
+from covey.run.trackers import Tracker
+from covey.training.build import Parts
+from covey.training.checkpoint import State
+from covey.training.collate import collate
+from covey.training.step import filled_batch
+from covey.types import Group
+
+EXACT = 1e-3
+"""Nats between engine and trainer in float32."""
+RATE = 1e-3
+"""Learning rate of the step that moves the weights: far enough that old ones are noticed."""
+NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""How far a greedy token's logit may be below the highest; 0.5 in 16 bits."""
+
+
+def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
+    """Compare the engine's log-probs with the trainer's."""
+    policy, tokens = parts.policy, parts.step_settings.micro_batch_tokens
+    batch = collate(groups, policy.model.device)
+    kept = log_kept(policy, batch, parts.sampling.distribution, tokens)
+    difference = trainer_logp(policy, batch, tokens) - batch.sampler_logp - kept
+    gap = gap_of(difference, batch.mask, clip_range(parts))
+    exact = parts.engine.info.exact_logp and not parts.sampling.distribution.truncates
+    passed = gap.max <= EXACT if exact else gap.severity != "matters"
+    figure = f"{gap.mean:.1e} nats in the mean, {gap.max:.1e} at most, {gap.tokens} tokens"
+    return Result(name=name, passed=passed, figure=figure, remedy=remedy)
+
+
+def engine_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
+    """Check log-probs and greedy text with the weights as they are."""
+    yield logp_check(
+        parts,
+        groups,
+        "engine: log-probs",
+        "the engine's log-probs are not those of the policy: `covey numerics` finds the cause; set "
+        "train.old_logp = 'recompute' and objective.correction",
+    )
+    yield _greedy(parts, groups)
+
+
+def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
+    """Take an optimizer step, and check that completions then come from the new weights."""
+    policy, step = parts.policy, 2
+    learner = parts.learner_at(State(beta=parts.objective.beta))
+    before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), 1)
+    policy.optimizer.zero_grad()
+    policy.model.model.train()
+    # Any gradient does: that of the mean log-prob is never zero.
+    policy.plain_logp(batch).logp[batch.mask].mean().backward()
+    policy.step(RATE)
+    moved = float((trainer_logp(policy, batch, 1) - before)[batch.mask].abs().max())
+    rollouts = SynchronousSource(parts, Tracker()).groups(step, share=0.0)
+    result = logp_check(
+        parts,
+        rollouts.collected.groups,
+        "engine: new weights",
+        "the engine generates with old weights: check engine.kind, and the servers of vLLM",
+    )
+    yield replace(result, figure=f"{result.figure}, after a step that moved {moved:.1e}")
+
+
+@torch.no_grad()
+def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
+    """Every token of a greedy completion must be the likeliest by the model's own forward pass."""
+    name = "engine: greedy text"
+    if parts.interaction is not None:
+        return Result(name=name, passed=None, figure="an environment decides what is read")
+    model = parts.policy.model
+    made = generate(
+        encode_prompts(model, [group.prompt for group in groups]),
+        engine=parts.engine,
+        model=model,
+        sampling=replace(parts.sampling, group_size=1, distribution=Distribution(temperature=0.0)),
+        step=1,
+    )
+    model.model.eval()
+    near, wrong, total = NEAR.get(model.head.linear.weight.dtype, 0.5), 0, 0
+    for rollout in (group.rollouts[0] for group in made):
+        ids = torch.tensor([[*rollout.prompt_tokens, *rollout.tokens]], device=model.device)
+        logits = model.model(input_ids=ids).logits[0, len(rollout.prompt_tokens) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(rollout.tokens, device=model.device)[:, None])[:, 0]
+        wrong += int((chosen < logits.max(dim=1).values - near).sum())
+        total += len(rollout.tokens)
+    return Result(
+        name=name,
+        passed=wrong == 0,
+        figure=f"{wrong} of {total} tokens are not the likeliest",
+        remedy="the engine computes another model: try engine.kind = 'native', or report it",
+    )

@@ -1,0 +1,128 @@
+"""Invariance of the gradient: it must not depend on how a step is split, padded or ordered.
+
+The gradient of one optimizer step on the run's own completions is computed again and again, each
+time in another way. The reference is each completion in a pass of its own. Rewards are made up from
+the texts: a model that never succeeds would have no gradient to compare.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from covey.analysis.doctor.result import Result
+from covey.training.build import Parts
+from covey.training.checkpoint import State
+from covey.training.parallel.world import World
+from covey.training.step import Learner, RowFacts, backward_passes, filled_batch, filled_mini_batch
+from covey.types import Batch, Group, Rollout
+
+TOLERANCE, ROUNDED = 1e-3, 0.1
+"""Relative difference of two gradients, in float32 and in 16 bits."""
+REMEDY = (
+    "the loss of a step depends on how it is computed: an own objective must leave denominators to "
+    "its weights; set train.graphs = 'off' to rule out CUDA graphs, and report it otherwise"
+)
+
+
+class _OfTwo(World):
+    """One of two ranks. Only its share of the passes is asked for."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
+    """Compare the gradient of an optimizer step with that of completions one at a time."""
+    learner = parts.learner_at(State(beta=parts.objective.beta))
+    learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
+    learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
+    invented = [_invented(group) for group in groups]
+    batch = _filled(learner, invented)
+    alone = _gradient(_with_tokens(learner, 1), batch)
+    plain, halves = _unpacked(learner), _with_tokens(learner, _half(batch))
+    ways = {
+        "micro-batches": lambda: _gradient(halves, batch),
+        "padding": lambda: _gradient(plain, batch),
+        "packing": lambda: _gradient(learner, batch) if learner.policy.model.packs else None,
+        "ranks": lambda: _of_ranks(halves, batch),
+        "order": lambda: _gradient(learner, _filled(learner, invented[::-1])),
+    }
+    size = float(alone.norm())
+    exact = parts.policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
+    for name, compute in ways.items():
+        found = compute()
+        if found is None:
+            yield Result(name=f"gradient: {name}", passed=None, figure="the model does not pack")
+            continue
+        away = float((found - alone).norm()) / size if size else float(found.norm())
+        passed = size > 0 and away <= (TOLERANCE if exact else ROUNDED)
+        figure = f"relative difference {away:.1e}" if size else "the gradient is zero"
+        yield Result(name=f"gradient: {name}", passed=passed, figure=figure, remedy=REMEDY)
+
+
+def _invented(group: Group) -> Group:
+    """Give the completions of a group rewards that differ, whatever they are."""
+
+    def reward(rollout: Rollout) -> float:
+        return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000
+
+    rollouts = (
+        replace(
+            rollout,
+            reward=reward(rollout),
+            success=reward(rollout) > 0.5,
+            parts={name: reward(rollout) for name in rollout.parts},
+        )
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
+    batch = filled_batch(learner, groups, 1)
+    totals = RowFacts.of(batch, skip=False).totals(torch.arange(len(batch)))
+    return filled_mini_batch(learner, batch, totals)
+
+
+def _gradient(learner: Learner, batch: Batch) -> torch.Tensor:
+    """Return the gradient of all trained parameters, [parameters], in float64 on the CPU."""
+    optimizer = learner.policy.optimizer
+    learner.policy.model.model.train()
+    optimizer.zero_grad()
+    for _ in backward_passes(learner, batch):
+        pass
+    found = optimizer.gradients()
+    parts = [
+        torch.zeros_like(p) if found[n] is None else found[n]
+        for n, p in optimizer.parameters.items()
+    ]
+    whole = torch.cat(
+        [part.detach().double().cpu().flatten() for part in parts if part is not None]
+    )
+    optimizer.zero_grad()
+    return whole
+
+
+def _of_ranks(learner: Learner, batch: Batch) -> torch.Tensor:
+    first, second = (_gradient(replace(learner, world=_OfTwo(rank)), batch) for rank in (0, 1))
+    return first + second
+
+
+def _half(batch: Batch) -> int:
+    """Return micro-batch tokens that split a batch in two or more."""
+    return max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
+
+
+def _with_tokens(learner: Learner, tokens: int) -> Learner:
+    return replace(learner, settings=replace(learner.settings, micro_batch_tokens=tokens))
+
+
+def _unpacked(learner: Learner) -> Learner:
+    model = replace(learner.policy.model, packs=False, flash=False, fused=False)
+    return replace(learner, policy=replace(learner.policy, model=model))

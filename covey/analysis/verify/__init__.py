@@ -1,0 +1,1 @@
+"""Checks that a run folder is what its run computed, for `covey runs verify` and `--verify`."""

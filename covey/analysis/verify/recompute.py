@@ -1,0 +1,64 @@
+"""A saved step computed again from its recorded rollouts, and compared with its checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from covey.analysis.doctor.result import Result
+from covey.analysis.explain.recorded import policy_before, read_step
+from covey.errors import RunError
+from covey.run.folder import RunFolder
+from covey.training.changed_settings import CHANGES
+from covey.training.checkpoint import OPTIMIZER_FILE, read_weights
+from covey.training.step import training_step
+
+NAME = "recomputed step"
+
+
+def recomputed(run: RunFolder) -> Result:
+    """Train again up to the newest checkpoint, from the one before it; compare all weights.
+
+    Nothing is generated or scored: the rollouts of these steps are read from the run.
+    """
+    saved = run.checkpoints()
+    if not saved:
+        return Result(name=NAME, passed=None, figure="the run has no checkpoint yet")
+    step, folder = saved[-1]
+    trainee = policy_before(run, step, exact=True)
+    if (change := _changed_after(run, trainee.origin.checkpoint, step)) is not None:
+        what = f"settings changed after step {change}, between the two checkpoints"
+        return Result(name=NAME, passed=None, figure=what)
+    recorded = read_step(run, step)
+    trainee.state.step = step
+    training_step(trainee.learner_now(), recorded.groups, step)
+    if not (folder / OPTIMIZER_FILE).exists():
+        raise RunError(f"{folder} is of several ranks; verify it on as many")
+    found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
+    then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
+    other = [name for name, value in found.items() if not _same(value, then[name])]
+    origin = trainee.origin.checkpoint
+    what = f"step {step} from step {origin}, {step - origin} steps of recorded rollouts"
+    bits = f"other bits in {len(other)} of {len(then)} tensors" if other else "the same bits"
+    gpu = trainee.policy.model.device.type != "cpu" and not trainee.config.model.deterministic
+    return Result(
+        name=NAME,
+        passed=True if not other else None if gpu else False,
+        figure=f"{what}: {bits}",
+        remedy="the checkpoint is not what its rollouts teach: resume from an earlier one with "
+        "--step; on a GPU, bits are the same with model.deterministic = true alone",
+    )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.detach().cpu().equal(b.detach().cpu().to(a.dtype))
+
+
+def _changed_after(run: RunFolder, first: int, last: int) -> int | None:
+    """Return the step between two checkpoints at which settings changed; None if none did."""
+    file = run.path / CHANGES
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    steps = [int(json.loads(line)["step"]) for line in lines]
+    return next((step for step in steps if first <= step < last), None)

@@ -1,0 +1,86 @@
+"""`covey tasks` and `covey recipes`: what there is to train on, and settings to start from."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tomllib
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Column, Table
+
+from covey.cli.screen import Screen, cell
+from covey.cli.startup import Trust
+from covey.config.load import RECIPES, recipe_names
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def tasks_command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A task, or MODULE:FUNCTION.")
+    ] = None,
+    trust: Trust = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tasks, or describe one with its options."""
+    from covey.tasks import TASKS, find_task
+
+    rows = [_described(each, find_task(each)[0]) for each in ([name] if name else sorted(TASKS))]
+    if as_json:
+        return typer.echo(json.dumps(rows[0] if name else rows, default=str))
+    if name is None:
+        _show("task", [(row["name"], row["text"].partition("\n\n")[0]) for row in rows])
+        return Screen().print("covey tasks NAME shows the full description and the options.")
+    console = Screen(soft_wrap=True)
+    console.print(name, style="bold")
+    console.print(f"\n{rows[0]['text']}\n")
+    for option, default in rows[0]["options"].items():
+        console.print(f"task.{option} = {default}")
+
+
+def _described(name: str, maker: Any) -> dict[str, Any]:
+    options = {
+        option: "(must be given)" if p.default is p.empty else repr(p.default)
+        for option, p in inspect.signature(maker).parameters.items()
+        if option not in ("name", "bad_rows")
+    }
+    return {"name": name, "text": inspect.getdoc(maker) or "", "options": options}
+
+
+def recipes_command(as_json: AsJson = False) -> None:
+    """List the packaged recipes: configurations to start from, by name instead of a file."""
+    rows = [_recipe(name) for name in recipe_names()]
+    if as_json:
+        return typer.echo(json.dumps(rows))
+    _show("recipe", [(row["name"], row["text"]) for row in rows])
+    Screen().print(
+        "covey train NAME trains one, covey plan NAME explains it, and covey train NAME "
+        "--print-config prints all of its settings."
+    )
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    """Return a recipe's settings and the comment at its head."""
+    text = (RECIPES / f"{name}.toml").read_text("utf-8")
+    head = text.partition("\n\n")[0].splitlines()
+    about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))
+    first = about.partition(". ")[0].rstrip(".") + "."
+    settings = tomllib.loads(text)
+    named = {where: settings.get(where, {}) for where in ("model", "task", "objective")}
+    return {
+        "name": name,
+        "text": first,
+        "model": named["model"].get("path"),
+        "task": named["task"].get("name"),
+        "algorithm": named["objective"].get("name"),
+    }
+
+
+def _show(heading: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(Column(heading, style="bold", no_wrap=True), "", box=SIMPLE, pad_edge=False)
+    for name, text in rows:
+        table.add_row(cell(name), cell(" ".join(text.split())))
+    Screen().print(table)

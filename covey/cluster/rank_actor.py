@@ -1,0 +1,106 @@
+"""A Ray actor that starts one trainer rank as a process on its node, as torchrun would.
+
+The rank runs in a separate process, because it handles signals, and because its GPUs must be known
+before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+from covey.errors import ConfigError
+from covey.subprocesses import module_command
+
+LAST_OUTPUT_SECONDS = 2.0
+"""How long to read after a rank has ended, because its child processes may keep the pipes open."""
+Output = tuple[str, bytes] | int
+"""The name of a stream and the bytes that the rank wrote to it; at the end, its exit code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The place of an actor: node, address and GPUs."""
+
+    node: str
+    address: str
+    port: int
+    """A free port, in case this becomes rank 0."""
+    gpus: tuple[str, ...]
+    """The actor's GPUs, with Ray's numbers."""
+
+
+class RankActor:
+    """Runs a trainer rank, returns its output and sends it signals."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.written: SimpleQueue[Output] = SimpleQueue()
+
+    def place(self) -> Place:
+        """Return the place of this actor."""
+        import ray
+
+        with socket.create_server(("", 0)) as server:
+            port = int(server.getsockname()[1])
+        return Place(
+            node=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            port=port,
+            gpus=tuple(str(number) for number in ray.get_gpu_ids()),
+        )
+
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
+        """Start the rank in a working directory; return its process id."""
+        if not Path(folder).is_dir():
+            raise ConfigError(
+                f"cluster: the node {socket.gethostname()} has no folder {folder}; runs, models "
+                "and data must be on a file system that all nodes share"
+            )
+        command = module_command("covey.cluster.rank_process", str(os.getpid()), *arguments)
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._follow, args=(self.process,), daemon=True).start()
+        return self.process.pid
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = {"stdout": process.stdout, "stderr": process.stderr}
+        threads = [
+            threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            for name, stream in streams.items()
+        ]
+        for thread in threads:
+            thread.start()
+        code = process.wait()
+        for thread in threads:
+            thread.join(LAST_OUTPUT_SECONDS)
+        self.written.put(code)
+
+    def _read(self, name: str, stream: IO[bytes]) -> None:
+        while data := os.read(stream.fileno(), 65536):
+            self.written.put((name, data))
+
+    def output(self) -> Output:
+        """Wait for output, or for the exit code: that of subprocess.Popen."""
+        return self.written.get()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)

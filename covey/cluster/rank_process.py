@@ -1,0 +1,35 @@
+"""A trainer rank that ends with the actor that started it: `rank_process PARENT ARGUMENTS`.
+
+The arguments are those of the `covey` command. Without this, a killed actor would leave a rank that
+continues to train and occupies its GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+WATCH_SECONDS = 0.5
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os.killpg(0, signal.SIGKILL)  # engines and scoring workers too: the rank leads a session
+
+
+def main() -> None:
+    """Watch the parent, and run the command."""
+    parent, *arguments = sys.argv[1:]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it in its processes
+    threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
+    sys.argv = ["covey", *arguments]
+    runpy.run_module("covey", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

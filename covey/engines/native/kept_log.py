@@ -1,0 +1,45 @@
+"""The kept sets of completions in progress: the tokens from which each token was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from covey.kept_sets import encode_kept
+
+
+@dataclass(slots=True)
+class KeptLog:
+    """The kept sets of every slot, in main memory."""
+
+    slots: list[list[np.ndarray]]
+
+    @staticmethod
+    def make(slots: int) -> KeptLog:
+        """Return a log of empty slots."""
+        return KeptLog([[] for _ in range(slots)])
+
+    def open(self, index: torch.Tensor) -> None:
+        """Begin new completions in some slots."""
+        for slot in index.tolist():
+            self.slots[slot] = []
+
+    def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
+        """Append the sets [n, V] of the newest token of the slots `index`."""
+        ids = kept.nonzero()[:, 1].cpu().numpy()
+        ends = kept.sum(dim=1).cumsum(dim=0).tolist()
+        for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
+            self.slots[slot].append(ids[start:stop])
+
+    def keep(self, index: torch.Tensor) -> None:
+        """Move the given slots to the front."""
+        kept = [self.slots[slot] for slot in index.tolist()]
+        self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
+
+    def text(self, slot: int, length: int) -> str:
+        """Return the sets of the first `length` tokens of a slot."""
+        sets: Sequence[np.ndarray] = self.slots[slot][:length]
+        return encode_kept(sets)

@@ -1,0 +1,51 @@
+"""Access to the Hugging Face Hub: without a network, libraries use their cache and fail at once.
+
+Their own retries take most of a minute, and end with the same error.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from urllib.parse import urlsplit
+
+ENDPOINT = "https://huggingface.co"
+SECONDS = 3.0
+"""Time that the hub has to accept a connection."""
+OFFLINE = "HF_HUB_OFFLINE"
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+def offline_if_unreachable() -> bool:
+    """Switch hub libraries to their cache if the hub cannot be reached; return whether it is so."""
+    if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return True
+    if any(os.environ.get(name) for name in PROXIES) or reachable():
+        return False
+    os.environ[OFFLINE] = "1"  # for libraries and processes that start later
+    loaded = sys.modules.get("huggingface_hub.constants")
+    if loaded is not None:
+        loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    return True
+
+
+def reachable(endpoint: str = "") -> bool:
+    """Whether the hub accepts a connection within a few seconds, name lookup included."""
+    parts = urlsplit(endpoint or os.environ.get("HF_ENDPOINT", ENDPOINT))
+    place = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    found = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection(place, timeout=SECONDS).close()
+            found.set()
+        except OSError:
+            pass
+
+    # A name lookup has no time limit of its own, so that it gets a thread.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    return found.is_set()

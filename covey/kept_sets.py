@@ -1,0 +1,126 @@
+"""Kept sets: which tokens top-k, top-p and min-p left to draw from, for every sampled token.
+
+An engine returns them as text, one per completion: compact, and the same in JSON, in a pipe and in
+a checkpoint. The trainer takes log-probabilities over the same sets, so that it trains the
+distribution that was sampled (DeepSeek-V3.2 calls it "keep sampling mask").
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+_WORD = "<u4"
+
+
+def encode_kept(sets: Sequence[np.ndarray]) -> str:
+    """Return sets of token ids, each in ascending order, as text.
+
+    Ids are written as differences and compressed: a small set takes a few bytes, and one that has
+    nearly the whole vocabulary takes less than a bit mask.
+    """
+    counts = np.array([len(ids) for ids in sets], dtype=_WORD)
+    steps = [np.diff(ids, prepend=0) for ids in sets]
+    words = np.concatenate([np.array([len(sets)]), counts, *steps]).astype(_WORD)
+    return base64.b64encode(zlib.compress(words.tobytes(), level=1)).decode()
+
+
+def decode_kept(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes [n] of encoded sets, and their ids, one set after the other."""
+    words = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=_WORD).astype(np.int64)
+    size = int(words[0])
+    counts, steps = words[1 : 1 + size], words[1 + size :]
+    sums = np.concatenate([[0], np.cumsum(steps)])
+    starts = np.cumsum(counts) - counts
+    return counts, sums[1:] - np.repeat(sums[starts], counts)
+
+
+class KeptIds(NamedTuple):
+    """The kept sets of M tokens: set i is `ids[starts[i] : starts[i + 1]]`."""
+
+    starts: np.ndarray
+    """[M + 1]."""
+    ids: torch.Tensor
+    """All ids, on the device of the logits."""
+    row: torch.Tensor
+    """Which of the M tokens each id belongs to."""
+
+    def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
+        """Set the logits [m, V] of the tokens in `part` to `nothing` outside of their sets."""
+        import torch
+
+        here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
+        outside = torch.ones_like(logits, dtype=torch.bool)
+        outside[self.row[here] - part.start, self.ids[here]] = False
+        logits.masked_fill_(outside, nothing)
+
+
+class _Ragged(NamedTuple):
+    """`KeptIds` in main memory."""
+
+    starts: np.ndarray
+    ids: np.ndarray
+    row: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSets:
+    """The kept sets of a batch. Rows of a batch share the ids, which stay in main memory."""
+
+    starts: np.ndarray
+    """[B, T]: where the set of a token begins in `ids`."""
+    counts: np.ndarray
+    """[B, T]: its size; 0 for tokens that were not sampled."""
+    ids: np.ndarray
+
+    @staticmethod
+    def of(segments: Sequence[tuple[Sequence[bool], Sequence[str]]], width: int) -> KeptSets:
+        """Read the sets of segments, each with its mask of sampled tokens.
+
+        ValueError if a segment has more or fewer sets than sampled tokens.
+        """
+        counts = np.zeros((len(segments), width), dtype=np.int64)
+        ids = [np.zeros(0, dtype=np.int64)]
+        for row, (trained, texts) in enumerate(segments):
+            found = [decode_kept(text) for text in texts]
+            sizes = [size for sizes, _ in found for size in sizes]
+            if len(sizes) != sum(trained):
+                raise ValueError(f"{len(sizes)} kept sets for {sum(trained)} sampled tokens")
+            counts[row, : len(trained)][np.array(trained, dtype=bool)] = sizes
+            ids += [values for _, values in found]
+        starts = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
+        return KeptSets(starts, counts, np.concatenate(ids))
+
+    def rows(self, index: torch.Tensor, width: int) -> KeptSets:
+        """Return some rows, cut to `width` tokens."""
+        rows = index.numpy()
+        return KeptSets(self.starts[rows, :width], self.counts[rows, :width], self.ids)
+
+    def at(self, cells: torch.Tensor) -> KeptIds:
+        """Return the sets of the given cells [M] of [B, T], flattened."""
+        import torch
+
+        starts, *found = self._ragged(cells.cpu().numpy())
+        ids, row = (torch.from_numpy(values).to(cells.device) for values in found)
+        return KeptIds(starts, ids, row)
+
+    def lacking(self, tokens: np.ndarray) -> np.ndarray:
+        """Return which cells [B, T] of sampled tokens have a set without the token itself."""
+        kept = self._ragged(np.arange(self.counts.size))
+        has = np.zeros(self.counts.size, dtype=bool)
+        has[kept.row[kept.ids == tokens.ravel()[kept.row]]] = True
+        return (self.counts > 0) & ~has.reshape(self.counts.shape)
+
+    def _ragged(self, cells: np.ndarray) -> _Ragged:
+        first, counts = self.starts.ravel()[cells], self.counts.ravel()[cells]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        row = np.repeat(np.arange(len(cells)), counts)
+        return _Ragged(starts, self.ids[np.arange(len(row)) - starts[row] + first[row]], row)

@@ -1,0 +1,66 @@
+"""Formats of completions: thinking and a final answer, as rewards expect them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+THINKING = (
+    "First I read the question carefully and note what is given and what is asked. Then I work "
+    "through it one step at a time, check each step against the question, and only after that "
+    "write down the result."
+)
+"""Thinking that says nothing, but is as long as formats require."""
+FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
+
+
+def wrapped(marks: tuple[str, str], answer: str) -> str:
+    """Return the answer between two marks, unless it starts with them already."""
+    opening, closing = marks
+    return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of completions."""
+
+    name: str
+    template: str
+    """With `{thinking}` and `{answer}`."""
+    thinking_tag: str = ""
+    """Empty if the thinking has no tags."""
+    answer_tag: str = ""
+    marks: tuple[str, str] = ("", "")
+    """Around the answer, unless it has them already."""
+
+    def render(self, thinking: str, answer: str) -> str:
+        """Return the completion with this thinking and answer."""
+        text = self.template.format(thinking=thinking, answer=wrapped(self.marks, answer))
+        return text if thinking else text.removeprefix("\n")
+
+
+LINKS = "Sources: https://example.org/one and https://example.org/two"
+_THINK = "<think>{thinking}</think>\n"
+_ANSWER = "<answer>{answer}</answer>"
+_FORMATS = (
+    Format("think_answer", _THINK + _ANSWER, "think", "answer"),
+    Format(
+        "reasoning_answer",
+        "<reasoning>\n{thinking}\n</reasoning>\n<answer>\n{answer}\n</answer>",
+        "reasoning",
+        "answer",
+    ),
+    Format("boxed", "{thinking}\n\\boxed{{{answer}}}"),
+    Format("hashes", "{thinking}\n#### {answer}"),
+    Format("plain", "{answer}"),
+    # For prompts that end with the opening tag.
+    Format("prefilled", "{thinking}</think>\n" + _ANSWER, answer_tag="answer"),
+    Format("think_plain", _THINK + "{answer}", "think"),
+    Format("think_tool", _THINK + "{answer}", "think", "tool_call", marks=TOOL_CALL),
+    Format("fenced", _THINK + "{answer}", "think", marks=FENCE),
+    # For rewards that count sources.
+    Format("cited", f"{_THINK}{_ANSWER}\n{LINKS}", "think", "answer"),
+)
+FORMATS: Mapping[str, Format] = MappingProxyType({each.name: each for each in _FORMATS})
+"""By name."""

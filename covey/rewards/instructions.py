@@ -1,0 +1,37 @@
+"""The instructions reward: the share of verifiable instructions that a completion follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from covey.rewards.instruction_checks import follows, instructions_of
+from covey.rewards.score import Reward, Score
+from covey.rewards.text import after_thinking
+from covey.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instructions(Reward):
+    """IFEval's strict checks of what follows the thinking; success: all instructions are followed.
+
+    The prompt names its instructions in the columns `instruction_id_list` and `kwargs`, as
+    google/IFEval has them, or in the target, as open-instruct's RLVR data has it. An empty
+    completion follows nothing. What it says is not checked: combine it with a reward that does.
+    """
+
+    all_or_nothing: bool = False
+    """Whether the reward is 1 only if all instructions are followed, and 0 otherwise."""
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        said = after_thinking(text)
+        wanted = instructions_of(prompt.info, prompt.target)
+        followed = [follows(said, name, given) for name, given in wanted]
+        share = sum(followed) / len(followed)
+        reward = float(all(followed)) if self.all_or_nothing else share
+        return Score(
+            reward=reward,
+            success=all(followed),
+            parts={"followed": share},
+            attempted=bool(said.strip()),
+        )

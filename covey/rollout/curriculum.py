@@ -1,0 +1,210 @@
+"""Curriculum: per-prompt statistics, and the prompts of a step that are drawn by them.
+
+Statistics change when a step has been trained, and are saved with every checkpoint. The draw has
+the address (seed, step). So a resumed run draws what it would have drawn without the interruption.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.errors import ConfigError, RunError
+from covey.rng import weighted_order
+from covey.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from covey.config.data_sections import Curriculum
+
+FILE = "prompts.json"
+NEW = 0.5
+"""The pass rate of a prompt without results."""
+SLOWER = 5
+"""The slow mean of a part has a memory that is this many times longer than that of the fast one."""
+MOST_PROMPTS = 10**7
+
+
+@dataclass(slots=True)
+class PromptRecord:
+    """The results of a prompt so far."""
+
+    number: int
+    """Number of the prompt in the training data."""
+    completions: int = 0
+    """Scored ones."""
+    successes: int = 0
+    rate: float = NEW
+    """Running pass rate: newer groups count more."""
+
+    @property
+    def pass_rate(self) -> float:
+        """The share of correct completions among all so far."""
+        return self.successes / self.completions if self.completions else NEW
+
+
+@dataclass(slots=True)
+class PartRecord:
+    """The results of a part of a mixed task so far."""
+
+    fast: float
+    """Running pass rate."""
+    slow: float
+    """Running pass rate with a longer memory."""
+
+    @property
+    def progress(self) -> float:
+        """Recent change of the pass rate, in either direction."""
+        return abs(self.fast - self.slow)
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptChoice:
+    """Chooses the prompts of each step by the results of earlier steps."""
+
+    settings: Curriculum
+    prompts: Sequence[Prompt]
+    seed: int
+    records: dict[str, PromptRecord] = field(default_factory=dict)
+    """Records of prompts with results, by id."""
+    parts: dict[str, PartRecord] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) > MOST_PROMPTS:
+            raise ConfigError(
+                f"config: [curriculum] supports at most {MOST_PROMPTS} prompts, but the task has "
+                f"{len(self.prompts)}; lower its size"
+            )
+        if self.settings.mixture == "progress" and not self.block:
+            raise ConfigError(
+                "config: curriculum.mixture = 'progress' needs task.name = 'mixed', whose parts "
+                "it weighs"
+            )
+
+    @property
+    def block(self) -> tuple[str, ...]:
+        """The parts of a mixed task, by place in a block of prompts. Empty for other tasks."""
+        return tuple(getattr(self.prompts, "block", ()))
+
+    def weights(self) -> np.ndarray:
+        """Return the weight of each prompt in the draw; 0 if it is dropped."""
+        settings = self.settings
+        found = np.full(len(self.prompts), _weight(settings, NEW))
+        for record in self.records.values():
+            found[record.number] = 0.0 if self._dropped(record) else _weight(settings, record.rate)
+        if settings.mixture == "progress":
+            shares, labels = self.shares(), np.array(self.block)
+            names = labels[np.arange(len(found)) % len(labels)]
+            for part, share in shares.items():
+                here = names == part
+                found[here] *= share / max(found[here].sum(), 1e-300)
+        return found
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each part of a mixed task in the prompts of a step."""
+        names = dict.fromkeys(self.block)
+        if self.settings.mixture == "fixed":
+            return {name: self.block.count(name) / len(self.block) for name in names}
+        # A part without results is drawn as often as one that changes by a tenth.
+        moves = {n: self.parts[n].progress if n in self.parts else 0.1 for n in names}
+        found = {name: max(move, self.settings.floor) for name, move in moves.items()}
+        return {name: value / sum(found.values()) for name, value in found.items()}
+
+    def _dropped(self, record: PromptRecord) -> bool:
+        limit = self.settings.drop_above
+        return limit > 0 and record.completions > 0 and record.pass_rate >= limit
+
+    def picks(self, step: int, count: int) -> tuple[int, ...]:
+        """Return the numbers of the prompts to draw for a step, all different, in order.
+
+        Empty: results decide nothing. If too few prompts are left, the hardest of those that were
+        dropped come back: a step is never smaller than asked for.
+        """
+        if not self.settings.active:
+            return ()
+        weights = self.weights()
+        count = min(count, len(weights))
+        drawn = weighted_order(weights, seed=self.seed, step=step)[:count]
+        if len(drawn) < count:
+            dropped = (r for r in self.records.values() if self._dropped(r))
+            back = sorted(dropped, key=lambda record: (record.pass_rate, record.number))
+            drawn += [record.number for record in back[: count - len(drawn)]]
+        return tuple(drawn)
+
+    def add(self, groups: Sequence[Group], picks: Sequence[int]) -> None:
+        """Add the results of a step with the prompts `picks`; unscored completions do not count."""
+        if not self.settings.active:
+            return
+        numbers = {self.prompts[pick].id: pick for pick in picks}
+        for group in groups:
+            results = [bool(r.success) for r in group.rollouts if r.reward is not None]
+            if not results:
+                continue
+            share, memory = sum(results) / len(results), self.settings.memory
+            number = numbers[group.prompt.id]
+            record = self.records.setdefault(group.prompt.id, PromptRecord(number))
+            first = not record.completions
+            record.completions += len(results)
+            record.successes += sum(results)
+            record.rate = share if first else _moved(record.rate, share, memory)
+            if self.block:
+                name = self.block[number % len(self.block)]
+                part = self.parts.setdefault(name, PartRecord(share, share))
+                part.fast = _moved(part.fast, share, memory)
+                part.slow = _moved(part.slow, share, memory / SLOWER)
+
+    def metrics(self, picks: Sequence[int]) -> dict[str, float]:
+        """Return metrics about the choice of a step's prompts; empty without a curriculum."""
+        if not self.settings.active:
+            return {}
+        records = list(self.records.values())
+        by_number = {record.number: record.rate for record in records}
+        drawn = [by_number.get(pick, NEW) for pick in picks]
+        dropped = sum(self._dropped(record) for record in records)
+        found = {
+            "data/seen_prompts": len(records),
+            "data/pass_rate": float(np.mean([r.rate for r in records])) if records else NEW,
+            "data/drawn_pass_rate": float(np.mean(drawn)),
+            "data/dropped_prompts": dropped,
+            "data/drawn_again": sum(self._dropped(r) for r in records if r.number in set(picks)),
+        }
+        return found | {f"data/parts/{name}": share for name, share in self.shares().items()}
+
+    def save(self, folder: Path) -> None:
+        """Write the statistics into a checkpoint; without a curriculum, write no file."""
+        if self.settings.active:
+            rows = {name: asdict(record) for name, record in self.records.items()}
+            parts = {name: asdict(part) for name, part in self.parts.items()}
+            text = json.dumps({"prompts": rows, "parts": parts})
+            (folder / FILE).write_text(text, encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Read the statistics of a checkpoint."""
+        if not self.settings.active:
+            return
+        try:
+            data: Mapping[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            self.records = {name: PromptRecord(**row) for name, row in data["prompts"].items()}
+            self.parts = {name: PartRecord(**row) for name, row in data["parts"].items()}
+            same = all(self.prompts[r.number].id == name for name, r in self.records.items())
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error!r}") from None
+        if not same:
+            raise RunError(
+                f"checkpoint {folder} has statistics of other prompts, because the data has "
+                "changed; resume with the original data"
+            )
+
+
+def _weight(settings: Curriculum, rate: float) -> float:
+    """Return the weight in the draw of a prompt with this running pass rate."""
+    weights = {"uniform": 1.0, "hard": 1 - rate, "uncertain": rate * (1 - rate)}
+    return max(weights[settings.sampling], settings.floor)
+
+
+def _moved(mean: float, value: float, memory: float) -> float:
+    return (1 - memory) * mean + memory * value

@@ -1,0 +1,109 @@
+"""Replay: training again on recent groups with both correct and incorrect completions.
+
+A replayed group keeps the log-probs and versions of the weights that sampled it. It is a stale
+group as any other: `old_logp` is the policy's at the start of the step, and the objective's
+correction weighs each token by the ratio of the two. Its statistics stay its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from covey.errors import RunError
+from covey.rng import replay_order
+from covey.rollout.filter import is_mixed
+from covey.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from covey.config.data_sections import Replay
+
+FILE = "replay.jsonl"
+_GROUP: TypeAdapter[Group] = TypeAdapter(Group)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayBuffer:
+    """The newest mixed groups of a run."""
+
+    settings: Replay
+    seed: int
+    groups: list[Group] = field(default_factory=list)
+    """Oldest first."""
+
+    def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
+        """Return groups to train on again, sampled by weights that are not too old.
+
+        Prompts in `without`, those of the step itself, stay out: a step has a prompt once.
+        """
+        order = replay_order(seed=self.seed, step=step, size=len(self.groups))
+        found: dict[str, Group] = {}
+        for place in order:
+            group = self.groups[place]
+            fresh = _age(group, version) <= self.settings.max_age
+            if fresh and group.prompt.id not in without and group.prompt.id not in found:
+                found[group.prompt.id] = group
+        return list(found.values())[: self.settings.groups]
+
+    def add(self, groups: Sequence[Group], version: int) -> None:
+        """Add the mixed groups of a step; drop groups that are too old at `version` or surplus."""
+        if not self.settings.groups:
+            return
+        mixed = [group for group in groups if is_mixed(group)]
+        ids = {group.prompt.id for group in mixed}
+        kept = [
+            group
+            for group in self.groups
+            if group.prompt.id not in ids and _age(group, version) <= self.settings.max_age
+        ]
+        self.groups = [*kept, *mixed][-self.settings.size :]
+
+    def metrics(self, drawn: Sequence[Group], version: int) -> dict[str, float]:
+        """Return metrics: how many groups were replayed, and their age; empty without replay."""
+        if not self.settings.groups:
+            return {}
+        ages = [_age(group, version) for group in drawn]
+        found = {"data/replayed_groups": float(len(drawn)), "data/replay_size": len(self.groups)}
+        return found | ({"data/replay_age": sum(ages) / len(ages)} if ages else {})
+
+    def save(self, folder: Path) -> None:
+        """Write the groups into a checkpoint; without replay, write no file."""
+        if self.settings.groups:
+            text = "".join(json.dumps(_row(group)) + "\n" for group in self.groups)
+            (folder / FILE).write_text(text, encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Read the groups of a checkpoint."""
+        if not self.settings.groups:
+            return
+        try:
+            lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
+            self.groups = [_GROUP.validate_python(json.loads(line)) for line in lines]
+        except (OSError, ValueError, ValidationError) as error:
+            raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error}") from None
+
+
+def _age(group: Group, version: int) -> int:
+    return version - min(rollout.policy_version for rollout in group.rollouts)
+
+
+def _row(group: Group) -> dict[str, Any]:
+    return {
+        "prompt": _prompt_row(group.prompt),
+        "rollouts": [asdict(rollout) for rollout in group.rollouts],
+    }
+
+
+def _prompt_row(prompt: Prompt) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "task": prompt.task,
+        "messages": [dict(message) for message in prompt.messages],
+        "target": prompt.target,
+        "info": dict(prompt.info),
+    }

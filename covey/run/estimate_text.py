@@ -1,0 +1,42 @@
+"""Format the numbers of evaluations: accuracies in percent, rewards as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def is_reward(name: str) -> bool:
+    """Whether an estimate of this name is a reward or a reward part, and not a share.
+
+    >>> is_reward("parts/format"), is_reward("pass@4")
+    (True, False)
+    """
+    return name == "reward" or name.startswith("parts/")
+
+
+def value_text(name: str, value: float) -> str:
+    """Return one number.
+
+    >>> value_text("greedy", 0.125), value_text("reward", -0.125)
+    ('12.5%', '-0.125')
+    """
+    return f"{value:.3f}" if is_reward(name) else f"{value:.1%}"
+
+
+def change_text(name: str, change: float) -> str:
+    """Return a difference of two numbers, with its unit.
+
+    >>> change_text("greedy", 0.125), change_text("reward", 0.125)
+    ('+12.5 points', '+0.125')
+    """
+    return f"{change:+.3f}" if is_reward(name) else f"{100 * change:+.1f} points"
+
+
+def estimate_text(name: str, estimate: Mapping[str, float]) -> str:
+    """Return an estimate with its interval; equal rewards have no interval.
+
+    >>> estimate_text("greedy", {"value": 0.0, "low": 0.0, "high": 0.037})
+    '0.0% [0.0%, 3.7%]'
+    """
+    value, low, high = (value_text(name, estimate[key]) for key in ("value", "low", "high"))
+    return value if estimate["low"] == estimate["high"] else f"{value} [{low}, {high}]"

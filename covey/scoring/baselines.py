@@ -1,0 +1,180 @@
+"""Baselines of a task: what a constant answer, an empty completion and a copy of the prompt score.
+
+A policy that finds the constant has its accuracy, and the reward curve of one that learns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from covey.rewards.completion_format import FORMATS, THINKING, Format
+from covey.rewards.judge import Judge
+from covey.rewards.score import Reward
+from covey.rewards.user import UserFunction, WeightedFunctions
+from covey.scoring.job import Job, Scorer
+from covey.types import Prompt
+
+FLAGGED = 0.2
+"""A baseline with more successes than this is a shortcut that a policy will find."""
+FEWEST = 16
+"""Prompts below which a frequent success may be chance, and is not flagged."""
+LONGEST_TARGET = 64
+"""Characters of a target that can be a final answer."""
+CANDIDATES = 3
+"""The most frequent targets, which are scored."""
+FORMAT_PROMPTS = 4
+"""Prompts on which formats are tried."""
+REMEDY = (
+    "balance the targets of the data, leave out prompts with the most frequent one, or choose "
+    "other sizes of the task; judge a policy by its gain above this baseline"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The mean score of one completion, given to every prompt."""
+
+    success: float
+    reward: float | None = None
+    """None: only targets were counted."""
+    answer: str = ""
+    """Of a constant answer."""
+    prompts: int
+    """Number of prompts that it was measured on."""
+
+    def text(self) -> str:
+        """Return its numbers."""
+        mean = "" if self.reward is None else f" (mean reward {self.reward:.3g})"
+        return f"{self.success:.1%} correct{mean}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baselines:
+    """Scores without any skill. None: it could not be scored."""
+
+    constant: Baseline | None = None
+    """The best constant answer, among the most frequent targets."""
+    empty: Baseline | None = None
+    copy: Baseline | None = None
+    """The text of the prompt itself."""
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            name: {key: value for key, value in row.items() if value is not None}
+            for name, row in known.items()
+        }
+
+    def named(self) -> dict[str, Baseline]:
+        """Return those that are known, with names for a sentence."""
+        answer = self.constant.answer if self.constant else ""
+        named = {
+            f"always answering {answer!r}": self.constant,
+            "an empty completion": self.empty,
+            "a copy of the prompt": self.copy,
+        }
+        return {name: found for name, found in named.items() if found is not None}
+
+    def text(self) -> str:
+        """Return all of them in one line."""
+        return ", ".join(f"{name} {found.text()}" for name, found in self.named().items())
+
+    def flagged(self) -> list[str]:
+        """Return a line for each baseline that succeeds too often."""
+        return [
+            f"{name} is correct on {found.success:.1%} of the prompts"
+            for name, found in self.named().items()
+            if found.success > FLAGGED and found.prompts >= FEWEST
+        ]
+
+
+def may_probe(reward: Reward) -> bool:
+    """Whether a reward may score texts that no policy wrote: not a user's code, and no LLM."""
+    return not any(
+        isinstance(part, Judge | UserFunction | WeightedFunctions) for part in _all(reward)
+    )
+
+
+def _all(reward: Any) -> Iterator[Any]:
+    """Yield a reward and those that it is made of."""
+    yield reward
+    for inside in ("parts", "tasks"):
+        parts = getattr(reward, inside, None)
+        if isinstance(parts, dict):
+            for part in parts.values():
+                yield from _all(part)
+
+
+def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None) -> Baselines:
+    """Score the baselines of a task; with `most`, on so few prompts, and constants by targets."""
+    some = prompts if most is None else prompts[:: math.ceil(len(prompts) / most)]
+    return Baselines(
+        constant=_best_constant(prompts, scorer) if most is None else constant_by_targets(prompts),
+        empty=_scored(scorer, some, [""] * len(some)),
+        copy=_scored(scorer, some, [prompt.text for prompt in some]),
+    )
+
+
+def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
+    """Return the most frequent target, without scoring it; None if targets are no short answers."""
+    frequent = _frequent(prompts)
+    if not frequent:
+        return None
+    answer, count = frequent[0]
+    return Baseline(success=count / len(prompts), answer=answer, prompts=len(prompts))
+
+
+def _frequent(prompts: Sequence[Prompt]) -> list[tuple[str, int]]:
+    counts = Counter(prompt.target.strip() for prompt in prompts)
+    short = all(0 < len(target) <= LONGEST_TARGET for target in counts)
+    return counts.most_common(CANDIDATES) if short else []
+
+
+def _best_constant(prompts: Sequence[Prompt], scorer: Scorer) -> Baseline | None:
+    frequent = _frequent(prompts)
+    if not frequent:
+        return None
+    form = _format(prompts[:FORMAT_PROMPTS], scorer)
+    tried = [
+        _scored(scorer, prompts, [form.render(THINKING, answer)] * len(prompts), answer)
+        for answer, _ in frequent
+    ]
+    scored = [each for each in tried if each is not None]
+    return max(scored, key=lambda each: (each.success, each.reward or 0.0), default=None)
+
+
+def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
+    """Return the format in which the targets themselves score best."""
+
+    def score(form: Format) -> tuple[float, float]:
+        texts = [form.render(THINKING, str(p.info.get("solution", p.target))) for p in prompts]
+        found = _scored(scorer, prompts, texts)
+        return (-1.0, 0.0) if found is None else (found.success, found.reward or 0.0)
+
+    return max(FORMATS.values(), key=score)
+
+
+def _scored(
+    scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str], answer: str = ""
+) -> Baseline | None:
+    """Return the mean score of a text for each prompt; None if none could be scored."""
+    pending = [
+        scorer.submit(Job(prompt=prompt, texts=(text,), progress=1.0))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    scores = [result.score for each in pending for result in each.result()]
+    known = [score for score in scores if score is not None]
+    if not known:
+        return None
+    # What cannot be scored counts as wrong, as it does in evaluations.
+    return Baseline(
+        success=sum(score.success for score in known) / len(scores),
+        reward=sum(score.reward for score in known) / len(known),
+        answer=answer,
+        prompts=len(scores),
+    )

@@ -1,0 +1,18 @@
+"""Held-out prompts that are training prompts too: they would measure memorization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from covey.types import Prompt
+
+
+def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
+    """Return the held-out prompts with the text of a training prompt."""
+    texts = {_text(prompt) for prompt in train}
+    return [prompt for prompt in held_out if _text(prompt) in texts]
+
+
+def _text(prompt: Prompt) -> str:
+    """Return the text of all messages, ignoring whitespace and case."""
+    return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())

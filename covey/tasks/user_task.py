@@ -1,0 +1,86 @@
+"""A user's task, whose prompts are checked when they are read."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import CoveyError, DataError
+from covey.tasks.task import Task
+from covey.types import Prompt
+
+FIRST = 8
+"""Prompts of a sequence that makes them on access which are checked; of a list, all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserTask:
+    """A task of a user: the same prompts, or an error that says what is wrong with one."""
+
+    task: Task
+    path: str
+    """Its import path."""
+
+    @property
+    def name(self) -> str:
+        """The task's own name."""
+        return self.task.name
+
+    @property
+    def bad_rows(self) -> Mapping[str, Sequence[str]]:
+        """Rows that the task skipped, if it lists them."""
+        found: Mapping[str, Sequence[str]] = getattr(self.task, "bad_rows", {})
+        return found
+
+    def train(self) -> Sequence[Prompt]:
+        """Prompts for training."""
+        return self._checked("train")
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Prompts for evaluation only."""
+        return self._checked("held_out")
+
+    def _checked(self, split: str) -> Sequence[Prompt]:
+        where = f"task: {self.path}: {split}()"
+        try:
+            found: Any = getattr(self.task, split)()
+            listed = found if isinstance(found, Sequence) else None
+            if listed is None and isinstance(found, Iterable):
+                listed = list(found)
+        except CoveyError:
+            raise
+        except Exception as error:
+            raise DataError(f"{where} fails: {described(error)}") from error
+        if listed is None or isinstance(listed, str | bytes):
+            what = f"returned {type(found).__name__}"
+            raise DataError(f"{where} {what}; it must return a sequence of covey.Prompt")
+        count = len(listed) if isinstance(listed, list | tuple) else min(FIRST, len(listed))
+        for index in range(count):
+            if problem := _problem(listed[index]):
+                raise DataError(f"{where}: prompt {index} {problem}")
+        return listed
+
+
+def described(error: BaseException) -> str:
+    """Return an error of a user's code in one line, with the file and line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+
+
+def _problem(prompt: Any) -> str | None:
+    """Return what is wrong with a prompt."""
+    if not isinstance(prompt, Prompt):
+        return f"is of type {type(prompt).__name__}, not covey.Prompt"
+    for name in ("id", "task", "target"):
+        if not isinstance(value := getattr(prompt, name), str):
+            return f"has {name} = {value!r}, which is not text"
+    messages: Any = prompt.messages
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        return "has messages that are not a tuple of {'role': ..., 'content': ...}"
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            return f"has the message {message!r}, which lacks 'role' or 'content'"
+    return None

@@ -1,0 +1,110 @@
+"""Which settings may change when a run is resumed, and why others may not.
+
+A setting may change if the checkpoint still fits, and if every step already trained would be drawn
+from the same data by the same policy: length, learning rate, limits, evaluations, saving.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from covey.config import Config, load_config, to_toml
+from covey.errors import ConfigError
+from covey.run.files import append_line, write_text
+from covey.run.folder import RunFolder
+from covey.training.resolve import resolve
+
+CHANGES = "changes.jsonl"
+"""A line for each resume with other settings: the step, and for each key its old and new value."""
+OTHER_RUN = "start a new run from the checkpoint, with --model"
+FIXED: Mapping[str, str] = {
+    "seed": f"it decides which prompts and random numbers all steps draw; {OTHER_RUN}",
+    "model.path": "the weights are those of the run's checkpoint",
+    "model.dtype": f"the checkpoint's steps were computed in another one; {OTHER_RUN}",
+    "model": f"prompts would be rendered or computed in another way; {OTHER_RUN}",
+    "adapter": f"the checkpoint holds weights of the adapter as it is; {OTHER_RUN}",
+    "task": f"steps would draw other prompts, and repeat or lose some; {OTHER_RUN}",
+    "rollout.prompts_per_step": "steps would draw other prompts, and repeat or lose some; change "
+    "rollout.group_size instead",
+    "rollout.max_prompt_tokens": f"steps would draw from other prompts; {OTHER_RUN}",
+    "rollout.long_prompts": f"steps would draw from other prompts; {OTHER_RUN}",
+    "reward": f"rewards before and after could not be compared; {OTHER_RUN}",
+    "environment": f"rollouts before and after could not be compared; {OTHER_RUN}",
+    "objective.name": f"it would be another algorithm; {OTHER_RUN}",
+    "reference": f"the reference began with the run; {OTHER_RUN}",
+    "teacher": f"the teacher began with the run; {OTHER_RUN}",
+    "optimizer.state": f"the checkpoint holds the other kind of state; {OTHER_RUN}",
+    "overlap": "the checkpoint holds rollouts that were generated ahead; let the run end first",
+    "sft.solutions": "steps would draw other solutions, and repeat or lose some",
+    "sft.file": f"steps would draw other solutions; {OTHER_RUN}",
+    "sft.template": f"steps would draw other solutions; {OTHER_RUN}",
+}
+"""Settings and sections that may not change. All others may."""
+
+Change = tuple[Any, Any]
+
+
+def resumed_config(
+    run: RunFolder, overrides: Iterable[str] = (), **options: Any
+) -> tuple[Config, dict[str, Change]]:
+    """Return the resolved settings of a run with overrides, and the changed settings.
+
+    ConfigError for a setting that may not change. `options` are those of `resolve`.
+    """
+    file, overrides = str(run.config_file), list(overrides)
+    then = resolve(load_config(file), **options)
+    if not overrides:
+        return then, {}
+    now = resolve(load_config(file, overrides), **options)
+    before, after = dict(_flat(then)), dict(_flat(now))
+    changed = {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+    for key in changed:
+        why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
+        if why is not None:
+            raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
+    return now, changed
+
+
+def check_length(config: Config, step: int, *, sft: bool = False) -> None:
+    """Refuse a number of training steps that the run has already passed."""
+    if not sft and config.train.budget == "steps" and config.train.steps < step:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}: the run is already at step {step}; set more "
+            f"steps, or resume an earlier checkpoint with --step"
+        )
+
+
+def record_changes(
+    run: RunFolder, config: Config, step: int, changed: Mapping[str, Change]
+) -> None:
+    """Write the new settings to the run's config.toml, and record the changes and the step."""
+    if changed:
+        plain = json.loads(json.dumps(changed, default=str))
+        append_line(run.path / CHANGES, {"step": step, "settings": plain})
+        write_text(run.config_file, to_toml(config))
+
+
+def changes_note(changed: Mapping[str, Change]) -> str:
+    """Return a line about the changed settings for the user."""
+    return "resumed with " + ", ".join(
+        f"{key} = {new} (was {old})" for key, (old, new) in changed.items()
+    )
+
+
+def _flat(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield every setting under its dotted name."""
+
+    def inner(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in table.items():
+            if isinstance(value, dict) and value:
+                yield from inner(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    yield from inner(config.model_dump(), "")

@@ -1,0 +1,121 @@
+"""The maximum length of prompts, and the treatment of longer ones: refused, left out or cut.
+
+Prompts are checked before a run begins. A task that makes its prompts on demand may have millions:
+of these, the ones that the first steps draw are checked, and all of them if long ones are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from covey.config import Config
+from covey.environments.registry import NONE
+from covey.errors import ConfigError, DataError
+from covey.models.language_model import LanguageModel
+from covey.rng import prompt_indices
+from covey.types import Message, Prompt
+
+MOST_DRAWN = 2048
+"""Number of prompts that are checked if a task generates them on demand."""
+
+
+def longest_prompt(config: Config, context: int) -> int:
+    """Return the maximum number of tokens of a prompt, so that a completion fits the context."""
+    room = context - config.rollout.max_tokens
+    if config.environment.name != NONE:
+        room = min(room, config.environment.max_tokens - config.rollout.max_tokens)
+    if room < 1:
+        raise ConfigError(
+            f"config: rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a "
+            f"prompt: the model's context is {context}"
+        )
+    return min(room, config.rollout.max_prompt_tokens or room)
+
+
+def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
+    """Return a model that cuts long prompts from the left, if the configuration says so."""
+    if config.rollout.long_prompts != "truncate":
+        return model
+    if config.environment.name != NONE:
+        raise ConfigError(
+            "config: rollout.long_prompts = 'truncate' does not work with an environment, whose "
+            "conversations are kept whole; set it to 'skip'"
+        )
+    return replace(model, longest_prompt=longest_prompt(config, model.context))
+
+
+def fitting_prompts(
+    config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
+) -> tuple[Sequence[Prompt], list[str]]:
+    """Return the prompts to use, and a note if some are too long; DataError if that is refused.
+
+    `split` is "training" or "held-out".
+    """
+    choice = config.rollout.long_prompts
+    if config.environment.name != NONE and choice != "skip":
+        return prompts, []  # an environment makes its own messages from a prompt later
+    limit = longest_prompt(config, model.context)
+    checked = _checked(config, prompts, everything=split == "held-out" or choice == "skip")
+    long = _too_long(model, ((index, prompts[index]) for index in checked), limit)
+    if not long:
+        return prompts, []
+    worst = max(long, key=lambda index: long[index])
+    found = (
+        f"{len(long)} of {len(checked)} {split} prompts have more than {limit} tokens; the "
+        f"longest, {prompts[worst].id}, has {long[worst]}"
+    )
+    if choice == "truncate":
+        return prompts, [f"{found}: their first tokens are cut off"]
+    if choice == "error":
+        raise DataError(
+            f"task: {found}: {_why(config, model.context)}; set rollout.long_prompts = 'skip' to "
+            "leave them out, or 'truncate' to cut off their first tokens"
+        )
+    kept = [prompts[index] for index in checked if index not in long]
+    if not kept:
+        raise DataError(f"task: {found}: none is left; {_why(config, model.context)}")
+    return kept, [f"{found}: they are left out"]
+
+
+def _why(config: Config, context: int) -> str:
+    if config.rollout.max_prompt_tokens == longest_prompt(config, context):
+        return f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
+    return f"the model's context is {context} and rollout.max_tokens = {config.rollout.max_tokens}"
+
+
+def _checked(config: Config, prompts: Sequence[Prompt], *, everything: bool) -> Sequence[int]:
+    """Return the indices of the prompts to check."""
+    size, count = len(prompts), config.rollout.prompts_per_step
+    if everything or isinstance(prompts, list | tuple) or size <= max(count, MOST_DRAWN):
+        return range(size)
+    steps = range(min(config.train.steps, max(1, MOST_DRAWN // count)))
+    drawn = (prompt_indices(seed=config.seed, step=s, count=count, size=size) for s in steps)
+    return sorted({index for step in drawn for index in step})
+
+
+def _too_long(
+    model: LanguageModel, prompts: Iterable[tuple[int, Prompt]], limit: int
+) -> dict[int, int]:
+    """Return the tokens of the prompts with more than `limit`, by index.
+
+    A token is at least a byte, so a prompt with few bytes needs no tokenizer.
+    """
+    assert model.renderer is not None
+    renderer, long = model.renderer, dict[int, int]()
+    around: dict[tuple[str, ...], int] = {}
+    for index, prompt in prompts:
+        roles, size = tuple(m["role"] for m in prompt.messages), _bytes(prompt.messages)
+        if roles in around and size + around[roles] <= limit:
+            continue
+        if roles not in around:
+            text = renderer.text(prompt.messages)
+            around[roles] = max(0, len(text.encode()) - size) + len(roles) + 1
+        tokens = len(renderer.tokens(prompt.messages))
+        if tokens > limit:
+            long[index] = tokens
+    return long
+
+
+def _bytes(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"].encode()) for message in messages)

@@ -1,0 +1,60 @@
+"""Scorers of training and evaluation, and the baselines that evaluations are compared with."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+from covey.config import Config
+from covey.environments.registry import NONE
+from covey.rewards import Reward
+from covey.rewards.identity import identity
+from covey.rewards.user import FUNCTIONS, own_name, with_none
+from covey.scoring import Scorer, make_scorer
+from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
+from covey.scoring.build import check_timeout
+from covey.training.make_engine import ray_scorer
+from covey.training.resolve import evaluation_config, reward_of
+from covey.types import Prompt
+
+MOST_PROBED, FEW_PROBED = 512, 16
+"""Held-out prompts on which baselines are scored, with a quick reward and with others."""
+
+
+def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
+    """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
+    reward = reward_of(config) if reward is None else reward
+    reward = with_none(reward, config.scoring.none_rewards)
+    name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
+    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
+        check_timeout(name, reward, config.scoring.timeout)
+        return ray_scorer(config, reward, identity(name, reward))
+    return make_scorer(
+        name,
+        reward,
+        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
+        timeout=config.scoring.timeout,
+        gigabytes=config.scoring.gigabytes,
+    )
+
+
+def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
+    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
+    apart = evaluation_config(config)
+    return scorer if apart is config else scorer_of(apart, ranks=ranks)
+
+
+def baselines_of(
+    config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
+) -> Baselines:
+    """Score what needs no skill; where that would call an LLM or a user's code, count targets.
+
+    `scorer` is that of evaluations, `passed` the reward object that it was made from, if any.
+    """
+    own = passed if not config.evaluate.reward.name else None
+    reward = reward_of(evaluation_config(config)) if own is None else own
+    if config.environment.name != NONE or not may_probe(reward):
+        return Baselines(constant=constant_by_targets(held_out))
+    stride = math.ceil(len(held_out) / MOST_PROBED)
+    return baselines(held_out[::stride], scorer, None if reward.quick else FEW_PROBED)

@@ -1,0 +1,124 @@
+"""The doctor passes a healthy configuration, and names each of six faults that are built in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.analysis.doctor.checkup import small
+from covey.analysis.doctor.engine import engine_checks, weights_check
+from covey.analysis.doctor.gradient import gradient_checks
+from covey.analysis.doctor.machine import resume_checks, reward_checks, sandbox_check
+from covey.analysis.doctor.result import Result
+from covey.analysis.numerics.logp_variants import upcast
+from covey.cli.main import run as covey
+from covey.config import Config, load_config
+from covey.engines.native.engine import NativeEngine
+from covey.rollout import episode
+from covey.rollout.source import SynchronousSource
+from covey.run.trackers import Tracker
+from covey.sandbox import program
+from covey.training import checkpoint, step
+from covey.training.build import Parts, assemble
+from covey.training.resolve import resolve
+from covey.types import Group
+
+QUICK = ("model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4",
+         "rollout.max_tokens=24", "evaluate.prompts=4")  # fmt: skip
+
+
+def config_of(*settings: str) -> Config:
+    return small(resolve(load_config("arithmetic", [*QUICK, *settings])))
+
+
+@pytest.fixture
+def parts() -> Iterator[Parts]:
+    with closing(assemble(config_of())) as made:
+        yield made
+
+
+def groups_of(parts: Parts) -> Sequence[Group]:
+    return SynchronousSource(parts, Tracker()).groups(1, share=0.0).collected.groups
+
+
+def failed(results: Iterator[Result]) -> list[str]:
+    return [result.name for result in results if result.passed is False]
+
+
+def test_a_healthy_configuration_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "doctor.json"
+    words = [word for setting in QUICK for word in ("--set", setting)]
+    covey(["doctor", "--json", "--out", str(out), *words])
+    data = json.loads(capsys.readouterr().out)
+    assert data == json.loads(out.read_text())
+    # Other tests of this process have used memory, and others its cores.
+    wrong = {c["name"] for c in data["checks"] if c["passed"] is False} - {"memory", "time"}
+    assert wrong == set(), data
+    assert [c["name"] for c in data["checks"]] == [
+        "engine: log-probs", "engine: greedy text", "gradient: micro-batches", "gradient: padding",
+        "gradient: packing", "gradient: ranks", "gradient: order", "engine: new weights",
+        "reward: determinism", "reward: lab", "sandbox", "resume", "memory", "time", "versions",
+    ]  # fmt: skip
+
+
+def test_a_wrong_denominator(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over the rows of a micro-batch, where the mean is over the optimizer step."""
+    groups, own = groups_of(parts), step.policy_loss
+
+    def mean(objective: Any, micro: Any, *rest: Any) -> Any:
+        output = own(objective, micro, *rest)
+        return output._replace(loss=output.loss / len(micro))
+
+    assert failed(gradient_checks(parts, groups)) == []
+    monkeypatch.setattr(step, "policy_loss", mean)
+    assert "gradient: micro-batches" in failed(gradient_checks(parts, groups))
+
+
+def test_shifted_log_probs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = episode._rollout
+
+    def shifted(encoded: Any, completion: Any, text: str) -> Any:
+        moved = (*completion.logp[1:], completion.logp[0])
+        return own(encoded, replace(completion, logp=moved), text)
+
+    monkeypatch.setattr(episode, "_rollout", shifted)
+    assert failed(engine_checks(parts, groups_of(parts))) == ["engine: log-probs"]
+
+
+def test_stale_weights(parts: Parts) -> None:
+    """An engine with a copy of the weights that new ones never reach."""
+    stale = replace(parts, engine=NativeEngine(upcast(parts.policy.model)))
+    groups = groups_of(stale)
+    assert failed(engine_checks(stale, groups)) == []
+    assert failed(weights_check(stale, groups)) == ["engine: new weights"]
+
+
+def test_a_reward_that_depends_on_chance() -> None:
+    config = config_of("reward.name=tests.analysis.doctor_faults:by_chance")
+    assert "reward: determinism" in failed(reward_checks(config))
+
+
+def test_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = config_of("task.name=code", "reward.name=code_tests")
+    monkeypatch.setattr(program, "isolation_problem", lambda: "bwrap is not installed")
+    assert failed(sandbox_check(code)) == ["sandbox"]
+    assert failed(sandbox_check(config_of())) == []  # sums are not programs
+    unsafe = config_of("task.name=code", "reward.name=code_tests", "reward.unsafe=true")
+    assert failed(sandbox_check(unsafe)) == ["sandbox"]
+
+
+def test_a_broken_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moments of AdamW are not restored."""
+    own = checkpoint._load_whole
+
+    def forgets(optimizer: Any, weights: Any, moments: Any) -> None:
+        own(optimizer, weights, {name: value * 0 for name, value in moments.items()})
+
+    monkeypatch.setattr(checkpoint, "_load_whole", forgets)
+    assert "resume" in failed(resume_checks(config_of(), tmp_path))

@@ -1,0 +1,87 @@
+"""A resumed run may have other settings, if the steps before stay what they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from covey.cli.main import run as covey
+from covey.config import Config, load_config
+from covey.errors import ConfigError
+from covey.run.folder import RunFolder
+from covey.training.changed_settings import FIXED, resumed_config
+
+SETTINGS = (
+    "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4", "evaluate.every=0",
+    "rollout.max_tokens=40", "optimizer.schedule=constant",
+)  # fmt: skip
+
+
+def trained(path: Path, *settings: str) -> Path:
+    words = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
+    assert covey(["train", "--run", str(path), *words]) == 0
+    return path
+
+
+def steps_of(path: Path) -> list[dict[str, object]]:
+    rows = RunFolder(path).steps()
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("short") / "run", "train.steps=2")
+
+
+def test_a_finished_run_goes_on_as_the_longer_run(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trained(tmp_path / "whole", "train.steps=4")
+    resume = ["train", "--resume", str(short), "--set"]
+    assert covey([*resume, "train.steps=1"]) == 2
+    assert "already at step 2" in capsys.readouterr().err
+    assert covey([*resume, "train.steps=4", "--set", "save.keep=1"]) == 0
+    assert "train.steps = 4 (was 2)" in capsys.readouterr().out
+    assert steps_of(short) == steps_of(whole)
+    ends = [load_file(p / "checkpoints/000004/model.safetensors") for p in (short, whole)]
+    assert all(ends[0][name].equal(ends[1][name]) for name in ends[1])
+    assert load_config(str(short / "config.toml")).train.steps == 4
+    changes = [json.loads(line) for line in (short / "changes.jsonl").read_text().splitlines()]
+    settings = {"save.keep": [2, 1], "train.steps": [2, 4]}
+    assert changes == [{"step": 2, "settings": settings}]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("seed=1", "random numbers"),
+        ("model.path=smollm2", "checkpoint"),
+        ("adapter.rank=4", "adapter"),
+        ("task.max_operations=1", "other prompts"),
+        ("rollout.prompts_per_step=4", "other prompts"),
+        ("reward.name=math_answer", "compared"),
+        ("objective.name=dapo", "another algorithm"),
+        ("optimizer.state=compact", "state"),
+        ("reference.kind=moving", "reference"),
+    ],
+)
+def test_what_may_not_change_says_why(short: Path, override: str, why: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"cannot change {override.split('=')[0].split('.')[0]}.*{why}"
+    ):
+        resumed_config(RunFolder(short), [override])
+
+
+def test_every_fixed_setting_exists() -> None:
+    for key in FIXED:
+        section, _, name = key.partition(".")
+        field = Config.model_fields[section]
+        assert not name or name in type(field.default).model_fields
+
+
+def test_other_arguments_are_refused(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert covey(["train", "arithmetic", "--resume", str(short)]) == 2
+    assert "--set" in capsys.readouterr().err
