@@ -44,19 +44,6 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
         )
 
 
-@rule("idle", "groups")
-def most_of_a_group_unused(setup: Setup) -> Iterator[Said]:
-    """Completions that are sampled, and are no part of a pair."""
-    size, name = setup.config.rollout.group_size, setup.config.objective.name
-    if setup.objective.pairs and size > 2 and not setup.config.preferences.file:
-        yield Said(
-            ("rollout.group_size", "objective.name"),
-            title=f"{name} trains on 2 of the {size} completions of a prompt",
-            why="The best is compared with the worst; the others only make these two more extreme.",
-            remedy="nothing, if this is intended; a smaller rollout.group_size samples less",
-        )
-
-
 @rule("idle", "one-update-per-rollout")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
     """A clip of values that have not moved yet."""
