@@ -131,8 +131,6 @@ def loss(
         sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
         teacher_logp=teacher_logp, values=values, rollout=rollout,
     )  # fmt: skip
-    if new_values is not None and objective.value_loss is None:
-        raise ConfigError(f"{algorithm} trains no critic, and takes no new_values")
     given = sampler_logp is not None
     return _loss(objective, batch, logp, entropy, new_values, measure_sampler=given)
 
@@ -146,6 +144,8 @@ def _loss(
     *,
     measure_sampler: bool,
 ) -> LossOutput:
+    if new_values is not None and objective.value_loss is None:
+        raise ConfigError("this algorithm has no critic, so it takes no new_values")
     now = _at_least_float32(logp)
     batch = with_weight(objective, with_advantage(objective, batch))
     batch = with_marks(objective, batch, now.detach())
@@ -218,50 +218,40 @@ def _batch(
     mask: torch.Tensor,
     rewards: torch.Tensor,
     group: torch.Tensor,
-    old_logp: torch.Tensor | None,
-    ref_logp: torch.Tensor | None,
-    sampler_logp: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    success: torch.Tensor | None,
-    tokens: torch.Tensor | None,
-    parts: torch.Tensor | None,
-    teacher_logp: torch.Tensor | None,
-    values: torch.Tensor | None,
-    rollout: torch.Tensor | None,
+    **optional: torch.Tensor | None,
 ) -> Batch:
     """Check the tensors and put them into a batch without prompts."""
-    optional = {
-        "old_logp": old_logp, "ref_logp": ref_logp, "sampler_logp": sampler_logp,
-        "entropy": entropy, "tokens": tokens, "success": success, "parts": parts,
-        "teacher_logp": teacher_logp, "values": values, "rollout": rollout,
-    }  # fmt: skip
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
     if "groups" in objective.needs:
         _check_groups(objective, group)
     mask, rewards = mask.bool(), rewards.detach().double()
     rows, width = mask.shape
-    zeros = mask.new_zeros(mask.shape, dtype=torch.float32)
-    old = None if old_logp is None else _at_least_float32(old_logp.detach())
-    stand_in = zeros if old is None else old
+    tokens, success, parts = (optional[name] for name in ("tokens", "success", "parts"))
+    entropy = optional["entropy"]
+    constants = {
+        name: None if (value := optional[name]) is None else _at_least_float32(value.detach())
+        for name in ("old_logp", "ref_logp", "teacher_logp", "values", "sampler_logp")
+    }
+    sampler_logp = constants.pop("sampler_logp")
+    if sampler_logp is None:
+        zeros = mask.new_zeros(mask.shape, dtype=torch.float32)
+        sampler_logp = zeros if constants["old_logp"] is None else constants["old_logp"]
     return Batch(
         prompt_tokens=mask.new_zeros((rows, 0), dtype=torch.long),
         prompt_lengths=mask.new_zeros(rows, dtype=torch.long),
         tokens=mask.new_zeros(mask.shape, dtype=torch.long) if tokens is None else tokens,
         lengths=mask.new_full((rows,), width, dtype=torch.long),
         mask=mask,
-        sampler_logp=stand_in if sampler_logp is None else _at_least_float32(sampler_logp.detach()),
+        sampler_logp=sampler_logp,
         rewards=rewards,
         success=rewards > 0 if success is None else success.bool(),
         group=group,
         truncated=mask.new_zeros(rows),
         parts=None if parts is None else parts.detach().double(),
-        rollout=rollout,
-        old_logp=old,
-        values=None if values is None else _at_least_float32(values.detach()),
-        teacher_logp=None if teacher_logp is None else _at_least_float32(teacher_logp.detach()),
-        ref_logp=None if ref_logp is None else _at_least_float32(ref_logp.detach()),
+        rollout=optional["rollout"],
         entropy=None if entropy is None else entropy.detach(),
+        **constants,
     )
 
 

@@ -81,8 +81,7 @@ def train_command(
             resume, step, overrides, verify=verify, print_config=print_config
         )
     check_new(None if print_config else run, step, verify=verify)
-    settings = settings_of(overrides, model)
-    settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
+    settings = settings_of(overrides, model) + ["task.skip_bad_rows=true"] * skip_bad_rows
     settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
     label = source_of(source, settings)
     with waiting(STARTING):

@@ -116,9 +116,8 @@ class Reinforcement:
         learner = parts.learner_at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
         rollouts = self.queue.take(state.step, share)
-        overlap = overlap_metrics(
-            parts, rollouts, time.perf_counter() - started, parts.policy.version
-        )
+        waited = time.perf_counter() - started
+        overlap = overlap_metrics(parts, rollouts, waited, parts.policy.version)
         collected = rollouts.collected
         events, deaths = restarts(parts)
         for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
@@ -138,12 +137,7 @@ class Reinforcement:
         self.replay.add(fresh, parts.policy.version)
 
         metrics: dict[str, Any] = {
-            "step": state.step,
-            "episode": state.episode,
-            "tokens": state.tokens,
-            "updates": parts.policy.version,
-            "epoch": state.episode / parts.config.rollout.group_size / len(parts.train_prompts),
-            "reward_id": parts.scorer.identity,
+            **_progress(parts, state),
             **rollout_metrics(collected, parts.policy.model.stop_ids),
             **selection_metrics(rollouts),
             **learned,
@@ -180,6 +174,19 @@ class Reinforcement:
             self.seconds = sum(row["time/total"] for row in run.steps())
         self.seconds += seconds
         return self.seconds
+
+
+def _progress(parts: Parts, state: State) -> dict[str, Any]:
+    """Return the metrics that say how far a run is."""
+    prompts = state.episode / parts.config.rollout.group_size
+    return {
+        "step": state.step,
+        "episode": state.episode,
+        "tokens": state.tokens,
+        "updates": parts.policy.version,
+        "epoch": prompts / len(parts.train_prompts),
+        "reward_id": parts.scorer.identity,
+    }
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:

@@ -21,14 +21,17 @@ from covey.analysis.plan.forecast import (
     Device,
     Forecast,
     Part,
-    Phase,
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
+from covey.analysis.plan.other_models import (
+    STATE_BYTES,
+    critic_parts,
+    reference_part,
+    teacher_parts,
+)
 from covey.analysis.plan.sharded_memory import sharded_parts
 from covey.analysis.plan.task_facts import TaskFacts, task_facts, usable_prompt
 from covey.config import Config
-from covey.config.schema import Adapter
-from covey.models.adapter import adapter_base
 from covey.objective import Objective
 from covey.training.resolve import objective_of, resolve
 
@@ -38,8 +41,6 @@ ASSUMED_PROMPT = 256
 """The assumed tokens of a prompt if prompts cannot be measured."""
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
-STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""By optimizer.state: bytes of the master weight beyond bfloat16, and of two moments."""
 FRAGMENTATION = 0.1
 """The share of the activations that malloc wastes on a CPU as holes between freed and kept tensors.
 Measurements were between 0 and 0.7, because later allocations may fill the holes."""
@@ -223,7 +224,7 @@ class _Run:
         weights = shape.parameters + shape.added
         if self.sharded:
             parts = sharded_parts(shape, size, self.shards)
-            return [*parts, self._reference(weights), *self._teacher()]
+            return [*parts, reference_part(self, weights), *teacher_parts(self)]
         state = self.config.optimizer.state
         master, moments = STATE_BYTES[state]
         return [
@@ -240,25 +241,10 @@ class _Run:
                 ALWAYS,
                 f"AdamW's two moments of {shape.trained:,} trained parameters",
             ),
-            self._reference(weights),
-            *self._teacher(),
-            *self._critic(),
+            reference_part(self, weights),
+            *teacher_parts(self),
+            *critic_parts(self),
             *self._engine_copies(weights),
-        ]
-
-    def _critic(self) -> list[Part]:
-        """Return what a critic holds; its passes take turns with the policy's, without logits."""
-        if "values" not in self.objective.needs:
-            return []
-        path, state = self.config.critic.path, self.config.optimizer.state
-        model = self.config.model.model_copy(update={"path": path or self.config.model.path})
-        shape = shape_of(self.config.model_copy(update={"model": model})) if path else self.shape
-        master, moments = STATE_BYTES[state]
-        kept = (shape.parameters + shape.added) * self.size
-        kept += shape.trained * (moments + (master if self.size < FLOAT else 0))
-        return [
-            Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
-            Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
         ]
 
     def _engine_copies(self, weights: int) -> list[Part]:
@@ -270,40 +256,6 @@ class _Run:
         held = weights + self.shape.trained * (1 + waiting)
         why = f"a copy, 1 to hand over, {waiting} waiting"
         return [Part("weights of the engine", held * self.size, ALWAYS, why)]
-
-    def _teacher(self) -> list[Part]:
-        """Return the weights of a teacher on this device."""
-        teacher = self.config.teacher
-        if "teacher" not in self.objective.needs or not teacher.path:
-            return []
-        model = self.config.model.model_copy(update={"path": teacher.path})
-        alone = self.config.model_copy(update={"model": model, "adapter": Adapter()})
-        shape = shape_of(alone)
-        held, why = (shape.parameters + shape.added) * self.size, f"{teacher.path}: its weights"
-        phases: tuple[Phase, ...] = ALWAYS
-        if self.sharded:
-            held, why = -(-held // self.shards), f"{why}, 1 of {self.shards} parts"
-        if teacher.offload and self.on_gpu:
-            phases, why = ("prepare",), f"{why}, on the device only while it is used"
-        return [Part("teacher", held, phases, why)]
-
-    def _reference(self, weights: int) -> Part:
-        kind, phases, held = self.config.reference.kind, ALWAYS, weights * self.size
-        why = f"{kind}: a second copy of the weights"
-        under = self.shape.rank and kind == "frozen" and not adapter_base(self.config.model.path)
-        if self.sharded:
-            held, why = -(-held // self.shards), f"{kind}: 1 of {self.shards} parts of a copy"
-        if "reference" not in self.objective.needs:
-            held, why = 0, "none: the objective has no penalty"
-        elif kind == "server" or kind == "adapter_off" or under:
-            held, why = 0, f"{kind}: no copy on this device"
-        elif kind == "offloaded" and self.on_gpu and self.sharded:
-            held, why = 0, "offloaded: in main memory, gathered block by block"
-        elif kind == "offloaded" and self.on_gpu:
-            phases, why = ("prepare",), "offloaded: a copy, on the device only while it is used"
-        elif kind in ("moving", "renewed") and self.size < FLOAT:
-            held, why = held + weights * FLOAT, f"{kind}: a copy of the weights, also in float32"
-        return Part("reference", held, phases, why)
 
     def _pass_parts(self, batch: Pass) -> list[Part]:
         """Return the memory of forward passes, with gradient and without."""
@@ -319,13 +271,9 @@ class _Run:
         no_grad = by_reference or (by_policy and not self.captured)
         graph = " in a CUDA graph, which keeps its memory" if self.captured else ""
         chunk = self._logits(batch)
+        head = chunk + self._head_gradient()
         kept = training_bytes(
-            shape,
-            size,
-            batch,
-            device=device,
-            checkpointing=checkpointing,
-            head=chunk + self._head_gradient(),
+            shape, size, batch, device=device, checkpointing=checkpointing, head=head
         )
         passing = passing_bytes(shape, size, batch, device)
         return [

@@ -1,0 +1,93 @@
+"""Memory of the models beside the policy: the reference, a teacher and a critic."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from covey.analysis.plan.activations import FLOAT
+from covey.analysis.plan.forecast import ALWAYS, Part, Phase
+from covey.analysis.plan.model_shape import Shape, shape_of
+from covey.config import Config
+from covey.config.schema import Adapter
+from covey.models.adapter import adapter_base
+from covey.objective import Objective
+
+STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
+"""By optimizer.state: bytes of the master weight beyond bfloat16, and of two moments."""
+
+
+class RunFacts(Protocol):
+    """The facts of a run that the memory of its models depends on."""
+
+    config: Config
+    shape: Shape
+    objective: Objective
+
+    @property
+    def size(self) -> int:
+        """The bytes of a number in the model's computations."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run trains on a GPU."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks divide the parameters among them."""
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share one whole model."""
+
+
+def critic_parts(run: RunFacts) -> list[Part]:
+    """Return what a critic holds; its passes take turns with the policy's, without logits."""
+    if "values" not in run.objective.needs:
+        return []
+    path, state = run.config.critic.path, run.config.optimizer.state
+    model = run.config.model.model_copy(update={"path": path or run.config.model.path})
+    shape = shape_of(run.config.model_copy(update={"model": model})) if path else run.shape
+    master, moments = STATE_BYTES[state]
+    kept = (shape.parameters + shape.added) * run.size
+    kept += shape.trained * (moments + (master if run.size < FLOAT else 0))
+    return [
+        Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
+        Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
+    ]
+
+
+def teacher_parts(run: RunFacts) -> list[Part]:
+    """Return the weights of a teacher on this device."""
+    teacher = run.config.teacher
+    if "teacher" not in run.objective.needs or not teacher.path:
+        return []
+    model = run.config.model.model_copy(update={"path": teacher.path})
+    alone = run.config.model_copy(update={"model": model, "adapter": Adapter()})
+    shape = shape_of(alone)
+    held, why = (shape.parameters + shape.added) * run.size, f"{teacher.path}: its weights"
+    phases: tuple[Phase, ...] = ALWAYS
+    if run.sharded:
+        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
+    if teacher.offload and run.on_gpu:
+        phases, why = ("prepare",), f"{why}, on the device only while it is used"
+    return [Part("teacher", held, phases, why)]
+
+
+def reference_part(run: RunFacts, weights: int) -> Part:
+    """Return the weights of the reference policy on this device."""
+    kind, phases, held = run.config.reference.kind, ALWAYS, weights * run.size
+    why = f"{kind}: a second copy of the weights"
+    under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
+    if run.sharded:
+        held, why = -(-held // run.shards), f"{kind}: 1 of {run.shards} parts of a copy"
+    if "reference" not in run.objective.needs:
+        held, why = 0, "none: the objective has no penalty"
+    elif kind == "server" or kind == "adapter_off" or under:
+        held, why = 0, f"{kind}: no copy on this device"
+    elif kind == "offloaded" and run.on_gpu and run.sharded:
+        held, why = 0, "offloaded: in main memory, gathered block by block"
+    elif kind == "offloaded" and run.on_gpu:
+        phases, why = ("prepare",), "offloaded: a copy, on the device only while it is used"
+    elif kind in ("moving", "renewed") and run.size < FLOAT:
+        held, why = held + weights * FLOAT, f"{kind}: a copy of the weights, also in float32"
+    return Part("reference", held, phases, why)
