@@ -12,6 +12,7 @@ demo: $(STAMP)  ## compare grpo, gspo, and grpo with one optimizer step per roll
 	$(BIN)/covey compare demo --algorithms grpo --seeds 4 \
 		--arm "gspo: objective.name=gspo, objective.clip_low=0.03, objective.clip_high=0.04" \
 		--arm "grpo-one-update: train.mini_batches=1"
+	@echo "See it in a browser: $(BIN)/covey ui"
 
 # Cached bytecode halves the start of the processes that tests start; worksteal keeps the tests of
 # a file on one worker, so that what they share is made once.
@@ -35,6 +36,7 @@ fix: $(STAMP)  ## format, and repair what can be repaired
 docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python -m covey.objective.describe docs/algorithms
 	$(BIN)/python -m covey.run.metric_page docs/metrics.md
+	$(BIN)/python docs/images/step_explorer.py docs/step-explorer.html
 	$(BIN)/python -m covey.config.settings_page docs/settings.md
 
 site: $(STAMP)  ## build the documentation site into site/; a broken link is an error

@@ -1,4 +1,4 @@
-"""`covey tasks` and `covey recipes`: what there is to train on, and settings to start from."""
+"""`covey tasks` and `covey recipes`: list the tasks, and the packaged configurations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _described(name: str, maker: Any) -> dict[str, Any]:
 
 
 def recipes_command(as_json: AsJson = False) -> None:
-    """List the packaged recipes: configurations to start from, by name instead of a file."""
+    """List the packaged recipes, which are configurations that commands accept by name."""
     rows = [_recipe(name) for name in recipe_names()]
     if as_json:
         return typer.echo(json.dumps(rows))
@@ -64,7 +64,7 @@ def recipes_command(as_json: AsJson = False) -> None:
 
 
 def _recipe(name: str) -> dict[str, Any]:
-    """Return a recipe's settings and the comment at its head."""
+    """Return a recipe's settings and the comment at the top of its file."""
     text = (RECIPES / f"{name}.toml").read_text("utf-8")
     head = text.partition("\n\n")[0].splitlines()
     about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))

@@ -26,6 +26,7 @@ from covey.cli.runs import app as runs_app
 from covey.cli.screen import Screen
 from covey.cli.sft import sft_command
 from covey.cli.train import train_command
+from covey.cli.ui import ui_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
 from covey.training.parallel.lifeline import RankError, Reported
@@ -54,6 +55,7 @@ app.command("algorithms")(algorithms_command)
 app.command("tasks")(tasks_command)
 app.command("recipes")(recipes_command)
 app.add_typer(runs_app, name="runs")
+app.command("ui")(ui_command)
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(reference_app, name="reference")
 app.add_typer(port_app, name="port")

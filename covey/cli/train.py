@@ -43,8 +43,8 @@ def train_command(
         bool,
         typer.Option(
             "--verify",
-            help="With --resume: first train up to the newest checkpoint again, from the one "
-            "before it and the recorded rollouts, and compare.",
+            help="With --resume: first recompute the newest checkpoint from the previous one and "
+            "the recorded rollouts, and stop if it differs.",
         ),
     ] = False,
     skip_bad_rows: Annotated[
