@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 
+SkipBadRows = Annotated[
+    bool, typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them.")
+]
 Verify = Annotated[
     bool,
     typer.Option(
@@ -50,10 +53,7 @@ def train_command(
     resume: Resume = None,
     step: ResumeStep = None,
     verify: Verify = False,
-    skip_bad_rows: Annotated[
-        bool,
-        typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
-    ] = False,
+    skip_bad_rows: SkipBadRows = False,
     smoke: Smoke = False,
     ray: Annotated[
         str | None,

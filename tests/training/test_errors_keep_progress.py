@@ -31,7 +31,6 @@ CONFIG = resolve(
          "rollout.max_tokens=40", "evaluate.every=2", "evaluate.prompts=4"],
     )
 )  # fmt: skip
-PER_STEP = 4 * 4
 
 
 class Breaks:
@@ -98,9 +97,15 @@ def same_as(whole: Path) -> Callable[[Path], None]:
 
 def test_an_error_in_the_reward(tmp_path: Path, same_as: Callable[[Path], None]) -> None:
     path = tmp_path / "run"
-    # An evaluation of 4 before the first step and after the second; the fourth step breaks.
+    reward = Breaks()
+
+    class AfterThree(Tracker):
+        def step(self, metrics: Mapping[str, Any]) -> None:
+            if metrics["step"] == 3:
+                reward.after = 0
+
     with pytest.raises(RewardError, match=rf"KeyError: 'grade' \({__file__}, line {LINE}\)"):
-        trained(path, Breaks(after=4 + 2 * PER_STEP + 4 + PER_STEP))
+        trained(path, reward, AfterThree())
     run = RunFolder(path)
     assert [step for step, _ in run.checkpoints()] == [3]
     assert f"saved step 3; resume with: covey train --resume {path}" in trained.notes  # type: ignore[attr-defined]
