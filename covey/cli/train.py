@@ -31,6 +31,16 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="With --resume: first recompute the newest checkpoint from the previous one and the "
+        "recorded rollouts, and stop if it differs.",
+    ),
+]
+
+
 def train_command(
     context: typer.Context,
     source: Source = None,
@@ -39,14 +49,7 @@ def train_command(
     run: NewRun = None,
     resume: Resume = None,
     step: ResumeStep = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="With --resume: first recompute the newest checkpoint from the previous one and "
-            "the recorded rollouts, and stop if it differs.",
-        ),
-    ] = False,
+    verify: Verify = False,
     skip_bad_rows: Annotated[
         bool,
         typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
