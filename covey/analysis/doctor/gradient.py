@@ -1,8 +1,8 @@
 """Invariance of the gradient: it must not depend on how a step is split, padded or ordered.
 
 The gradient of one optimizer step on the run's own completions is computed again and again, each
-time in another way. The reference is each completion in a pass of its own. Rewards are made up from
-the texts: a model that never succeeds would have no gradient to compare.
+time in another way. The reference computes each completion in a separate pass. Rewards are computed
+from the texts, because a model that never succeeds would have no gradient to compare.
 """
 
 from __future__ import annotations

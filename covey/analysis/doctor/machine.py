@@ -59,7 +59,7 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""What a program in the sandbox must not reach."""
+"""The things that a program in the sandbox must not reach."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
@@ -152,7 +152,7 @@ def resume_checks(config: Config, folder: Path) -> Iterator[Result]:
 
 
 def _reset_peak() -> None:
-    """Begin to measure memory anew."""
+    """Restart the measurement of memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):  # Linux forgets the peak of this process
