@@ -38,7 +38,7 @@ def test_a_process_that_is_a_rank_starts_no_others(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("RANK", raising=False)
     assert ray_starts_ranks(asked)
     assert not ray_starts_ranks(load_config(overrides=["cluster.trainers=2"]))
-    with pytest.raises(ConfigError, match=r"cluster.trainers = 2: .* torchrun"):
+    with pytest.raises(ConfigError, match=r"cluster.trainers = 2 .* torchrun"):
         check_engine(asked)  # from Python, or `covey compare`
     monkeypatch.setenv("RANK", "0")
     assert not ray_starts_ranks(asked)

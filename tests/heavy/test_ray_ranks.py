@@ -67,7 +67,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(
     run.kill(word)
     assert run.end() == 1, run.text()
     assert run.text().count("is gone") == 1, run.text()
-    assert "--resume continues from the last checkpoint" in run.text()
+    assert "--resume continues" in run.text()
     assert run.processes("rank_process") == [], "the other ranks end"
     command = [sys.executable, "-m", "covey", "train", "--resume", str(run.folder)]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
