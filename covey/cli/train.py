@@ -31,6 +31,25 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="With --resume: first recompute the newest checkpoint from the previous one and "
+        "the recorded rollouts, and stop if it differs.",
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run ranks, engines and scoring with Ray, as set in the section cluster. 'local' "
+        "starts Ray here, 'auto' finds a cluster, or give its address; sets cluster.address.",
+    ),
+]
+
+
 def train_command(
     context: typer.Context,
     source: Source = None,
@@ -39,28 +58,13 @@ def train_command(
     run: NewRun = None,
     resume: Resume = None,
     step: ResumeStep = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="With --resume: first recompute the newest checkpoint from the previous one and "
-            "the recorded rollouts, and stop if it differs.",
-        ),
-    ] = False,
+    verify: Verify = False,
     skip_bad_rows: Annotated[
         bool,
         typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
     ] = False,
     smoke: Smoke = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS",
-            help="Run ranks, engines and scoring with Ray, as set in [cluster]. 'local' starts Ray "
-            "here, 'auto' finds a cluster, or give its address; sets cluster.address.",
-        ),
-    ] = None,
+    ray: Ray = None,
     trust: Trust = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
