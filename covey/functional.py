@@ -16,6 +16,7 @@ losses of its rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -34,14 +35,18 @@ from covey.objective import (
 )
 from covey.objective.advantage import group_sum
 from covey.objective.compose import option
+from covey.objective.critic import explained_variance
+from covey.objective.critic import gae as gae
 from covey.objective.diagnostics import (
     Meter,
     observe,
     observe_correction,
+    observe_pairs,
     observe_sampler,
+    observe_values,
     summary,
 )
-from covey.objective.loss import Need
+from covey.objective.loss import Need, value_loss
 from covey.types import Batch
 
 ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
@@ -53,6 +58,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "tokens": ("tokens", "it compares tokens"),
         "parts": ("parts", "it compares the parts of the reward"),
         "teacher": ("teacher_logp", "it learns from a teacher"),
+        "values": ("values", "its advantages are over a critic's values"),
     }
 )
 """For each need of an objective: the argument that provides it, and why it is needed."""
@@ -73,6 +79,8 @@ class LossOutput(NamedTuple):
     """[B, T]: the factor of each token's gain; the loss is minus the sum of gain * weight."""
     metrics: Mapping[str, float]
     """Named as in docs/metrics.md."""
+    value_loss: torch.Tensor | None = None
+    """Of the critic, to be minimised by an optimizer of its own; None without `new_values`."""
 
 
 def loss(
@@ -90,6 +98,8 @@ def loss(
     tokens: torch.Tensor | None = None,
     parts: torch.Tensor | None = None,
     teacher_logp: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    new_values: torch.Tensor | None = None,
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> LossOutput:
@@ -109,17 +119,22 @@ def loss(
         tokens: [B, T] token ids, if the algorithm uses them.
         parts: [B, K] parts of the reward, if the algorithm uses them; NaN like rewards.
         teacher_logp: [B, T] under the teacher, for distillation.
+        values: [B, T] of the critic when the batch was collected, for ppo.
+        new_values: [B, T] of the critic now; gives `value_loss`, whose gradient flows here.
         rollout: [B] which rows are segments of one rollout; by default every row is a rollout.
         options: options of the algorithm; an unknown one is an error.
     """
     objective = build(algorithm, **options)
-    _check_shapes(mask, {"logp": logp})
+    _check_shapes(mask, {"logp": logp, "new_values": new_values})
     batch = _batch(
         objective, mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
         sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
-        teacher_logp=teacher_logp, rollout=rollout,
+        teacher_logp=teacher_logp, values=values, rollout=rollout,
     )  # fmt: skip
-    return _loss(objective, batch, logp, entropy, measure_sampler=sampler_logp is not None)
+    if new_values is not None and objective.value_loss is None:
+        raise ConfigError(f"{algorithm} trains no critic, and takes no new_values")
+    given = sampler_logp is not None
+    return _loss(objective, batch, logp, entropy, new_values, measure_sampler=given)
 
 
 def _loss(
@@ -127,6 +142,7 @@ def _loss(
     batch: Batch,
     logp: torch.Tensor,
     entropy: torch.Tensor | None,
+    new_values: torch.Tensor | None,
     *,
     measure_sampler: bool,
 ) -> LossOutput:
@@ -142,7 +158,18 @@ def _loss(
     if measure_sampler:
         assert batch.old_logp is not None
         observe_sampler(meter, batch, batch.old_logp)
-    return LossOutput(output.loss, batch.advantage, batch.weight, summary(meter))
+    observe_pairs(meter, objective, batch)
+    of_critic = None
+    if new_values is not None:
+        found = value_loss(objective, batch, _at_least_float32(new_values))
+        observe_values(meter, batch, found)
+        of_critic = found.loss
+    metrics = summary(meter)
+    if batch.targets is not None and batch.values is not None:
+        explained = explained_variance(batch.values, batch.targets, batch.mask)
+        if math.isfinite(explained):  # not if all targets are equal
+            metrics["critic/explained_variance"] = explained
+    return LossOutput(output.loss, batch.advantage, batch.weight, metrics, of_critic)
 
 
 def advantages(
@@ -158,6 +185,7 @@ def advantages(
     tokens: torch.Tensor | None = None,
     parts: torch.Tensor | None = None,
     teacher_logp: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
@@ -177,7 +205,7 @@ def advantages(
         only,
         mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
         sampler_logp=None, entropy=entropy, success=success, tokens=tokens, parts=parts,
-        teacher_logp=teacher_logp, rollout=rollout,
+        teacher_logp=teacher_logp, values=values, rollout=rollout,
     )  # fmt: skip
     result = with_advantage(objective, batch).advantage
     assert result is not None
@@ -198,13 +226,14 @@ def _batch(
     tokens: torch.Tensor | None,
     parts: torch.Tensor | None,
     teacher_logp: torch.Tensor | None,
+    values: torch.Tensor | None,
     rollout: torch.Tensor | None,
 ) -> Batch:
     """Check the tensors and put them into a batch without prompts."""
     optional = {
         "old_logp": old_logp, "ref_logp": ref_logp, "sampler_logp": sampler_logp,
         "entropy": entropy, "tokens": tokens, "success": success, "parts": parts,
-        "teacher_logp": teacher_logp, "rollout": rollout,
+        "teacher_logp": teacher_logp, "values": values, "rollout": rollout,
     }  # fmt: skip
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
@@ -229,6 +258,7 @@ def _batch(
         parts=None if parts is None else parts.detach().double(),
         rollout=rollout,
         old_logp=old,
+        values=None if values is None else _at_least_float32(values.detach()),
         teacher_logp=None if teacher_logp is None else _at_least_float32(teacher_logp.detach()),
         ref_logp=None if ref_logp is None else _at_least_float32(ref_logp.detach()),
         entropy=None if entropy is None else entropy.detach(),

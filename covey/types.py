@@ -234,9 +234,9 @@ class Batch:
     never over rows.
 
     Collate fills the first block of fields. The policy fills the second, as far as the objective
-    needs it. The objective fills the third. It computes `token_penalty` and `advantage` over the
-    whole batch, because their statistics may span it. It computes `weight`, `correction` and
-    `marked` over the rows of one optimizer step, because that is the scope of a denominator.
+    needs it. The objective fills the third. It computes `token_penalty`, `advantage` and `targets`
+    over the whole batch, because their statistics may span it. It computes `weight`, `correction`
+    and `marked` over the rows of one optimizer step, because that is the scope of a denominator.
     Micro-batches only split these rows.
     """
 
@@ -280,6 +280,8 @@ class Batch:
     """[B, T] log-probability under the reference policy. None if there is no reference."""
     teacher_logp: torch.Tensor | None = None
     """[B, T] log-probability under the teacher of a distillation. None if there is no teacher."""
+    values: torch.Tensor | None = None
+    """[B, T] value of the critic before each token. None if there is no critic."""
     entropy: torch.Tensor | None = None
     """[B, T] entropy of the sampling policy at each token, in nats. None: not computed."""
 
@@ -287,6 +289,8 @@ class Batch:
     """[B, T]: the KL penalty that is subtracted from the reward. None if it is in the loss."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
+    targets: torch.Tensor | None = None
+    """[B, T]: what the critic should have expected. None: there is no critic."""
     weight: torch.Tensor | None = None
     """[B, T]: factor of each token's gain; the loss is minus the sum of gain * weight."""
     correction: torch.Tensor | None = None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import covey.functional
+from covey.config.algorithm_names import PAIRED
 from covey.errors import ConfigError
 from covey.functional import LossOutput, advantages, loss
 from covey.objective import ALGORITHMS
@@ -30,13 +31,16 @@ NEEDS = {
     "gdpo": ["parts"],
     "decoupled_ppo": ["sampler_logp"],
     "opd": ["teacher_logp"],
+    "ppo": ["ref_logp", "values"],
+    "dpo": ["ref_logp"],
+    "ipo": ["ref_logp"],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"length": 12},
     "maxrl": {"length": 12},
     "pkpo": {"length": 12, "k": 2},
 }
-WITHOUT_GROUPS = ("reinforce_pp", "opd")
+WITHOUT_GROUPS = ("reinforce_pp", "opd", "ppo")
 EVERY = pytest.mark.parametrize("name", ALGORITHMS)
 
 
@@ -56,6 +60,7 @@ def step(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, torch.
         "sampler_logp": old_logp + uniform(-0.2, 0.2),
         "teacher_logp": old_logp + uniform(-0.5, 0.5),
         "entropy": uniform(0.05, 0.6),
+        "values": 0.4 * torch.ones(ROWS, WIDTH).cumsum(dim=1).to(dtype) / WIDTH,
         "parts": uniform(0.0, 1.0)[:, :2],
         "tokens": torch.randint(0, 3, (ROWS, WIDTH), generator=generator),
         "mask": torch.arange(WIDTH) < torch.tensor([5, 4, 3, 1, 0, 2, 5, 3])[:, None],
@@ -234,10 +239,13 @@ def test_a_mask_is_true_where_it_is_not_0(name: str, kind: torch.dtype) -> None:
 def test_what_stands_outside_the_mask_changes_nothing(name: str) -> None:
     given = step()
     mask, spoilt = given["mask"], dict(given)
-    for key in ("logp", "old_logp", "ref_logp", "sampler_logp", "teacher_logp", "entropy"):
+    names = ("logp", "old_logp", "ref_logp", "sampler_logp", "teacher_logp", "entropy", "values")
+    for key in names:
         spoilt[key] = given[key].where(mask, math.nan)
     spoilt["tokens"] = given["tokens"].where(mask, -1)
     options = {"beta": 0.1, "correction": "token_truncate", "entropy_bonus": 0.1}
+    if name in PAIRED:
+        del options["correction"]
     out, gradient = run(name, given, **options)
     again, same = run(name, spoilt, **options)
     assert torch.equal(again.loss, out.loss)
@@ -286,7 +294,7 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
     given = step()
     out, _ = run(name, given)
     needed = {k: given[k] for k in ("mask", "rewards", "group", *NEEDS.get(name, []))}
-    if name in ("rloo", "reinforce_pp"):
+    if name in ("rloo", "reinforce_pp", "ppo"):
         with pytest.raises(
             ConfigError, match=f"^{name} needs old_logp, because its KL is in the reward$"
         ):
@@ -390,6 +398,8 @@ def test_every_metric_has_a_meaning(name: str) -> None:
         "beta": 0.1, "correction": "token_mask", "correction_low": 0.9, "off_policy_limit": 0.1,
         "entropy_bonus": 0.1, **({"dual": 3.0} if name == "grpo" else {}),
     }  # fmt: skip
+    if name in PAIRED:
+        options = {"entropy_bonus": 0.1}
     all_, _ = run(name, step(), **options)
     assert [m for m in (*some.metrics, *all_.metrics) if meaning(m) is None] == []
     assert {"policy/approxkl_avg", "policy/ratio", "reward/advantages_mean"} <= some.metrics.keys()

@@ -41,10 +41,15 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "decoupled_ppo": "Decoupled PPO, arXiv 2110.00641",
         "opd": "On-policy distillation, arXiv 2306.13649",
         "gigpo": "Group-in-Group Policy Optimization, arXiv 2505.10978",
+        "ppo": "Proximal Policy Optimization with a critic, arXiv 1707.06347",
+        "dpo": "Direct Preference Optimization, arXiv 2305.18290",
+        "ipo": "Identity Preference Optimization, arXiv 2310.12036",
     }
 )
 """Title of each algorithm. The keys are those of covey.objective.ALGORITHMS, in the same order."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
+PAIRED = frozenset({"dpo", "ipo"})
+"""Those that compare pairs. They have no ratio to correct, and their beta is no weight of a KL."""
 COMPOSED = "composed"
 """An objective composed of pieces that the configuration names."""
 

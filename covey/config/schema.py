@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from covey.config.cluster_sections import Cluster, Parallel, Vllm
+from covey.config.critic import Critic, Preferences
 from covey.config.data_sections import Curriculum, Replay
 from covey.config.environment import Environment
 from covey.config.section import Count, Device, Names, Positive, Section, Share
@@ -330,6 +331,8 @@ class Config(Section):
     objective: Objective = Objective()
     reference: Reference = Reference()
     teacher: Teacher = Teacher()
+    critic: Critic = Critic()
+    preferences: Preferences = Preferences()
     rollout: Rollout = Rollout()
     environment: Environment = Environment()
     scoring: Scoring = Scoring()

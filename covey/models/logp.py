@@ -65,23 +65,43 @@ def _batch_logp(
     side: Side | Literal["packed", "auto"] = "auto",
     width: int = 0,
 ) -> LogProbs:
-    if side == "auto":
-        side = "packed" if model.packs else "right"
-    if side != "packed":
-        hidden, predictor = padded_hidden(model, batch, side, width)
-        hidden = hidden.index_select(0, predictor[batch.mask])
-        chosen = batch.tokens[batch.mask]
-        cells = batch.mask.flatten().nonzero().squeeze(1)
-    else:
-        # Packed from the CPU's copy of the batch, so that nothing waits for the device.
-        packed = pack(host_rows(batch), model.device, varlen=model.flash)
-        hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
-        chosen, cells = packed.chosen, packed.cells
+    hidden, chosen, cells = predicting_hidden(model, batch, side, width)
     logp, entropy = token_logp(
         model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes,
         kept=None if batch.kept is None else batch.kept.at(cells),
     )  # fmt: skip
     return scatter_logp(batch, logp, entropy, cells)
+
+
+class Predicting(NamedTuple):
+    """The hidden states that trained tokens are predicted from."""
+
+    hidden: torch.Tensor
+    """[M, D]."""
+    chosen: torch.Tensor
+    """[M] int64: the tokens."""
+    cells: torch.Tensor
+    """[M] int64: their cells in [B, T], flattened."""
+
+
+def predicting_hidden(
+    model: LanguageModel,
+    batch: Batch,
+    side: Side | Literal["packed", "auto"] = "auto",
+    width: int = 0,
+) -> Predicting:
+    """Run the backbone over a batch; return the hidden state before every trained token."""
+    if side == "auto":
+        side = "packed" if model.packs else "right"
+    if side != "packed":
+        hidden, predictor = padded_hidden(model, batch, side, width)
+        cells = batch.mask.flatten().nonzero().squeeze(1)
+        chosen = batch.tokens[batch.mask]
+        return Predicting(hidden.index_select(0, predictor[batch.mask]), chosen, cells)
+    # Packed from the CPU's copy of the batch, so that nothing waits for the device.
+    packed = pack(host_rows(batch), model.device, varlen=model.flash)
+    hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
+    return Predicting(hidden, packed.chosen, packed.cells)
 
 
 def scatter_logp(

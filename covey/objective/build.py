@@ -65,6 +65,8 @@ def extended(
     }
     usual = {k: p.default for k, p in options_of(extended).items()}
     changes: dict[str, Any] = {k: v for k, v in given.items() if v != usual[k]}
+    if objective.pairs and "kl_in" in changes:
+        raise ConfigError("objective.kl_in = 'reward': an objective of pairs has no such penalty")
     if correction != "none":
         bounds = {"low": correction_low, "high": correction_high}
         agreement = AGREEMENT.get(correction, 1.0)
@@ -177,6 +179,27 @@ def _checked(name: str, objective: Objective) -> Objective:
             f"objective.kl_in = 'reward' of {name}: it reads no reward; set objective.kl_in = "
             "'loss', or objective.task above 0"
         )
+    if objective.pairs:
+        _check_pairs(name, objective)
     if objective.kl_target and not objective.beta:
         raise ConfigError("objective.kl_target adapts beta, which is 0; set objective.beta above 0")
     return objective
+
+
+def _check_pairs(name: str, objective: Objective) -> None:
+    """Refuse what has no meaning for pairs: what acts on single tokens, ratios or the KL."""
+    refused = {
+        "correction": objective.correction is not None,
+        "veto": objective.veto > 0,
+        "off_policy_limit": objective.off_policy_limit > 0,
+        "top_entropy": objective.top_entropy < 1,
+        "kl_target": objective.kl_target > 0,
+    }
+    for option, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"objective.{option} of {name}: it compares pairs of whole completions with the "
+                "reference, so there is no token, ratio or penalty to act on; leave it out"
+            )
+    if objective.beta <= 0:
+        raise ConfigError(f"objective.beta = {objective.beta} of {name} must be above 0")

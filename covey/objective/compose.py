@@ -61,6 +61,8 @@ PIECES: Mapping[str, Pieces] = MappingProxyType(
         "weights": WEIGHTS,
     }
 )
+MORE_PIECES = ("marks", "targets", "value_loss")
+"""Pieces that few objectives have."""
 COMPARES: frozenset[Need] = frozenset({"groups"})
 READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
     {
@@ -110,9 +112,11 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
     """Return the functions that have options: the pieces, and a function that sets the KL."""
-    kinds = [*PIECES, *(["marks"] if objective.marks else [])]
+    kinds = [*PIECES, *(k for k in MORE_PIECES if getattr(objective, k) is not None)]
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
-    kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=objective.kl_in)
+    # Pairs have their beta in a place of its own, which is no option.
+    place: Any = objective.kl_in
+    kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=place)
     return {**{kind: getattr(objective, kind) for kind in kinds}, "kl": kl}
 
 

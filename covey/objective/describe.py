@@ -103,6 +103,8 @@ def _clip(own: dict[str, inspect.Parameter]) -> str:
 def _kl(objective: Objective) -> str:
     if not objective.beta:
         return "off"
+    if objective.pairs:
+        return f"{_text(objective.beta)} in the pair"
     names = {f: n for n, f in PENALTIES.items()}
     penalty = names.get(objective.penalty, getattr(objective.penalty, "__name__", "own"))
     return f"{_text(objective.beta)} {penalty} in {objective.kl_in}"
@@ -116,6 +118,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "tokens": "tokens",
         "parts": "reward parts",
         "teacher": "teacher",
+        "values": "critic",
         "sampler_as_old": "sampler_logp",
         "marks": "extra forward",
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from covey.objective.distill import LEAST_LOGP, teacher_gap
-from covey.objective.loss import Objective, PolicyLoss
+from covey.objective.loss import CriticLoss, Objective, PolicyLoss
 from covey.objective.masked import MAX_LOG_RATIO, bounded, difference, row_mean, row_sum
 from covey.objective.rollouts import joined
 from covey.types import Batch
@@ -179,6 +179,33 @@ def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
     }
     sums = {name: row_sum(value, mask) for name, value in values.items()}
     meter.means(sums, mask.any(dim=1, keepdim=True))
+
+
+def observe_pairs(meter: Meter, objective: Objective, batch: Batch) -> None:
+    """Count the pairs of an optimizer step, if the objective has any, by their margins."""
+    if not objective.pairs or batch.marked is None or batch.advantage is None:
+        return
+    rollouts = joined(batch)
+    margin, advantage, mask = (
+        rollouts.join(values) for values in (batch.marked, batch.advantage, batch.mask)
+    )
+    # One vote for each pair: that of its chosen side.
+    margin, chosen = row_mean(margin.nan_to_num(nan=0.0), mask), (advantage > 0) & mask
+    votes = (chosen & ~rollouts.join(batch.marked).isnan()).any(dim=1, keepdim=True)
+    values = {"pairs/margin": margin, "pairs/accuracy": (margin > 0).double()}
+    meter.means(values, votes)
+
+
+def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
+    """Count what a micro-batch did to the critic."""
+    assert batch.values is not None
+    assert batch.targets is not None
+    values = {
+        "critic/clipfrac": output.tokens.clipped,
+        "critic/value_mean": batch.values,
+        "critic/target_mean": batch.targets,
+    }
+    meter.means(values, batch.mask)
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:

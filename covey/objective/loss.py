@@ -27,7 +27,7 @@ from covey.types import Batch, Totals
 
 Need = Literal[
     "groups", "success", "parts", "tokens", "old_logp", "old_entropy", "reference", "teacher",
-    "sampler_logp", "sampler_as_old", "entropy", "marks",
+    "values", "sampler_logp", "sampler_as_old", "entropy", "marks",
 ]  # fmt: skip
 """What an objective reads besides rewards and `logp`:
 
@@ -39,11 +39,20 @@ old_logp        old_logp even if there is one optimizer step to a batch
 old_entropy     the sampling policy's entropy, which costs a forward pass
 reference       log-probabilities of a reference policy
 teacher         log-probabilities of a teacher
+values          the values of a critic, which is trained beside the policy
 sampler_logp    the log-probabilities of what generated
 sampler_as_old  sampler_logp in the place of old_logp: ratios are to the policy that generated
 entropy         the policy's entropy now, which every forward pass gives
 marks           the log-probabilities of the whole optimizer step first: one more forward pass
 """
+
+
+class ValueLoss(NamedTuple):
+    """What a critic loses on each token, [B, T]."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+    """bool: the value has moved further than the clip allows, and has no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +73,16 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """What the surrogate needs to know about the whole optimizer step, [B, T]: marked tokens, or
-    bounds. It is computed from a batch with advantages and the step's logp; None if it needs
-    nothing."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Where beta times the penalty is subtracted: from each token's gain, or from the reward."""
+    """What the surrogate needs to know about the whole optimizer step, [B, T]: marked tokens,
+    bounds or margins. It is computed from a batch with advantages and the step's logp; None if it
+    needs nothing."""
+    targets: Callable[[Batch], torch.Tensor] | None = None
+    """[B, T] what the critic should have expected, like `advantage`. None: there is no critic."""
+    value_loss: Callable[..., ValueLoss] | None = None
+    """Of values now, values then and targets, each [B, T]. None: there is no critic."""
+    kl_in: Literal["loss", "reward", "pair"] = "loss"
+    """Where beta times the penalty is subtracted: from each token's gain, or from the reward. In a
+    pair there is no penalty: beta scales the log-ratio to the reference of both sides."""
     kl_target: float = 0.0
     """The KL that beta is adapted to keep, step by step. 0: beta is fixed."""
     kl_horizon: float = 10_000.0
@@ -113,6 +127,11 @@ class Objective:
         return self.beta != 0.0 and self.kl_in == "loss"
 
     @property
+    def pairs(self) -> bool:
+        """Whether completions of a group are compared in pairs, and the rest are not trained on."""
+        return self.kl_in == "pair"
+
+    @property
     def corrects(self) -> bool:
         """Whether the objective corrects for the sampler's numerics."""
         return self.correction is not None or self.veto > 0.0
@@ -125,7 +144,8 @@ class Objective:
     @property
     def only_surrogate(self) -> bool:
         """Whether a token without advantage has no gradient at all."""
-        return not self.kl_in_loss and not self.entropy_bonus and self.marks is None
+        rest = self.kl_in_loss or self.entropy_bonus or self.value_loss is not None
+        return not rest and (self.marks is None or self.pairs)
 
 
 class PolicyLoss(NamedTuple):
@@ -143,7 +163,13 @@ class PolicyLoss(NamedTuple):
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
-    """Fill in the advantages of the whole batch of a training step, computed over its rollouts."""
+    """Fill in the advantages of the whole batch of a training step, computed over its rollouts.
+
+    With a critic, also its targets; a rollout that could not be scored then has no trained token,
+    since there is nothing that the critic could learn from it.
+    """
+    if objective.targets is not None:
+        batch = replace(batch, mask=batch.mask & ~batch.rewards.isnan()[:, None])
     rollouts = joined(batch)
     whole = rollouts.batch
     if objective.kl_in_reward:
@@ -153,6 +179,8 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
         penalty = objective.beta * objective.penalty(d, torch.zeros_like(d), whole.mask)
         whole = replace(whole, token_penalty=penalty)
         batch = replace(batch, token_penalty=rollouts.split(penalty))
+    if objective.targets is not None:
+        batch = replace(batch, targets=rollouts.split(objective.targets(whole)))
     advantage = _tensor(objective.advantage(whole), "advantage", whole.mask)
     if objective.top_entropy < 1.0:
         advantage = advantage.where(_uncertain(whole, objective.top_entropy), 0.0)
@@ -277,6 +305,8 @@ def _loss(
         advantage=batch.advantage.to(logp.dtype),
         mask=mask,
         marked=batch.marked,
+        ref_logp=batch.ref_logp,
+        beta=objective.beta,
     )
     gain = objective.surrogate(tokens)
     if not isinstance(gain, Gain):
@@ -306,6 +336,30 @@ def _loss(
         penalty=None if penalty is None else penalty.detach(),
         kept=kept,
     )
+
+
+class CriticLoss(NamedTuple):
+    """The critic's loss of a micro-batch, and each token's part of it [B, T]."""
+
+    loss: torch.Tensor
+    tokens: ValueLoss
+
+
+def value_loss(
+    objective: Objective, batch: Batch, values: torch.Tensor, totals: Totals | None = None
+) -> CriticLoss:
+    """Return the part of the critic's loss that these rows contribute: a mean over tokens.
+
+    `totals` are of the optimizer step, if that spans more than `batch`.
+    """
+    assert objective.value_loss is not None, "the objective has no critic"
+    assert batch.values is not None, "the critic's values come before the optimizer steps"
+    assert batch.targets is not None, "with_advantage comes first"
+    mask, dtype = batch.mask, values.dtype
+    old, targets = batch.values.to(dtype).where(mask, 0.0), batch.targets.to(dtype)
+    tokens = objective.value_loss(values.where(mask, 0.0), old, targets)
+    count = max(1, (totals or Totals.of(batch)).tokens)
+    return CriticLoss(tokens.loss.where(mask, 0.0).sum() / count, tokens)
 
 
 def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:

@@ -79,6 +79,12 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "gate": Option("Index, from 0, of the part that the other parts depend on; -1: none.", -1),
         "gate_at": Option("Value that the gating part must reach for the others to count."),
         "all_wrong": Option("Advantage of groups without success: `zero` or `minus_one`."),
+        "lam": Option("Lambda of the advantages: 0 trusts the critic, 1 the rewards.", 0, 1),
+        "alpha": Option("Lambda by length, 1 - 1 / (alpha T); 0: the same for all, `lam`.", 0),
+        "whiten": Option("Whiten advantages over the tokens of the step."),
+        "value_lam": Option("Lambda of the critic's targets; 1: the returns themselves.", 0, 1),
+        "value_clip": Option("How far a value may move from where it was; 0: any distance.", 0),
+        "average": Option("Average log-ratios over a completion's tokens instead of adding up."),
         "k": Option("The k of max@k: the best of k completions counts.", 1),
         "baseline": Option("The baseline that is subtracted: `loo1`, `loo` or `centred`."),
         "keep": Option("How many completions of a group are trained on.", 1),
@@ -104,7 +110,11 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         ),
         "scale": Option("Weight of the KL to the teacher.", 0),
         "task": Option("Weight of GRPO's advantage, added to the teacher's; 0: none."),
-        "beta": Option("Weight of the KL to the reference; with 0 no reference is loaded.", 0),
+        "beta": Option(
+            "Weight of the KL to the reference; with 0 no reference is loaded. Of a pair: scale "
+            "of its log-ratios, above 0.",
+            0,
+        ),
         "kl": Option("Estimator of the KL to the reference."),
         "kl_in": Option(
             "Put the KL into the `loss`, for every token, or subtract it from the `reward`."

@@ -26,7 +26,11 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """The result of the objective's `marks`: tokens (bool) or bounds; None without `marks`."""
+    """The result of the objective's `marks`: tokens, bounds or margins; None without `marks`."""
+    ref_logp: torch.Tensor | None = None
+    """For a surrogate that compares with the reference itself. None: there is no reference."""
+    beta: float = 0.0
+    """The objective's, for such a surrogate."""
 
 
 class Gain(NamedTuple):

@@ -53,6 +53,14 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     return batch.mask.double() / (tokens * max(1, totals.groups))
 
 
+def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
+    """1 / (P T_i): the mean over groups of the sum over rollouts of the mean over their tokens.
+
+    For a gain of pairs, of which a group has one.
+    """
+    return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
+
+
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
     """Return the token count of each row's id as float64 [B, 1]; at least 1, to divide by it."""
     values = [max(1, tokens[i]) for i in ids.tolist()]

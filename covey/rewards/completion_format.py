@@ -16,7 +16,7 @@ FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Return the answer between two marks, unless it starts with them already."""
+    """Return the answer between two marks, unless it already has them."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 
@@ -27,12 +27,12 @@ class Format:
 
     name: str
     template: str
-    """With `{thinking}` and `{answer}`."""
+    """The text, with `{thinking}` and `{answer}`."""
     thinking_tag: str = ""
-    """Empty if the thinking has no tags."""
+    """The tag of the thinking; empty if the thinking has no tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
-    """Around the answer, unless it has them already."""
+    """Marks around the answer, unless it already has them."""
 
     def render(self, thinking: str, answer: str) -> str:
         """Return the completion with this thinking and answer."""

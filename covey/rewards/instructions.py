@@ -16,7 +16,8 @@ class Instructions(Reward):
 
     The prompt names its instructions in the columns `instruction_id_list` and `kwargs`, as
     google/IFEval has them, or in the target, as open-instruct's RLVR data has it. An empty
-    completion follows nothing. What it says is not checked: combine it with a reward that does.
+    completion follows no instruction. The content is not checked, so combine this reward with one
+    that checks it.
     """
 
     all_or_nothing: bool = False

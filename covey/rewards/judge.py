@@ -31,7 +31,7 @@ from covey.rewards.text import after_thinking
 from covey.types import Prompt
 
 CHARACTERS_PER_TOKEN = 4
-"""About, for the limit of tokens."""
+"""The assumed characters per token, for the limit of tokens."""
 APPEAL_MARK = "[appeal to the grader removed]"
 
 # Every token <|name|> needs its opening; the others are listed by name.
@@ -155,11 +155,11 @@ class Judge(Reward):
     backoff: float = 0.5
     """Seconds before the first retry, doubled each time; the server's Retry-After overrides it."""
     requests_per_minute: int = 0
-    """Most completions sent in a minute by all scoring processes of this machine; 0: no limit."""
+    """The most completions per minute of all scoring processes of this machine; 0: no limit."""
     tokens_per_minute: int = 0
-    """The same in tokens: a quarter of the characters sent, plus max_tokens; 0: no limit."""
+    """The most tokens per minute: characters sent / 4, plus max_tokens; 0: no limit."""
     cache: str = ""
-    """A folder that keeps replies, so that a completion is sent once; empty: none."""
+    """A folder that keeps replies, so that a completion is sent only once; empty for no folder."""
 
     quick: ClassVar[bool] = False
     needs_rule: ClassVar[bool] = True

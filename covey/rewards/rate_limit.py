@@ -1,6 +1,6 @@
 """Rate limits of an endpoint, shared by all scoring processes of a machine.
 
-A file holds the requests of the last minute. Every process adds its own under a lock, and waits
+A file contains the requests of the last minute. Every process adds its own under a lock, and waits
 while another request would exceed a limit.
 """
 
@@ -33,8 +33,8 @@ class RateLimit:
     def wait(self, tokens: int, until: float) -> float:
         """Wait until a request of this many tokens is allowed, count it, and return the seconds.
 
-        RewardError if that is not before `until`, in seconds of `time.monotonic`, which all
-        processes of a machine share.
+        Raises RewardError if it is not allowed before `until`, in seconds of `time.monotonic`,
+        which all processes of a machine share.
         """
         waited = 0.0
         if not self.requests and not self.tokens:

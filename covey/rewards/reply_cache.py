@@ -1,4 +1,4 @@
-"""Kept replies of an endpoint: one file per request, by a digest of all that was sent."""
+"""A cache of an endpoint's replies: one file per request, named by a digest of the request."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ class RolloutIndex:
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the lines whose prompt, target or text has the words; False: time ran out."""
-        until, found = time.monotonic() + seconds, set()
+        until = time.monotonic() + seconds
+        found: set[int] = set()
         # JSON writes other characters as escapes. A match of bytes may lie in another field.
         escaped = re.compile(re.escape(json.dumps(words)[1:-1].encode()), re.IGNORECASE)
         plain = re.compile(re.escape(words), re.IGNORECASE)

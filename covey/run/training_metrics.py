@@ -117,6 +117,66 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             open_instruct="objective/loss",
             trl="loss",
         ),
+        "loss/value": Metric(
+            "Mean loss of the critic over its optimizer steps. Only with a critic.",
+            "",
+            OPTIMIZER,
+        ),
+        "critic/explained_variance": Metric(
+            "1 - Var(target - value) / Var(target) over tokens, before the critic is trained on "
+            "them: 1 is a perfect critic, 0 one that knows the mean. Only with a critic.",
+            "share",
+            PASSES,
+        ),
+        "critic/clipfrac": Metric(
+            "Share of tokens whose value has moved further than value_clip allows, and has no "
+            "gradient. Only with a critic.",
+            "share",
+            PASSES,
+        ),
+        "critic/value_mean": Metric(
+            "Mean value over tokens before the critic is trained on them. Only with a critic.",
+            "reward",
+            PASSES,
+        ),
+        "critic/target_mean": Metric(
+            "Mean target of the critic over tokens. Only with a critic.", "reward", PASSES
+        ),
+        "critic/grad_norm": Metric(
+            "Mean gradient norm of the critic before clipping, over optimizer steps not skipped.",
+            "",
+            OPTIMIZER,
+        ),
+        "critic/skipped": Metric(
+            "Share of the critic's optimizer steps skipped because their gradient was not finite.",
+            "share",
+            OPTIMIZER,
+            healthy=(0, 0),
+        ),
+        "pairs/count": Metric(
+            "Pairs of the step: groups whose best and worst completion differ in reward. Only with "
+            "an objective of pairs.",
+            "pairs",
+            OPTIMIZER,
+        ),
+        "pairs/ties": Metric(
+            "Groups without a pair, since their rewards are equal. Only with such an objective.",
+            "groups",
+            OPTIMIZER,
+        ),
+        "pairs/margin": Metric(
+            "Mean over pairs of the log-ratio to the reference, chosen minus rejected: sums over "
+            "tokens, or means with objective.average. Only with such an objective.",
+            "nats",
+            PASSES,
+        ),
+        "pairs/accuracy": Metric(
+            "Share of pairs with a margin above 0, before each optimizer step. Only with such an "
+            "objective.",
+            "share",
+            PASSES,
+            trl="rewards/accuracies",
+        ),
         "loss/cross_entropy": Metric(
             "SFT: mean cross-entropy in nats over the tokens of the step's solutions,"
             " before its optimizer step.",

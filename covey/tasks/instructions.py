@@ -2,7 +2,8 @@
 
 A prompt asks for a text about a topic and gives one to `most` instructions of the 25 that IFEval
 publishes (arXiv 2311.07911), in our words. `info` has them as google/IFEval does: the names in
-`instruction_id_list`, their arguments in `kwargs`. Held-out prompts have topics of their own.
+`instruction_id_list`, their arguments in `kwargs`. Held-out prompts have other topics than training
+prompts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from covey.tasks.task import Task
 from covey.types import Prompt
 
 FIRST = 8
-"""Prompts of a sequence that makes them on access which are checked; of a list, all are."""
+"""How many prompts are checked if a sequence makes them on access; of a list, all are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class UserTask:
 
     @property
     def name(self) -> str:
-        """The task's own name."""
+        """The name of the task."""
         return self.task.name
 
     @property

@@ -29,16 +29,17 @@ from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
-from covey.training.compact_adamw import CompactAdamW
+from covey.training.critic import Critic, make_critic
 from covey.training.interaction import interaction_of, with_stops
 from covey.training.make_engine import check_engine, make_engine, ray_reference
-from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
+from covey.training.make_optimizer import adamw_of, optimizer_of
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
 from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.preferences import read_pairs
 from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
     held_out_of,
@@ -98,6 +99,7 @@ class Parts(Components):
     objective: Objective
     step_settings: StepSettings
     teacher: Reference | None = None
+    critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
         """Return the learner of the training step that begins at `state`."""
@@ -107,6 +109,7 @@ class Parts(Components):
             settings=self.step_settings,
             reference=self.reference,
             teacher=self.teacher,
+            critic=self.critic,
             world=self.world,
         )
         return learner_at(base, self.config, state)
@@ -125,7 +128,7 @@ def assemble(
     train_prompts, held_out = _prompts(config, task)
     objective = objective_of(config)
     reward = reward_of(config) if reward is None else reward
-    check_columns(reward, train_prompts[0])
+    check_columns(reward, (held_out if config.preferences.file else train_prompts)[0])
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
         check_ranks(config, world, _digest(model, train_prompts, held_out))
@@ -151,6 +154,7 @@ def assemble(
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
+        critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
         sampling=with_stops(sampling, interaction),
@@ -164,7 +168,9 @@ def assemble(
 
 def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """Return the training and the held-out prompts; an error if there are none."""
-    train_prompts, held_out = task.train(), held_out_of(config, task)
+    file = config.preferences.file
+    train_prompts = read_pairs(file) if file else task.train()
+    held_out = held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     return train_prompts, held_out
@@ -230,6 +236,30 @@ def teacher_of(
         return _load_frozen(alone, model, world, offload=config.teacher.offload)
 
     return make_teacher(config, policy=model, load=load)
+
+
+def critic_of(
+    config: Config,
+    model: LanguageModel,
+    objective: Objective,
+    world: World = World(),  # noqa: B008 - without state
+) -> Critic | None:
+    """Load the critic, if the objective trains one."""
+    if "values" not in objective.needs:
+        return None
+    if world.size > 1:
+        raise ConfigError(
+            f"config: {config.objective.name} trains a critic, which works on one rank; start one "
+            "process, or take an algorithm without a critic"
+        )
+
+    def load(path: str) -> LanguageModel:
+        section = config.model.model_copy(update={"path": path})
+        return load_model(config.model_copy(update={"model": section}))
+
+    return make_critic(
+        config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
+    )
 
 
 def _load_frozen(
@@ -315,25 +345,6 @@ def policy_of(
     )
 
 
-def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
-    """Build the optimizer of a model's trained parameters."""
-    settings, parameters = config.optimizer, model.model.named_parameters()
-    options: AdamWSettings = {
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-    }
-    if settings.state == "compact" and model.sharded:
-        raise ConfigError(
-            "config: optimizer.state = 'compact' does not work with parallel.strategy = 'fsdp', "
-            "which divides the state among ranks; set it to 'float32'"
-        )
-    if settings.state == "compact":
-        return CompactAdamW(parameters, **options, seed=config.seed)
-    return MasterAdamW(parameters, **options)
-
-
 def step_settings_of(
     config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
 ) -> StepSettings:
@@ -343,6 +354,7 @@ def step_settings_of(
     stale rollouts may too, if the objective's ratio has to correct for their age.
     """
     source, stale = config.train.old_logp, config.stale
+    sampled = not config.preferences.file
     exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
@@ -350,7 +362,8 @@ def step_settings_of(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
-        old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
+        old_logp_from_sampler=sampled and (source == "sampler" or (source == "auto" and exact)),
+        sampled=sampled,
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
         dropout=config.adapter.dropout > 0,

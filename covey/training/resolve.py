@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from covey.config import Config, parse_config
-from covey.config.algorithm_names import check_algorithm_name
+from covey.config.algorithm_names import PAIRED, check_algorithm_name
 from covey.config.options import choose, resolve_options
 from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
@@ -74,6 +74,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         objective = objective_of(resolved)
         _check_old_logp(resolved, objective)
         _check_groups(resolved, objective)
+        _check_preferences(resolved, objective)
         _check_mask_replay(resolved, objective)
         if "teacher" in objective.needs:
             check_teacher(resolved.teacher)
@@ -94,6 +95,12 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     if k is not None and k > size - others:
         needs = f"a rollout.group_size of at least {k + others}"
         raise ConfigError(f"config: objective.k = {k} needs {needs}, but it is {size}")
+    prompts, mini_batches = resolved.rollout.prompts_per_step, resolved.train.mini_batches
+    if objective.pairs and mini_batches > prompts:
+        raise ConfigError(
+            f"config: train.mini_batches = {mini_batches}, but {resolved.objective.name} needs the "
+            f"whole group in an optimizer step; rollout.prompts_per_step is {prompts}"
+        )
     given = resolved.objective.options
     if "parts" in objective.needs and not objective.parts:
         for name in ("part_weights", "gate"):
@@ -102,6 +109,25 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
                     f"config: objective.{name} depends on the order of the reward parts; list them "
                     "in objective.parts"
                 )
+
+
+def _check_preferences(config: Config, objective: Objective) -> None:
+    """Refuse what a preference file cannot be combined with."""
+    section = config.preferences
+    if not section.file:
+        if section.max_tokens:
+            raise ConfigError("config: preferences.max_tokens needs preferences.file")
+        return
+    if not objective.pairs:
+        raise ConfigError(
+            f"config: preferences.file needs an objective of pairs, dpo or ipo, and not "
+            f"{config.objective.name}"
+        )
+    if config.overlap.staleness:
+        raise ConfigError(
+            "config: preferences.file generates nothing that training could overlap with; set "
+            "overlap.staleness = 0"
+        )
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
@@ -152,8 +178,10 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Reject the engine's log-probs as old_logp if they differ from the trainer's.
 
     Also reject stale rollouts without a correction: with old_logp from the trainer, the ratio
-    starts at 1 however old the rollouts are.
+    starts at 1 however old the rollouts are. Pairs have no ratio.
     """
+    if objective.pairs:
+        return
     if "sampler_as_old" in objective.needs:
         _check_ratios_to_engine(resolved, objective)
         return
@@ -198,7 +226,7 @@ def _objective_options(config: Config) -> dict[str, object]:
     section: Named = config.objective
     maker = algorithm(section.name, section.options)
     corrected = config.stale and config.train.old_logp != "sampler"
-    if corrected and "correction" not in section.options:
+    if corrected and section.name not in PAIRED and "correction" not in section.options:
         options = {**section.options, "correction": STALE_CORRECTION}
         section = Named.model_validate({"name": section.name, **options})
     return resolve_options(maker, section, "objective", _length_defaults(config))

@@ -28,6 +28,7 @@ from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
+from covey.training.preferences import PairSource
 from covey.training.report import mean_advantages
 from covey.training.step import training_step
 from covey.training.usage import reference_rewards, usage_metrics
@@ -69,7 +70,9 @@ class Reinforcement:
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Load the checkpoint's rollouts in flight, and report the correction for their age."""
+        """Load the checkpoint's critic and rollouts, and report the correction for their age."""
+        if checkpoint is not None and self.parts.critic is not None:
+            self.parts.critic.load(checkpoint)
         prompts, config = self.parts.train_prompts, self.parts.config
         count = config.rollout.prompts_per_step
         held = (
@@ -83,6 +86,8 @@ class Reinforcement:
             self.choice.load(checkpoint)
             self.replay.load(checkpoint)
         self.queue = rollout_queue(self.parts, log, held, self.choice)
+        if config.preferences.file:
+            self.queue = RolloutQueue(parts=self.parts, source=PairSource(self.parts))
         if checkpoint is None and self.parts.baselines is not None:
             for found in self.parts.baselines.flagged():
                 log.note(f"task: {found}: {REMEDY}")
@@ -90,7 +95,9 @@ class Reinforcement:
             log.note(overlap_note(self.parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Save the rollouts that were generated ahead."""
+        """Save the critic, and the rollouts that were generated ahead."""
+        if self.parts.critic is not None:
+            self.parts.critic.save(folder)
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these
         if self.parts.world.is_main:
             write_in_flight(folder, held)

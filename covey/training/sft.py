@@ -21,8 +21,7 @@ import torch
 
 from covey.config import Config
 from covey.config.train import Train
-from covey.errors import DataError, ModelError
-from covey.models.language_model import LanguageModel
+from covey.errors import DataError
 from covey.objective.weights import token_mean
 from covey.rng import sft_indices
 from covey.run.folder import RunFolder
@@ -44,8 +43,8 @@ from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
 from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
-from covey.training.sft_data import Solutions, solutions_of
-from covey.types import Batch, Group, Message, Prompt, Rollout, Totals
+from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
+from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,15 +196,6 @@ class Supervised:
         log.step(metrics)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """The tokens of a prompt and its solution."""
-
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Tokens of the solution with its end-of-sequence token, so that the model learns to stop."""
-
-
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
     """Return the examples of a step, counted from 1, and the lengths of solutions left out.
 
@@ -228,23 +218,6 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
         else:
             left_out.append(len(example.tokens))
     return examples, left_out
-
-
-def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
-    """Tokenize a prompt and its solution, as if the engine had generated the solution."""
-    tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    return Example(prompt_tokens=model.encode(messages), tokens=(*tokens, _end(model)))
-
-
-def _end(model: LanguageModel) -> int:
-    """Return the token that ends a completion: the end of the turn, else of the sequence."""
-    turn_end = None if model.renderer is None else model.renderer.turn_end
-    end = model.tokenizer.eos_token_id if turn_end is None else turn_end
-    if end is None:
-        raise ModelError(
-            "model: the tokenizer has no end-of-sequence token, which every solution must end with"
-        )
-    return int(end)
 
 
 def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.config import Config
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, ModelError
+from covey.models.language_model import LanguageModel
 from covey.tasks import Task
 from covey.tasks.jsonl import json_lines
 from covey.tasks.rows import RowReader
-from covey.types import Prompt
+from covey.types import Message, Prompt
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
 AS_IT_IS = "{answer}"
@@ -87,3 +88,27 @@ def _from_file(file: str) -> list[Prompt]:
     """Read rows with a prompt (text or messages) and a completion."""
     reader = RowReader(target="completion", name="sft")
     return reader.read("train", json_lines(Path(file)), file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A prompt and its solution, in tokens."""
+
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """They end with the end-of-sequence token: when to stop is learned as well."""
+
+
+def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
+    """Turn a prompt and its solution into tokens, as the engine would have generated them."""
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    return Example(prompt_tokens=model.encode(messages), tokens=(*tokens, _end(model)))
+
+
+def _end(model: LanguageModel) -> int:
+    """Return the token that ends a completion: that of a turn, or else of the sequence."""
+    turn_end = None if model.renderer is None else model.renderer.turn_end
+    end = model.tokenizer.eos_token_id if turn_end is None else turn_end
+    if end is None:
+        raise ModelError("model: the tokenizer has no end-of-sequence token to end a solution with")
+    return int(end)

@@ -31,17 +31,20 @@ from covey.objective.diagnostics import (
     Meter,
     observe,
     observe_correction,
+    observe_pairs,
     observe_reference,
     observe_sampler,
 )
 from covey.reference import Reference
-from covey.rng import dropout_seed, mini_batch_order
+from covey.rng import dropout_seed
 from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
+from covey.training.critic import Critic, critic_metrics, critic_step
 from covey.training.finite_checks import check_finite
 from covey.training.parallel.passes import rank_passes, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.row_facts import RowFacts
 from covey.types import Batch, Group, Totals
 
 
@@ -61,6 +64,8 @@ class StepSettings:
     skip_zero_gradient: bool = False
     """Leave rows without advantage out of forward passes if they have no gradient."""
     mask_truncated: bool = False
+    sampled: bool = True
+    """Whether an engine has generated the rollouts; else they have no log-probs of it."""
     stale: bool = False
     """Whether rollouts may come from older weights than those at the start of the step."""
 
@@ -81,12 +86,17 @@ class Learner:
     reference: Reference | None = None
     teacher: Reference | None = None
     """The teacher of a distillation."""
+    critic: Critic | None = None
     world: World = field(default_factory=World)
 
     @property
     def skips_rows(self) -> bool:
-        """Whether the row filter is on. It cannot be if a KL or entropy term has a gradient."""
-        return self.settings.skip_zero_gradient and self.objective.only_surrogate
+        """Whether the row filter is on. It cannot be if a KL or entropy term has a gradient.
+
+        Where completions are compared in pairs it always is: most rows are in no pair.
+        """
+        wanted = self.settings.skip_zero_gradient or self.objective.pairs
+        return wanted and self.objective.only_surrogate
 
 
 class Learned(NamedTuple):
@@ -168,28 +178,51 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
         batch = replace(batch, ref_logp=_logp_under(learner.reference, learner, batch))
     if "teacher" in needs:
         batch = replace(batch, teacher_logp=_logp_under(learner.teacher, learner, batch))
+    if "values" in needs:
+        assert learner.critic is not None, "an objective with a critic is given one"
+        (values,) = in_passes(batch, settings.micro_batch_tokens, _only(learner.critic.values))
+        batch = replace(batch, values=values)
     return batch
+
+
+def _only(compute: Callable[[Batch], torch.Tensor]) -> Callable[[Batch], Sequence[torch.Tensor]]:
+    return lambda batch: (compute(batch),)
 
 
 def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
     assert model is not None, "an objective that needs a reference or a teacher is given one"
     tokens = learner.settings.micro_batch_tokens
+    useful = _useful(learner, batch)
     with model.loaded():
-        return whole_batch(batch, tokens, model.logp, learner.world).logp
+        if useful is None:
+            return whole_batch(batch, tokens, model.logp, learner.world).logp
+        found = whole_batch(batch.rows(useful), tokens, model.logp, learner.world).logp
+    return _put_back(found, useful, torch.zeros_like(batch.sampler_logp, dtype=torch.float32))
+
+
+def _useful(learner: Learner, batch: Batch) -> torch.Tensor | None:
+    """Return the rows that the row filter leaves in passes; None: all."""
+    if batch.advantage is None or not learner.skips_rows:
+        return None
+    return RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
+
+
+def _put_back(found: torch.Tensor, useful: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Write what was computed of some rows into a tensor of all rows, and return it."""
+    (rows,) = to_device([useful], found.device)
+    whole[rows, : found.shape[1]] = found
+    return whole
 
 
 def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
     """Fill in old_logp and entropy, without the entropy of rows that the filter leaves out."""
     tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
-    if batch.advantage is None or not learner.skips_rows:
+    useful = _useful(learner, batch)
+    if useful is None:
         old = whole_batch(batch, tokens, logp, learner.world)
         return replace(batch, old_logp=old.logp, entropy=old.entropy)
-    useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
     old = whole_batch(batch.rows(useful), tokens, logp, learner.world)
-    (rows,) = to_device([useful], old.logp.device)
-    whole = batch.sampler_logp.float().clone()
-    whole[rows, : old.logp.shape[1]] = old.logp
-    return replace(batch, old_logp=whole)
+    return replace(batch, old_logp=_put_back(old.logp, useful, batch.sampler_logp.float().clone()))
 
 
 def whole_batch(
@@ -198,105 +231,66 @@ def whole_batch(
     logp: Callable[[Batch], LogProbs],
     world: World = World(),  # noqa: B008 - without state
 ) -> LogProbs:
-    """Run `logp` over micro-batches, and return the rows in their original order.
+    """Run `logp` over micro-batches, and return the rows in their original order."""
+    return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
+
+
+def in_passes(
+    batch: Batch,
+    micro_batch_tokens: int,
+    compute: Callable[[Batch], Sequence[torch.Tensor]],
+    world: World = World(),  # noqa: B008 - without state
+    count: int = 1,
+) -> torch.Tensor:
+    """Compute `count` tensors [B, T] micro-batch by micro-batch, stacked.
 
     Exactly one rank computes each row, so that the sum over ranks is exact.
     """
-    whole = torch.zeros((2, *batch.tokens.shape), device=batch.tokens.device)
+    whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
     for index, counts in rank_passes(batch, micro_batch_tokens, world):
-        part = logp(batch.rows(index))
+        part = compute(batch.rows(index))
         if counts:
             (rows,) = to_device([index], whole.device)
             for target, values in zip(whole, part, strict=True):
                 target[rows, : values.shape[1]] = values.float()
     world.sum_in_place(whole)
-    return LogProbs(*whole)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFacts:
-    """Facts about the rows of a batch that optimizer steps need, each [B] on the CPU.
-
-    Reading from a device waits for all the work that is queued there. So these facts are read once,
-    before the first optimizer step, and the CPU then chooses the rows of each step.
-    """
-
-    group: torch.Tensor
-    rollout: torch.Tensor
-    tokens: torch.Tensor
-    """Number of trained tokens."""
-    useful: torch.Tensor
-    """bool: whether the row takes part in forward passes. Without the row filter, all rows do; with
-    it, only rows in which some trained token has an advantage."""
-    one_row_each: bool
-    """Whether every rollout is one row."""
-
-    @staticmethod
-    def of(batch: Batch, *, skip: bool) -> RowFacts:
-        """Read them from a batch with advantages; `skip` turns the row filter on."""
-        assert batch.advantage is not None, "with_advantage comes first"
-        useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
-        whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
-        rollout = batch.rollout if batch.host is None else batch.host.rollout
-        number = torch.arange(len(batch)) if rollout is None else rollout
-        # Passes include all rows of a rollout or none, because its ratio may depend on all.
-        some = torch.isin(number, number[whole[2].bool()])
-        return RowFacts(
-            group=whole[0],
-            rollout=number,
-            tokens=whole[1],
-            useful=some if skip else torch.ones(len(batch), dtype=torch.bool),
-            one_row_each=batch.one_row_each,
-        )
-
-    def totals(self, index: torch.Tensor) -> Totals:
-        """Count the given rows."""
-        rollout = None if self.one_row_each else self.rollout[index]
-        return Totals.counted(self.group[index], self.tokens[index], rollout)
-
-    def in_passes(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the given rows that take part in forward passes.
-
-        Weights are already fixed, so the gradient is the same without the other rows. At least one
-        row stays, so that there is a gradient, even if it is zero.
-        """
-        useful = self.useful[index].clone()
-        useful[0] |= ~useful.any()
-        return useful.nonzero().squeeze(1)
-
-    def mini_batches(self, settings: StepSettings, step: int) -> Iterator[torch.Tensor]:
-        """Yield the rows of each optimizer step.
-
-        The rows of a rollout stay together, and so do groups if the sizes allow it.
-        """
-        groups, place = self.group.unique(return_inverse=True)
-        by_rollout = self.rollout.argsort(stable=True)
-        for epoch in range(settings.epochs):
-            order = mini_batch_order(seed=settings.seed, step=step, epoch=epoch, groups=len(groups))
-            rank = torch.empty_like(groups)
-            rank[torch.tensor(order)] = torch.arange(len(groups))
-            rows = by_rollout[rank[place[by_rollout]].argsort(stable=True)]
-            _, sizes = self.rollout[rows].unique_consecutive(return_counts=True)
-            counts = [int(part.sum()) for part in sizes.tensor_split(settings.mini_batches)]
-            yield from (part for part in rows.split(counts) if len(part))
+    return whole
 
 
 def optimize(
     learner: Learner, batch: Batch, step: int, watch: Watch | None = None
 ) -> dict[str, float]:
     """Take every optimizer step on a filled batch, and return the metrics of the training step."""
+    objective, critic, meter = learner.objective, learner.critic, Meter()
+    facts = RowFacts.of(batch, skip=learner.skips_rows, whole_groups=objective.pairs)
+    more: dict[str, float] = facts.pair_counts() if objective.pairs else {}
+    if critic is not None:
+        more |= _train_critic(learner, batch, facts, step, meter)
+    if critic is None or not critic.warms_up(step):
+        more |= _train_policy(learner, batch, facts, step, meter, watch)
+    return {**learner.world.mean(meter), **more}
+
+
+def _train_policy(
+    learner: Learner,
+    batch: Batch,
+    facts: RowFacts,
+    step: int,
+    meter: Meter,
+    watch: Watch | None,
+) -> dict[str, float]:
+    """Take the policy's optimizer steps; return what the meter does not hold."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     world = learner.world
-    meter, facts = Meter(), RowFacts.of(batch, skip=learner.skips_rows)
     policy.model.model.train()
     losses: list[list[torch.Tensor]] = []
     skipped = 0
     for number, index in enumerate(facts.mini_batches(settings, step)):
-        mini = filled_mini_batch(learner, batch.rows(index), facts.totals(index))
+        mini = with_weight(objective, batch.rows(index), facts.totals(index))
         if world.is_main:
             observe_correction(meter, mini)
         kept = facts.in_passes(index)
-        mini, index = mini.rows(kept), index[kept]
+        mini, index = _with_marks(learner, mini.rows(kept), meter), index[kept]
         # A placeholder row of a step without rows may have no old_logp to compare with.
         counts = bool(facts.useful[index].any())
         losses.append([])
@@ -306,7 +300,7 @@ def optimize(
                 observe(meter, objective, micro, output, now.entropy)
                 observe_reference(meter, micro, now.logp)
             meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
-            if number == 0:
+            if number == 0 and settings.sampled:
                 observe_sampler(meter, micro, now.logp)
             if watch is not None:
                 watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
@@ -320,7 +314,24 @@ def optimize(
     for loss in _sums(losses):
         # Each rank has a part of the loss of an optimizer step.
         meter.add("loss/policy_avg", loss, count=float(world.is_main))
-    return {**world.mean(meter), "lr": rate, "optim/skipped": skipped}
+    return {"lr": rate, "optim/skipped": skipped}
+
+
+def _train_critic(
+    learner: Learner, batch: Batch, facts: RowFacts, step: int, meter: Meter
+) -> dict[str, float]:
+    """Take the critic's optimizer steps, on the same rows as the policy's."""
+    assert learner.critic is not None
+    for index in facts.mini_batches(learner.settings, step):
+        critic_step(
+            learner.critic,
+            learner.objective,
+            batch.rows(index),
+            facts.totals(index),
+            micro_batch_tokens=learner.settings.micro_batch_tokens,
+            meter=meter,
+        )
+    return critic_metrics(batch)
 
 
 def backward_passes(
@@ -342,13 +353,20 @@ def backward_passes(
 
 def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
     """Fill in the fields that are computed over one optimizer step."""
-    mini = with_weight(learner.objective, mini, totals)
+    return _with_marks(learner, with_weight(learner.objective, mini, totals), Meter())
+
+
+def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
+    """Fill in what needs the log-probabilities of all rows of one optimizer step."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():
         tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
         now = whole_batch(mini, tokens, logp, learner.world)
-    return with_marks(learner.objective, mini, now.logp)
+    mini = with_marks(learner.objective, mini, now.logp)
+    if learner.world.is_main:
+        observe_pairs(meter, learner.objective, mini)
+    return mini
 
 
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:

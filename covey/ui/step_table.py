@@ -48,8 +48,8 @@ class StepTable:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def bytes(self) -> int:
-        """Memory of the columns."""
+    def memory(self) -> int:
+        """Bytes of the columns."""
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
     def update(self, seconds: float) -> list[Columns]:
@@ -210,8 +210,8 @@ class StepTables:
             return table
 
     def _drop(self, oldest: Iterable[Path]) -> None:
-        total = sum(table.bytes for table in self._tables.values())
+        total = sum(table.memory for table in self._tables.values())
         for path in oldest:
             if total <= self.most_bytes:
                 return
-            total -= self._tables.pop(path).bytes
+            total -= self._tables.pop(path).memory

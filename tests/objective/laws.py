@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
+from covey import functional
 from covey.objective import (
     ALGORITHMS,
     Objective,
@@ -56,15 +57,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pkpo, centred": ("pkpo", {"baseline": "centred"}),
     "gfpo, by rate": ("gfpo", {"metric": "rate"}),
     "opd, with a task": ("opd", {"discount": 0.9, "task": 0.5}),
+    "ppo, by length": ("ppo", {"alpha": 0.3, "whiten": False, "value_lam": 0.9}),
+    "ipo, of sums": ("ipo", {"average": False}),
     "reinforce_pp_baseline, by token": ("reinforce_pp_baseline", {"weighting": "token"}),
 }
 CASES = {**{name: (name, {}) for name in ALGORITHMS}, **VARIANTS}
 
 # Those whose gain is of whole completions: there `top_entropy` is refused, rather than not obeyed.
-OF_ANSWERS = {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo"}
+OF_ANSWERS = {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo", "dpo", "ipo"}
+
+# Those that compare pairs with the reference: nothing else acts on tokens, ratios or a KL.
+OF_PAIRS = {"dpo", "ipo"}
+FOR_TOKENS = ("correction", "correction_low", "correction_high", "veto", "off_policy_limit", "kl")
 
 # Those that refuse a KL in the reward (gdpo, opd), or rewards that a KL makes negative.
-NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo", "opd"}
+NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo", "opd", *OF_PAIRS}
 
 seeds = st.integers(0, 2**31)
 
@@ -77,7 +84,10 @@ def objective_of(case: str, **options: Any) -> Objective:
 @functools.cache
 def _built(case: str, options: tuple[tuple[str, Any], ...]) -> Objective:
     name, own = CASES[case]
-    return build(name, **{**NEEDED.get(name, {}), **own, **dict(options)})
+    given = dict(options)
+    if name in OF_PAIRS and given.get("beta") == 0.0:
+        del given["beta"]  # without it there is no loss
+    return build(name, **{**NEEDED.get(name, {}), **own, **given})
 
 
 def has_option(case: str, option: str) -> bool:
@@ -102,6 +112,8 @@ def extras(case: str, *leave_out: str) -> st.SearchStrategy[dict[str, Any]]:
         del some["top_entropy"]
     if CASES[case][0] in NO_KL_IN_REWARD:
         del some["kl_in"]
+    if CASES[case][0] in OF_PAIRS:
+        leave_out = (*leave_out, *FOR_TOKENS)
     left = {k: v for k, v in some.items() if k not in leave_out}
     drawn = st.fixed_dictionaries({}, optional=left)
     return drawn.map(_legal)
@@ -156,6 +168,9 @@ def make_step(
     rewards = torch.tensor([0.0, 0.3, 1.0, 0.7, 2.5], dtype=torch.float64)[integers(0, 5, rows)]
     rewards[:groups], rewards[groups : 2 * groups] = 1.0, 0.0
     old = uniform(-2.5, -0.5, rows, width)
+    # From a generator of its own, so that the other numbers stay as they are.
+    other = torch.Generator().manual_seed(seed + 1)
+    values = torch.rand(rows, width, generator=other, dtype=torch.float64)
     batch = Batch(
         prompt_tokens=torch.zeros(rows, 1, dtype=torch.long),
         prompt_lengths=torch.ones(rows, dtype=torch.long),
@@ -170,6 +185,7 @@ def make_step(
         parts=torch.stack([rewards, uniform(0.0, 2.0, rows)], dim=1),
         old_logp=old,
         teacher_logp=old + normal(0.5),
+        values=values,
         ref_logp=old + normal(0.4),
         entropy=uniform(0.05, 1.2, rows, width),
     )
@@ -208,6 +224,25 @@ def descend(
 
 def gradient_of(objective: Objective, step: Step) -> torch.Tensor:
     return descend(objective, ready(objective, step), step.logp)[1]
+
+
+def preference_loss(
+    logp: torch.Tensor,
+    ref_logp: torch.Tensor,
+    mask: torch.Tensor,
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    *,
+    form: str = "dpo",
+    beta: float = 0.1,
+) -> torch.Tensor:
+    """Return the loss of given pairs of rows, with sums over tokens; each pair is a group."""
+    rows, pairs = torch.cat([chosen, rejected]), torch.arange(len(chosen))
+    return functional.loss(
+        form, logp=logp[rows], old_logp=logp[rows].detach(), ref_logp=ref_logp[rows],
+        mask=mask[rows], rewards=torch.arange(2).flip(0).repeat_interleave(len(pairs)).double(),
+        group=pairs.repeat(2), beta=beta, average=False,
+    ).loss  # fmt: skip
 
 
 class Outcome(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 
 from covey.cli.main import run
 from covey.config import load_config, to_toml
+from covey.config.algorithm_names import PAIRED
 from covey.errors import ConfigError
 from covey.functional import LossOutput, loss
 from covey.objective import ALGORITHMS, Objective, algorithm, build
@@ -24,7 +25,7 @@ from covey.objective.correction import CORRECTIONS
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES, Kl
 from covey.training.resolve import objective_of, resolve
-from tests.objective.laws import NO_KL_IN_REWARD
+from tests.objective.laws import NO_KL_IN_REWARD, OF_PAIRS
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"length": 12},
@@ -47,6 +48,7 @@ def step() -> dict[str, torch.Tensor]:
         "entropy": noise[3].abs() / 3,
         "teacher_logp": old_logp + 0.2 * noise[3],
         "parts": noise[3][:, :2].abs(),
+        "values": noise[3].abs() / 2,
         "tokens": torch.randint(0, 2, (6, 4), generator=generator),
         "mask": torch.arange(4) < torch.tensor([4, 2, 3, 1, 0, 3])[:, None],
         "rewards": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 2.0], dtype=torch.float64),
@@ -142,8 +144,8 @@ AS_PIECES: dict[str, dict[str, Any]] = {
     "opd": {"advantage": "towards_teacher", "surrogate": "unclipped"},
     "gigpo": {"advantage": "by_state", "weights": "sequence_mean_token_mean"},
 }  # fmt: skip
-# More than pieces: a ratio to the sampler, and a correction.
-OTHERS = {"scalerl", "decoupled_ppo"}
+# More than pieces: a ratio to the sampler, a correction, and a critic.
+OTHERS = {"scalerl", "decoupled_ppo", "ppo"}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
@@ -162,7 +164,7 @@ def test_an_algorithm_is_its_pieces(name: str, beta: float) -> None:
 
 def test_all_other_algorithms_mark_tokens() -> None:
     marking = {n for n in ALGORITHMS if build(n, **NEEDED.get(n, {})).marks is not None}
-    assert marking == {"clip_cov", "kl_cov", "bapo", "m2po"}
+    assert marking == {"clip_cov", "kl_cov", "bapo", "m2po", *OF_PAIRS}
     assert marking | OTHERS | AS_PIECES.keys() == ALGORITHMS.keys()
 
 
@@ -524,7 +526,7 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
     needed = {**NEEDED.get(name, {}), "beta": 0.1}
     message = refused(name, **{**needed, key: beyond})
     assert message.startswith(f"objective.{key} = {beyond} of {name} must be at least ")
-    if key != "top_entropy":  # some refuse anything but 1; see below
+    if key != "top_entropy" and name not in OF_PAIRS:  # these refuse more; see below
         assert build(name, **{**needed, **WITH.get(key, {}), key: kind(bound)}) is not None
 
 
@@ -586,9 +588,28 @@ def test_tokens_are_left_out_only_where_they_can_be(name: str) -> None:
             f"objective.top_entropy of {built}: its gain belongs to whole completions, so single tokens "
             "cannot be left out; use gspo_token, which has a gain per token"
         )
+    elif name in OF_PAIRS:
+        assert "compares pairs of whole completions" in refused(built, **options)
     else:
         out, _ = descend(built, **options)
         whole, _ = descend(built, **{**options, "top_entropy": 1.0})
         left = step()["mask"] & (out.advantage != whole.advantage)
         assert 0 < left.sum() <= step()["mask"].sum() / 2
         assert not out.advantage[left].any()
+
+
+@pytest.mark.parametrize("name", sorted(OF_PAIRS))
+@pytest.mark.parametrize(
+    "option",
+    [{"correction": "token_mask"}, {"veto": 0.1}, {"off_policy_limit": 0.1}, {"kl_target": 1.0}],
+)
+def test_a_pair_has_no_ratio_and_no_penalty(name: str, option: dict[str, Any]) -> None:
+    message = refused(name, **option)
+    assert message.startswith(f"objective.{next(iter(option))} of {name}: it compares pairs")
+    assert "above 0" in refused(name, beta=0.0)
+    assert "no such penalty" in refused(name, kl_in="reward")
+
+
+def test_the_names_of_algorithms_with_pairs_are_known_without_torch() -> None:
+    built = {name: build(name, **NEEDED.get(name, {})) for name in ALGORITHMS}
+    assert {name for name, objective in built.items() if objective.pairs} == PAIRED == OF_PAIRS

@@ -30,6 +30,8 @@ NOT_ZERO_SUM = {
     "pkpo": "what a completion adds to others is never negative; `centred` sums to 0",
     "maxrl, all wrong": "every completion of a group without success has -1",
     "gfpo, by rate": "the kept rows of every group may be equal",
+    "ppo": "no group: a token is compared with what the critic expected",
+    "ppo, by length": "the same",
     "opd": "tokens answer for their own divergence from the teacher",
     "opd, with a task": "the same",
 }
@@ -45,12 +47,14 @@ SCALE = {
     "grpo_s, over the batch": NEVER_SEES_REWARDS,
     "pkpo": "proportional", "pkpo, centred": "proportional",
     "opd": "invariant: it sees no reward",
+    "ppo, by length": "proportional",
 }  # fmt: skip
 # Everybody ignores a constant added to all rewards; except that a reward at the last token only,
 # when discounted, is a different constant at every token.
 # What divides by a mean, by tokens, or compares with a threshold, is of the reward's own scale.
 NOT_SHIFT_INVARIANT = {
     "reinforce_pp, discounted", "maxrl", "maxrl, all wrong", "gfpo, by rate", "gdpo, gated",
+    "ppo", "ppo, by length",
 }  # fmt: skip
 # Whose deviation has ddof, and over how many numbers: those of the group unless it says otherwise.
 DEVIATION_OVER = {"lite_ppo": "batch", "gtpo": "tokens", "gtpo, over the batch": "tokens"}
@@ -132,7 +136,9 @@ def test_law_1_a_scale_of_all_rewards_changes_nothing_if_it_is_divided_out(
         options, kind = {"entropy_cost": 0.0}, "proportional"
     else:
         options = {}
-    scaled = advantage_of(case, replace(batch, rewards=batch.rewards * factor), **options)
+    assert batch.values is not None
+    larger = replace(batch, rewards=batch.rewards * factor, values=batch.values * factor)
+    scaled = advantage_of(case, larger, **options)
     expected = advantage_of(case, batch, **options) * (factor if kind == "proportional" else 1.0)
     assert expected.abs().max() > 0
     close(scaled, expected, 1e-11)

@@ -32,16 +32,22 @@ from tests.objective.laws import (
     seeds,
 )
 
-PADDED = ("tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "teacher_logp", "entropy")
+PADDED = (
+    "tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "teacher_logp", "entropy", "values",
+)  # fmt: skip
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 
 every_algorithm = pytest.mark.parametrize("case", CASES)
-# gfpo: of completions of equal length the earlier row is kept.
-in_any_order = pytest.mark.parametrize("case", [c for c in CASES if not c.startswith("gfpo")])
+# gfpo, dpo, ipo: of completions of equal length the earlier row is taken.
+in_any_order = pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.startswith(("gfpo", "dpo", "ipo"))]
+)
 # opd: what the teacher says of a completion holds whether or not it was scored. scalerl: its mean
-# is over mixed groups, and a group that lost all its rewards is one of those that do not count.
+# is over mixed groups, and a group that lost all its rewards is one of those that do not count; so
+# are dpo and ipo. ppo: such rows are in no denominator; test_worked_critic_and_pairs.py.
 of_rewards_alone = pytest.mark.parametrize(
-    "case", [c for c in CASES if not c.startswith(("gfpo", "opd", "scalerl"))]
+    "case",
+    [c for c in CASES if not c.startswith(("gfpo", "opd", "scalerl", "ppo", "dpo", "ipo"))],
 )
 
 

@@ -14,10 +14,17 @@ from covey.accel.head import Head, token_logp
 from covey.errors import ConfigError
 from covey.objective import with_advantage
 from covey.objective.loss import _uncertain
-from covey.objective.neighbours import preference_loss
 from covey.objective.penalty import PENALTIES
 from covey.objective.surrogate import SURROGATES, Tokens
-from tests.objective.laws import CASES, OF_ANSWERS, close, make_step, objective_of, seeds
+from tests.objective.laws import (
+    CASES,
+    OF_ANSWERS,
+    close,
+    make_step,
+    objective_of,
+    preference_loss,
+    seeds,
+)
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 logits = st.lists(st.floats(-2, 2), min_size=4, max_size=4)

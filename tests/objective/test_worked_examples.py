@@ -38,6 +38,7 @@ from covey.objective.advantage import (
     zero_variance,
 )
 from covey.objective.correction import CORRECTIONS, no_veto
+from covey.objective.critic import clipped_value_loss, gae
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -47,13 +48,13 @@ from covey.objective.diagnostics import (
 )
 from covey.objective.marks import covariance
 from covey.objective.masked import difference, row_mean
-from covey.objective.neighbours import gae, preference_loss, value_loss
 from covey.objective.penalty import PENALTIES
 from covey.objective.ratio import RATIOS
 from covey.objective.shaping import polarity
 from covey.rewards.length import Soft
 from covey.rollout.filter import select, without_truncated
 from covey.types import Batch, Group, Prompt, Rollout, Totals
+from tests.objective.laws import preference_loss
 from tests.objective.worked import Worked
 
 WORKED = Worked("worked_examples.json")
@@ -708,7 +709,8 @@ def test_the_loss_of_a_critic() -> None:
     worked = at("neighbours.critic")
     values = tensor(worked["values"]).requires_grad_()
     old_values, targets = tensor(worked["old_values"]), tensor(worked["targets"])
-    loss = value_loss(values, old_values, targets, MASK[:2], clip=worked["clip_value"])
+    tokens = clipped_value_loss(values, old_values, targets, value_clip=worked["clip_value"]).loss
+    loss = tokens[MASK[:2]].mean()
     loss.backward()
     close(loss, worked["value"]["loss"])
     close(values.grad, worked["value"]["grad"])

@@ -31,12 +31,15 @@ EVERYTHING = [
 ]  # fmt: skip
 # What an algorithm needs: a teacher that is not the policy itself, which would teach nothing.
 NEEDED = {"opd": ["teacher.path=embedded", "teacher.temperature=0.8"]}
+OF_RATIOS = ("objective.correction", "objective.veto", "objective.off_policy_limit")
 # What an algorithm refuses, and why.
 REFUSED = {
     "scalerl": ("objective.correction", "objective.veto"),  # its ratio is to the engine already
     "bapo": ("objective.correction", "objective.veto"),
     "m2po": ("objective.correction", "objective.veto"),
     "maxrl": ("length_penalty",),  # it makes rewards negative
+    "dpo": OF_RATIOS,  # there is no ratio in a pair
+    "ipo": OF_RATIOS,
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from covey.config import Config, load_config
+from covey.config.algorithm_names import PAIRED
 from covey.config.cluster_sections import Parallel
 from covey.engines.native.engine import NativeEngine
 from covey.objective import ALGORITHMS
@@ -46,19 +47,20 @@ SPECIAL = {
     "skip rows": ["objective.name=grpo", "filter.skip_zero_gradient=true"],
     "offloaded": ["objective.beta=0.1", "reference.kind=offloaded"],
 }
-HERE = [name for name in ALGORITHMS if name not in ("gdpo", "opd", "gigpo")]
-"""Those that need no parts of a reward, no teacher and no turns."""
+HERE = [name for name in ALGORITHMS if name not in ("gdpo", "opd", "gigpo", "ppo")]
+"""Those that need no parts of a reward, no teacher, no turns and no critic, which has one rank."""
 TO_THE_ENGINE = ("scalerl", "bapo", "m2po")
 """They take ratios to the engine, and refuse corrections."""
 
 
 def everything(name: str) -> list[str]:
-    kept = [s for s in EVERYTHING if name not in TO_THE_ENGINE or not s.startswith(CORRECTS)]
-    return [f"objective.name={name}", *kept]
+    refused = CORRECTS if name in TO_THE_ENGINE else OF_RATIOS if name in PAIRED else ("?",)
+    return [f"objective.name={name}", *(s for s in EVERYTHING if not s.startswith(refused))]
 
 
 OLD = {"decoupled_ppo": ["train.old_logp=recompute"]}
 CORRECTS = ("objective.correction", "objective.veto")
+OF_RATIOS = (*CORRECTS, "objective.off_policy_limit")
 CASES = {
     2: {name: everything(name) for name in HERE} | SPECIAL,
     4: {name: [f"objective.name={name}", *OLD.get(name, [])] for name in HERE} | SPECIAL,

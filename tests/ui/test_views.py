@@ -5,6 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
+from covey.cli.main import run as command
 from covey.run.folder import RunFolder
 from covey.run.rollout_index import RolloutIndex
 from covey.ui import group_views, views
@@ -86,7 +91,7 @@ def test_a_table_follows_its_file_when_it_grows_and_when_a_resume_cuts_it(tmp_pa
         9,
         0.5,
     ]  # the last line of a step counts
-    assert any("twice or out of order" in note for note in table.notes)
+    assert any("out of order" in note for note in table.notes)
     assert any("line 6 cannot be read" in note for note in table.notes)
     lines = table.path.read_text().splitlines(keepends=True)
     table.path.write_text("".join(lines[:2]))
@@ -98,11 +103,11 @@ def test_tables_beyond_the_limit_of_memory_are_dropped(tmp_path: Path) -> None:
     runs = [write_steps(tmp_path / str(n), 100).parent for n in range(4)]
     size = StepTable(runs[0] / "steps.jsonl")
     size.update(9.0)
-    tables = StepTables(most_bytes=2 * size.bytes)
+    tables = StepTables(most_bytes=2 * size.memory)
     for run in runs:
         tables[run].update(9.0)
     tables[runs[0]].update(9.0)
-    assert sum(table.bytes for table in tables._tables.values()) <= 3 * size.bytes
+    assert sum(table.memory for table in tables._tables.values()) <= 3 * size.memory
     assert list(tables._tables)[-1] == runs[0]
 
 
@@ -262,6 +267,29 @@ def test_other_addresses_need_the_token(serve: Serve, tmp_path: Path) -> None:
     assert "HttpOnly; SameSite=Strict" in cookie
     assert ask("/api/runs", cookie.partition(";")[0]).status == 200
     assert f"token={server.token}" in server.url
+
+
+def test_the_command_refuses_a_missing_folder_and_a_port_in_use(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["ui", str(tmp_path / "nothing")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+    port = serve(tmp_path).server_port
+    assert command(["ui", str(tmp_path), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    started = [sys.executable, "-m", "covey", "ui", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+/", line).group()
+        with urllib.request.urlopen(f"{address}api/runs", timeout=30) as reply:
+            assert [run["id"] for run in json.load(reply)["runs"]] == ["run"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+    assert line.startswith("1 runs and 0 comparisons")
 
 
 def test_a_run_that_grows_is_read_on(serve: Serve, tmp_path: Path) -> None:

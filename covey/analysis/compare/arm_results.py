@@ -34,6 +34,18 @@ class TimeToAccuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a run of an arm takes; None where the runs do not say."""
+
+    seconds: float
+    """Median over seeds of the time in training steps after the first, without evaluations."""
+    cpu_seconds: float | None
+    """Median over seeds of the CPU time of the process, evaluations included."""
+    memory_gib: float | None
+    """Largest peak memory over seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
     """A seed whose final accuracy is far below an earlier one, by more than chance."""
 
@@ -86,6 +98,7 @@ class ArmResult:
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
     """`reward` and `parts/NAME` of the greedy completions, if they differ from success."""
+    cost: Cost | None = None
 
 
 def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
@@ -125,9 +138,20 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
                 above_constant=_above_constant(comparison, last, by),
                 rewards=_rewards(runs),
                 collapsed=tuple(each for each in collapses if each is not None),
+                cost=_cost(runs),
             )
         )
     return tuple(results)
+
+
+def _cost(runs: Sequence[RunResult]) -> Cost:
+    cpu = [run.cpu_seconds for run in runs if run.cpu_seconds]
+    memory = [run.memory_gib for run in runs if run.memory_gib]
+    return Cost(
+        seconds=float(np.median([run.points[-1].seconds for run in runs])),
+        cpu_seconds=float(np.median(cpu)) if cpu else None,
+        memory_gib=max(memory) if memory else None,
+    )
 
 
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:

@@ -91,6 +91,11 @@ class RunResult:
     """Digest of the final weights: equal digests are the same policy, bit for bit."""
     first_rollouts: str = ""
     """The name of the first step's rollouts; runs with the same name share them."""
+    memory_gib: float = 0.0
+    """Peak memory: of the GPU's tensors, or without a GPU of the whole process; 0: not known."""
+    cpu_seconds: float = 0.0
+    """CPU time of its process, evaluations included; 0: not known. If the run was resumed, both are
+    those of its last process."""
 
     @property
     def finished(self) -> bool:

@@ -74,6 +74,8 @@ class RunOutcome:
     error: str = ""
     weights: str = ""
     first_rollouts: str = ""
+    memory_gib: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 OUTCOME: Shape = TypeAdapter(RunOutcome)

@@ -19,6 +19,7 @@ from typing import Any
 from covey.analysis.compare.comparison import Arm, BudgetKind
 from covey.analysis.compare.comparison_folder import Design
 from covey.config import Config, parse_config, toml_value
+from covey.config.algorithm_names import PAIRED
 from covey.config.load import overridden, read_settings
 from covey.config.smoke import smoke_settings
 from covey.errors import ConfigError
@@ -151,9 +152,19 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
     if _common_algorithm(given) == name:
         return Arm(name=label)
     options = inspect.signature(algorithm(name)).parameters
-    kept = {k: v for k, v in given.get("objective", {}).items() if k in options and k != "name"}
+    kept = {k: v for k, v in _shared_options(given, name).items() if k in options}
     settings = [f"objective.{key}={toml_value(value)}" for key, value in kept.items()]
     return Arm(name=label, settings=(f"objective.name={toml_value(name)}", *settings))
+
+
+def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the given options that mean the same in another algorithm.
+
+    The beta of a pair is another number than the weight of a KL.
+    """
+    paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
+    own = {"name", "beta"} if paired else {"name"}
+    return {k: v for k, v in given.get("objective", {}).items() if k not in own}
 
 
 def _common_algorithm(given: Mapping[str, Any]) -> str:
@@ -176,7 +187,7 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
     other = inspect.signature(algorithm(common, given)).parameters
     return {
         key: (value, own[key].default)
-        for key, value in given.items()
+        for key, value in _shared_options(design.given, name).items()
         # An option with the same default in both algorithms means the same in both.
         if key in own and own[key].default not in (value, other[key].default)
     }
@@ -204,6 +215,11 @@ def _declared(design: Design, arm: Arm) -> Arm:
         if after.get(key) != before.get(key)
     }
     fixed = [key for key in differences if key.startswith(FIXED)]
+    if config.preferences.file:
+        raise ConfigError(
+            "config: a comparison starts all arms from the same rollouts, and preferences.file has "
+            "none; leave it out, so that pairs come from sampled groups"
+        )
     if fixed:
         raise ConfigError(
             f"--arm {arm.name}: {fixed[0]} = {toml_value(differences[fixed[0]])} would measure "

@@ -48,7 +48,7 @@ def _check_disjoint(config: Config, task: Task) -> None:
     found = shared_prompts(task.train(), held_out)
     if found:
         raise DataError(
-            f"task: {len(found)} of {len(held_out)} held-out prompts are training prompts too and "
+            f"task: {len(found)} of {len(held_out)} held-out prompts are also training prompts and "
             f"would measure memorization; the first is {found[0].id}: {found[0].text!r}"
         )
 

@@ -80,7 +80,7 @@ def report_data(contents: ReportContents) -> dict[str, Any]:
 
 
 def _run(run: RunResult) -> dict[str, Any]:
-    names = ("arm", "seed", "state", "error", "folder", "weights")
+    names = ("arm", "seed", "state", "error", "folder", "weights", "memory_gib", "cpu_seconds")
     return {name: getattr(run, name) for name in names} | {
         "evaluations": list(map(_point, run.points))
     }

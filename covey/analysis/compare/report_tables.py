@@ -66,8 +66,8 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
     change, above, answers = arm.improvement, arm.above_constant, arm.distinct_answers
     return [
         arm.arm,
-        _level(arm.initial, arm),
-        _level(arm.final, arm),
+        shown_level(arm.initial, arm),
+        shown_level(arm.final, arm),
         EMPTY if change is None else points(change.value, arm.by),
         EMPTY if change is None else _improvement_interval(arm, change),
         *([EMPTY if above is None else points(above)] if constant else []),
@@ -113,8 +113,8 @@ def training_table(found: Conclusion) -> TextTable:
             [
                 arm.arm,
                 _final_interval(arm),
-                _level(arm.best, arm),
-                _level(arm.area, arm),
+                shown_level(arm.best, arm),
+                shown_level(arm.area, arm),
                 f"{len(arm.collapsed)} of {arm.seeds} seeds" if arm.collapsed else EMPTY,
             ]
             for arm in found.arms
@@ -372,5 +372,6 @@ def _interval(estimate: Estimate, by: Metric) -> str:
     return f"[{points(estimate.low, by)}, {points(estimate.high, by)}]"
 
 
-def _level(estimate: Estimate | None, arm: ArmResult) -> str:
+def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
+    """Return an accuracy or a mean reward of an arm as text."""
     return EMPTY if estimate is None else level(estimate.value, arm.by)

@@ -10,8 +10,10 @@ from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.comparison import Comparison
 from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.report_contents import ReportContents
+from covey.analysis.compare.report_cost import cost_table
 from covey.analysis.compare.report_html import render_page
 from covey.analysis.page.markdown import fenced, literal
+from covey.analysis.page.text_table import TextTable
 from covey.escape import printable
 
 
@@ -27,10 +29,11 @@ def terminal_report(comparison: Comparison) -> RenderableType:
         _text(f"{tables.finding_title(row)}: {row.get('remedy', '')}", style="dim")
         for row in comparison.findings
     ]
-    return Group(*lines[:1], _table(tables.result_table(found)), *lines[1:])
+    made = [tables.result_table(found), cost_table(found)]
+    return Group(*lines[:1], *(_table(one) for one in made if one.rows), *lines[1:])
 
 
-def _table(made: tables.TextTable) -> Table:
+def _table(made: TextTable) -> Table:
     table = Table(title=_text(made.title), caption=_text(made.note))
     for number, heading in enumerate(made.head):
         table.add_column(_text(heading), justify="right" if number else "left")

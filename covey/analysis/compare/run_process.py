@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import sys
 import threading
+import time
 import tomllib
 import traceback
 from contextlib import ExitStack, closing
@@ -124,9 +126,19 @@ def run_job(job: Job) -> int:
             state="done",
             weights=checkpoint_digest(folder.checkpoints()[-1][1]),
             first_rollouts=" ".join(json.loads((folder.path / FIRST_ROLLOUTS_FILE).read_text())),
+            memory_gib=peak_memory(parts.policy.model.device) / 2**30,
+            cpu_seconds=time.process_time(),
         ),
     )
     return DONE
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process held: on a GPU, or else in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:

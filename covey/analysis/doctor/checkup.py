@@ -1,4 +1,4 @@
-"""All checks of the doctor, on a small version of the user's own run."""
+"""All checks of `covey doctor`, on a small version of the user's own run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small(config: Config) -> Config:
 
 
 def examine_run(config: Config) -> Iterator[Result]:
-    """Check a resolved configuration; every check yields what it found as soon as it is done."""
+    """Check a resolved configuration; yield the result of each check as soon as it is done."""
     short = small(config)
     yield from results_of("training", lambda: _policy_checks(short))
     yield from results_of("reward: lab", lambda: reward_checks(short))

@@ -22,7 +22,7 @@ from covey.training.step import filled_batch
 from covey.types import Group
 
 EXACT = 1e-3
-"""Nats between engine and trainer in float32."""
+"""The largest difference of log-probs, in nats, between engine and trainer in float32."""
 RATE = 1e-3
 """Learning rate of the step that moves the weights: far enough that old ones are noticed."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -43,7 +43,7 @@ def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) ->
 
 
 def engine_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
-    """Check log-probs and greedy text with the weights as they are."""
+    """Check log-probs and greedy text with the current weights."""
     yield logp_check(
         parts,
         groups,
@@ -62,7 +62,7 @@ def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
     policy.optimizer.zero_grad()
     policy.model.model.train()
     # Any gradient does: that of the mean log-prob is never zero.
-    policy.plain_logp(batch).logp[batch.mask].mean().backward()
+    torch.autograd.backward(policy.plain_logp(batch).logp[batch.mask].mean())
     policy.step(RATE)
     moved = float((trainer_logp(policy, batch, 1) - before)[batch.mask].abs().max())
     rollouts = SynchronousSource(parts, Tracker()).groups(step, share=0.0)

@@ -1,14 +1,14 @@
 """Invariance of the gradient: it must not depend on how a step is split, padded or ordered.
 
 The gradient of one optimizer step on the run's own completions is computed again and again, each
-time in another way. The reference is each completion in a pass of its own. Rewards are made up from
-the texts: a model that never succeeds would have no gradient to compare.
+time in another way. The reference computes each completion in a separate pass. Rewards are computed
+from the texts, because a model that never succeeds would have no gradient to compare.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,8 @@ from covey.analysis.doctor.result import Result
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.parallel.world import World
-from covey.training.step import Learner, RowFacts, backward_passes, filled_batch, filled_mini_batch
+from covey.training.row_facts import RowFacts
+from covey.training.step import Learner, backward_passes, filled_batch, filled_mini_batch
 from covey.types import Batch, Group, Rollout
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
@@ -46,7 +47,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
     batch = _filled(learner, invented)
     alone = _gradient(_with_tokens(learner, 1), batch)
     plain, halves = _unpacked(learner), _with_tokens(learner, _half(batch))
-    ways = {
+    ways: dict[str, Callable[[], torch.Tensor | None]] = {
         "micro-batches": lambda: _gradient(halves, batch),
         "padding": lambda: _gradient(plain, batch),
         "packing": lambda: _gradient(learner, batch) if learner.policy.model.packs else None,

@@ -24,7 +24,8 @@ from covey.rewards.identity import identity
 from covey.run.digests import DIGESTS_FILE
 from covey.run.folder import RunFolder
 from covey.sandbox import program as sandbox
-from covey.sandbox.program import Case, run_program
+from covey.sandbox.limits import Case
+from covey.sandbox.program import run_program
 from covey.scoring import Pool
 from covey.stopping import StopSignal
 from covey.training.build import assemble
@@ -58,7 +59,7 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""What a program in the sandbox must not reach."""
+"""The things that a program in the sandbox must not reach."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
@@ -151,7 +152,7 @@ def resume_checks(config: Config, folder: Path) -> Iterator[Result]:
 
 
 def _reset_peak() -> None:
-    """Begin to measure memory anew."""
+    """Restart the measurement of memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):  # Linux forgets the peak of this process

@@ -14,11 +14,11 @@ class Result:
 
     name: str
     passed: bool | None
-    """None: the check does not apply here."""
+    """None if the check does not apply here."""
     figure: str
     """What was found."""
     remedy: str = ""
-    """What to do, if it failed."""
+    """What to do if the check failed."""
     seconds: float = 0.0
 
     @property
@@ -35,7 +35,7 @@ Checks = Callable[[], Iterator[Result]]
 
 
 def results_of(name: str, checks: Checks) -> Iterator[Result]:
-    """Yield the results of some checks; an exception is a failed one, under `name`."""
+    """Yield the results of some checks; an exception counts as a failed check called `name`."""
     started = time.perf_counter()
     try:
         for result in checks():

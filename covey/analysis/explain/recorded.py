@@ -21,6 +21,7 @@ from covey.run.records import to_stderr
 from covey.run.resume import last_good
 from covey.training import checkpoint
 from covey.training.build import (
+    critic_of,
     learner_at,
     load_model,
     policy_of,
@@ -207,11 +208,14 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         ),
         reference=reference_of(config, model, objective),
         teacher=teacher_of(config, model, objective),
+        critic=critic_of(config, model, objective),
     )
     state, number, path = State(beta=objective.beta), 0, config.model.path
     if found.checkpoint is not None:
         number, path = found.step, str(found.checkpoint)
         state = checkpoint.load(learner.policy, learner.reference, found.checkpoint, number)
+        if learner.critic is not None:
+            learner.critic.load(found.checkpoint)
     behind = max(0, step - 1 - number)
     origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)

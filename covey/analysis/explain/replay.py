@@ -104,6 +104,13 @@ def objectives(
                 raise  # of all algorithms, only those that this run could have used
     if every and "parts" not in built[own].needs:
         built = {name: o for name, o in built.items() if "parts" not in o.needs}
+    if "values" not in objective_of(resolve(config)).needs:
+        critics = [name for name, o in built.items() if "values" in o.needs]
+        if critics and not every:
+            raise ConfigError(
+                f"--replay {critics[0]}: it needs the values of a critic, and this run trained none"
+            )
+        built = {name: o for name, o in built.items() if name not in critics}
     unknown = [key for key in keys if key not in used]
     if unknown:
         raise ConfigError(f"--set {unknown[0]}: none of {', '.join(built)} has such an option")
@@ -167,6 +174,8 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
         teacher = teacher_of(trainee.config, model, taught)
     some = penalized or next(iter(algorithms.values()))
     reads: set[Need] = {"old_entropy", "teacher"} if taught else {"old_entropy"}
+    if any("values" in o.needs for o in algorithms.values()):
+        reads.add("values")
     objective = replace(some, reads=(some.reads | reads) - {"sampler_as_old"})
     learner = replace(trainee.learner, objective=objective, reference=reference, teacher=teacher)
     parts = next((o.parts for o in algorithms.values() if "parts" in o.needs), None)

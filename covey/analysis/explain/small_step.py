@@ -1,4 +1,4 @@
-"""One small optimizer step of made-up numbers, for the step explorer of the web page.
+"""One small optimizer step with given numbers, for the step explorer of the web page.
 
 A group of completions with rewards, lengths and ratios goes through the objective code that trains.
 Run as a program, it answers one JSON object per line of input.

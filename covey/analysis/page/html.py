@@ -1,4 +1,4 @@
-"""HTML that opens offline and in which nothing that a model wrote can act. All reports use it.
+"""HTML that opens offline and in which text from a model cannot run scripts. All reports use it.
 
 Jinja escapes all text in a template, except `Markup`, which is already HTML, CSS or a script.
 """

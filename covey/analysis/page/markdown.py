@@ -1,4 +1,4 @@
-"""Text in Markdown that shows as it is, whatever a model wrote."""
+"""Text in Markdown, escaped so that it is shown literally."""
 
 from __future__ import annotations
 

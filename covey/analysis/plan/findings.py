@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 # These modules add rules when they are imported.
-from covey.analysis.plan import data_settings, idle_settings, risky_settings  # noqa: F401
+from covey.analysis.plan import (  # noqa: F401
+    baseline_settings,
+    data_settings,
+    idle_settings,
+    risky_settings,
+)
 from covey.analysis.plan.equivalence import normal_form, up_to_a_factor
 from covey.analysis.plan.finding import RULES, Finding, Said, Setup, setup_of
 from covey.analysis.plan.task_facts import TaskFacts
@@ -103,6 +108,8 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
         del rest["reference"]
     if "teacher" not in setup.objective.needs:
         del rest["teacher"]
+    if "values" not in setup.objective.needs:
+        del rest["critic"]
     return rest
 
 

@@ -242,7 +242,23 @@ class _Run:
             ),
             self._reference(weights),
             *self._teacher(),
+            *self._critic(),
             *self._engine_copies(weights),
+        ]
+
+    def _critic(self) -> list[Part]:
+        """Return what a critic holds; its passes take turns with the policy's, without logits."""
+        if "values" not in self.objective.needs:
+            return []
+        path, state = self.config.critic.path, self.config.optimizer.state
+        model = self.config.model.model_copy(update={"path": path or self.config.model.path})
+        shape = shape_of(self.config.model_copy(update={"model": model})) if path else self.shape
+        master, moments = STATE_BYTES[state]
+        kept = (shape.parameters + shape.added) * self.size
+        kept += shape.trained * (moments + (master if self.size < FLOAT else 0))
+        return [
+            Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
+            Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
         ]
 
     def _engine_copies(self, weights: int) -> list[Part]:

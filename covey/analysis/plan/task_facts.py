@@ -58,7 +58,7 @@ class TaskFacts:
     overlap: int = 0
     """Held-out prompts that are training prompts too, where all prompts are in memory."""
     baselines: Baselines | None = None
-    """What needs no skill scores on the held-out prompts, with a quick reward."""
+    """The scores of baselines that need no skill on the held-out prompts, with a quick reward."""
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
@@ -102,7 +102,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score what needs no skill with a quick reward; others take longer than a plan should."""
+    """Score baselines that need no skill, if the reward is quick; others would take too long."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:

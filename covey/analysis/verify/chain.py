@@ -1,9 +1,9 @@
-"""The records of a run against each other: no step, prompt or rollout is lost or repeated.
+"""Checks the records of a run against each other: no step, prompt or rollout is lost or repeated.
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each link is checked with the next one. No torch here; the task is read to find the prompts that a
-step had to draw.
+Each link is checked with the next one. This module does not import torch; it reads the task to find
+the prompts that a step had to draw.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A saved step computed again from its recorded rollouts, and compared with its checkpoint."""
+"""Computes a saved step again from its recorded rollouts, and compares it with its checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def recomputed(run: RunFolder) -> Result:
     trainee.state.step = step
     training_step(trainee.learner_now(), recorded.groups, step)
     if not (folder / OPTIMIZER_FILE).exists():
-        raise RunError(f"{folder} is of several ranks; verify it on as many")
+        raise RunError(
+            f"{folder} was written by several ranks; verify it with the same number of ranks"
+        )
     found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
     then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
     other = [name for name, value in found.items() if not _same(value, then[name])]

@@ -10,9 +10,11 @@ from types import MappingProxyType
 
 from covey.objective.algorithms import (
     clipped,
+    critic,
     distillation,
     grouped,
     off_policy,
+    pairs,
     sequence,
     token,
     turns,
@@ -56,6 +58,9 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
             off_policy.decoupled_ppo,
             distillation.opd,
             turns.gigpo,
+            critic.ppo,
+            pairs.dpo,
+            pairs.ipo,
         )
     }
 )

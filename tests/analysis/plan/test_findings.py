@@ -142,6 +142,18 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "tight clip": (["objective.clip_low=3e-4", "objective.clip_high=4e-4"], "risk",
                    "objective.clip_low = 0.0003, clip_high = 0.0004 clip token ratios",
                    [ONCE, "objective.clip_low=3e-4", "objective.clip_high=4e-4"]),
+    "critic without use": (["critic.learning_rate=1e-3"], "idle", "critic.learning_rate = 0.001 has no effect",
+                           ["objective.name=ppo", "critic.learning_rate=1e-3"]),
+    "critic without a rate": (["objective.name=ppo", "critic.learning_rate=0"], "risk", "critic.learning_rate = 0: the critic stays",
+                              ["objective.name=ppo"]),
+    "critic that never ends": (["objective.name=ppo", "critic.warmup_steps=100"], "risk", "critic.warmup_steps = 100 takes all 100 steps",
+                               ["objective.name=ppo", "critic.warmup_steps=99"]),
+    "value clip": ([ONCE, "objective.name=ppo"], "idle", "objective.value_clip = 0.2 has no effect",
+                   [ONCE, "objective.name=ppo", "objective.value_clip=0.0"]),
+    "pairs and a reference that moves": (
+        ["objective.name=dpo", "reference.kind=renewed"], "risk", "reference.kind = 'renewed' moves what pairs",
+        ["objective.name=dpo"],
+    ),
     "few prompts": (["evaluate.prompts=119"], "risk", "119 held-out prompts cannot show a difference of 5%",
                     ["evaluate.prompts=120"]),
 }  # fmt: skip

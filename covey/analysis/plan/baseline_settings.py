@@ -1,0 +1,76 @@
+"""Rules about algorithms with a critic or with pairs, and about their sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from covey.analysis.plan.finding import Said, Setup, rule
+from covey.analysis.plan.idle_settings import changed
+from covey.training.schedule import total_updates
+
+
+@rule("idle", "other-settings")
+def critic_without_use(setup: Setup) -> Iterator[Said]:
+    """[critic] where the objective trains none."""
+    given = changed(setup.config.critic)
+    if given and "values" not in setup.objective.needs:
+        yield Said(
+            (*given, "objective.name"),
+            title=f"{', '.join(given.values())} {_have(given)} no effect",
+            why=f"{setup.config.objective.name} trains no critic.",
+            remedy="remove the section [critic], or set objective.name = 'ppo'",
+        )
+
+
+@rule("risk", "learning-rate")
+def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
+    """A critic without a learning rate, or a warm-up that takes the whole run."""
+    critic, train = setup.config.critic, setup.config.train
+    if "values" not in setup.objective.needs:
+        return
+    if not critic.learning_rate:
+        yield Said(
+            ("critic.learning_rate",),
+            title="critic.learning_rate = 0: the critic stays as it begins",
+            why="Advantages are then over a constant, at the cost of a second model.",
+            remedy="set a rate, such as 1e-5, or take an algorithm without a critic",
+        )
+    if train.budget == "steps" and critic.warmup_steps >= train.steps:
+        yield Said(
+            ("critic.warmup_steps", "train.steps"),
+            title=f"critic.warmup_steps = {critic.warmup_steps} takes all {train.steps} steps",
+            why="The policy is not trained while the critic warms up.",
+            remedy="lower critic.warmup_steps",
+        )
+
+
+@rule("idle", "one-update-per-rollout")
+def value_clip_unused(setup: Setup) -> Iterator[Said]:
+    """A clip of values that have not moved yet."""
+    clip = setup.option("value_clip")
+    if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
+        yield Said(
+            ("objective.value_clip", "train.mini_batches", "train.epochs"),
+            title=f"objective.value_clip = {clip!r} has no effect with one update per rollout",
+            why="The critic has not moved since its values were taken.",
+            remedy="nothing, or take several updates (train.mini_batches)",
+        )
+
+
+@rule("risk", "penalty-and-reference")
+def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
+    """Pairs against a reference that is the policy itself."""
+    reference, updates = setup.config.reference, total_updates(setup.config.train)
+    moves = reference.kind in ("moving", "renewed") and reference.every < updates
+    if setup.objective.pairs and moves:
+        yield Said(
+            ("reference.kind", "reference.every", "objective.name"),
+            title=f"reference.kind = {reference.kind!r} moves what pairs are compared with",
+            why="Margins start again from 0 whenever the reference follows, so that beta holds the "
+            "policy near its recent self and not near its start.",
+            remedy="nothing, if this is intended; 'frozen' keeps it near its start",
+        )
+
+
+def _have(given: dict[str, str]) -> str:
+    return "has" if len(given) == 1 else "have"

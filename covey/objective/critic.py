@@ -1,0 +1,106 @@
+"""Advantages and targets from a critic's values: generalized advantage estimation, and its loss.
+
+    delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
+
+r_t is the rollout's reward at its last trained token, less the KL to the reference where that is in
+the reward. V after the last trained token is 0, also where the completion was cut off. Tokens
+outside the mask are passed over. Shapes: B rollouts, one row each, T tokens, mask [B, T] bool.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from covey.objective.advantage import token_rewards, whitened
+from covey.objective.loss import Need, ValueLoss
+from covey.objective.masked import row_tokens
+from covey.types import Batch
+
+READS: frozenset[Need] = frozenset({"values"})
+
+
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float | torch.Tensor = 0.95,
+) -> torch.Tensor:
+    """Generalized advantage estimates [B, T], arXiv 1506.02438; `lam` may be one per row, [B]."""
+    result = torch.zeros_like(values)
+    next_value = next_advantage = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        here = delta + gamma * lam * next_advantage
+        result[:, t] = here.where(mask[:, t], 0.0)
+        next_advantage = torch.where(mask[:, t], here, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    return result
+
+
+def over_values(
+    batch: Batch,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    alpha: float = 0.0,
+    whiten: bool = True,
+    eps: float = 1e-8,
+) -> torch.Tensor:
+    """GAE over the critic's values, whitened over the tokens of the step. PPO, arXiv 1707.06347.
+
+    With `alpha` above 0, lam is 1 - 1 / (alpha T_i), at least 0: longer completions look further
+    ahead (VAPO, arXiv 2504.05118).
+    """
+    each = length_lambda(batch.mask, alpha) if alpha else lam
+    estimates = gae(token_rewards(batch), _values(batch), batch.mask, gamma=gamma, lam=each)
+    return whitened(estimates, batch.mask, eps=eps) if whiten else estimates
+
+
+def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -> torch.Tensor:
+    """U_t = A_t + V_t with a lambda of its own; with 1 it is the discounted return itself.
+
+    Targets without the critic's own guesses are unbiased. VC-PPO, arXiv 2503.01491.
+    """
+    values = _values(batch)
+    estimates = gae(token_rewards(batch), values, batch.mask, gamma=gamma, lam=value_lam)
+    return (estimates + values).where(batch.mask, 0.0)
+
+
+def length_lambda(mask: torch.Tensor, alpha: float) -> torch.Tensor:
+    """1 - 1 / (alpha T_i), at least 0, [B]."""
+    tokens = row_tokens(mask).squeeze(1).double()
+    return (1 - 1 / (alpha * tokens)).clamp(min=0.0)
+
+
+def _values(batch: Batch) -> torch.Tensor:
+    assert batch.values is not None, "this objective needs a critic's values"
+    return batch.values.double().where(batch.mask, 0.0)
+
+
+def clipped_value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    value_clip: float = 0.2,
+) -> ValueLoss:
+    """1/2 max((V - U)^2, (clip(V, V_old - c, V_old + c) - U)^2) of each token; c = 0: no clip."""
+    plain = (values - targets).square()
+    if not value_clip:
+        return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
+    held = torch.minimum(torch.maximum(values, old_values - value_clip), old_values + value_clip)
+    clipped = (held - targets).square()
+    return ValueLoss(torch.maximum(plain, clipped) / 2, (clipped > plain) & (held != values))
+
+
+def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> float:
+    """1 - Var(U - V) / Var U over trained tokens: 1 is a perfect critic, 0 one that knows the mean.
+
+    NaN if all targets are equal.
+    """
+    chosen, wanted = values[mask].double(), targets[mask].double()
+    if len(wanted) < 2 or not float(wanted.var()):
+        return float("nan")
+    return 1.0 - float((wanted - chosen).var() / wanted.var())

@@ -1,0 +1,102 @@
+"""Pairs of a group, the best completion against the worst: DPO and IPO.
+
+    D    = g(chosen) - g(rejected),  g = sum over tokens of logp - ref_logp, or their mean
+    loss = mean over pairs of l(D)
+
+A pair couples two rows, which may lie in different micro-batches or ranks. So D is found for the
+whole optimizer step first, by one more forward pass without gradient (`marks`), and each row then
+contributes its half of l(D) and its own side of the gradient:
+
+    loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
+
+These add up to the loss and the gradient of all pairs, however the step is split.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from covey.objective.advantage import per_token, rollout_rewards, zero_variance
+from covey.objective.masked import difference, row_sum, row_tokens, spread
+from covey.objective.surrogate import Gain, Tokens
+from covey.types import Batch
+
+
+def best_against_worst(batch: Batch) -> torch.Tensor:
+    """+c for the best completion of a group, -c for the worst, 0 for the rest.
+
+    Ties go to the shorter completion, then to the earlier one. A group of equal rewards has no
+    pair. c = groups / pairs, so that a mean over all groups is a mean over those with a pair.
+    """
+    rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
+    able = ~rewards.isnan() & (lengths > 0)
+    among = rewards.where(able, torch.nan)
+    paired = able & ~zero_variance(among, batch.group)
+    sign = torch.zeros_like(rewards, dtype=torch.float64)
+    groups = batch.group.unique()
+    pairs = 0
+    for number in groups:
+        rows = (paired & (batch.group == number)).nonzero().squeeze(1)
+        if len(rows):
+            rows = rows[lengths[rows].argsort(stable=True)]
+            sign[rows[rewards[rows].argmax()]] = 1.0
+            sign[rows[rewards[rows].argmin()]] = -1.0
+            pairs += 1
+    return per_token(sign * (len(groups) / max(1, pairs)), batch.mask)
+
+
+def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
+    """D of each row's pair, [B, T]; NaN in rows without one, or whose other side is not here."""
+    assert batch.advantage is not None
+    assert batch.ref_logp is not None, "a pair is compared with the reference"
+    gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)
+    sign = batch.advantage.where(batch.mask, 0.0).sum(dim=1).sign()
+    ids, place = batch.group.unique(return_inverse=True)
+
+    def of_group(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(len(ids)).index_add(0, place, values)[place]
+
+    whole = (of_group((sign > 0).long()) == 1) & (of_group((sign < 0).long()) == 1)
+    margin = of_group(sign * gain).where(whole & (sign != 0), torch.nan)
+    return margin[:, None].expand_as(batch.mask)
+
+
+def log_ratio(
+    logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, *, average: bool
+) -> torch.Tensor:
+    """g [B, 1]: the sum of logp - ref_logp over trained tokens, or their mean."""
+    total = row_sum(difference(logp, ref_logp, mask), mask)
+    return total / row_tokens(mask) if average else total
+
+
+def logistic(tokens: Tokens, *, average: bool = False) -> Gain:
+    """l(D) = -log sigmoid(beta D). DPO, arXiv 2305.18290."""
+    margin, beta = _margin(tokens), tokens.beta
+    loss, slope = -logsigmoid(beta * margin), -beta * torch.sigmoid(-beta * margin)
+    return _gain(tokens, loss=loss, slope=slope, average=average)
+
+
+def squared(tokens: Tokens, *, average: bool = True) -> Gain:
+    """l(D) = (D - 1 / (2 beta))^2. IPO, arXiv 2310.12036."""
+    off = _margin(tokens) - 1 / (2 * tokens.beta)
+    return _gain(tokens, loss=off.square(), slope=2 * off, average=average)
+
+
+def _margin(tokens: Tokens) -> torch.Tensor:
+    assert tokens.marked is not None, "with_marks comes first"
+    # A NaN would pass through the gradient of rows that have no pair.
+    return tokens.marked.to(tokens.logp.dtype).nan_to_num(nan=0.0)
+
+
+def _gain(tokens: Tokens, *, loss: torch.Tensor, slope: torch.Tensor, average: bool) -> Gain:
+    """Return each row's part of the loss of its pair, given to all of its tokens."""
+    assert tokens.ref_logp is not None
+    assert tokens.marked is not None
+    side = log_ratio(tokens.logp, tokens.ref_logp, tokens.mask, average=average)
+    own = spread(side - side.detach(), tokens.mask)
+    gain = -(tokens.advantage.abs() * loss / 2 + tokens.advantage * slope * own)
+    never = torch.zeros_like(tokens.mask)
+    return Gain(
+        value=gain.where(~tokens.marked.isnan(), 0.0), clipped_low=never, clipped_high=never
+    )

@@ -1,0 +1,149 @@
+"""The critic of PPO: a model of its own with a value head, its optimizer, and its checkpoint.
+
+It has its own backbone rather than a head on the policy's. A shared backbone would mix the two
+gradients, whose sizes have nothing to do with each other; a head on detached states could only read
+off what the policy happens to know. The cost is a second model in training, which `covey plan`
+counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from covey.config import Config
+from covey.errors import ConfigError, RunError
+from covey.models.language_model import LanguageModel
+from covey.models.logp import predicting_hidden
+from covey.models.micro_batches import micro_batches
+from covey.objective import Objective, value_loss
+from covey.objective.critic import explained_variance
+from covey.objective.diagnostics import Meter, observe_values
+from covey.reference.fingerprint import tokenizer_digest
+from covey.training.optimizer import Optimizer, Stepped
+from covey.types import Batch, Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WEIGHTS_FILE = "critic.safetensors"
+OPTIMIZER_FILE = "critic_optimizer.safetensors"
+HEAD = "value_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """A language model whose head gives one number: the reward it expects before each token."""
+
+    model: LanguageModel
+    head: nn.Linear
+    optimizer: Optimizer
+    learning_rate: float
+    warmup_steps: int = 0
+
+    def warms_up(self, step: int) -> bool:
+        """Whether training step number `step`, from 1, trains the critic alone."""
+        return step <= self.warmup_steps
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Return the value before every trained token [B, T], 0 elsewhere; in float32 or better."""
+        hidden, _, cells = predicting_hidden(self.model, batch)
+        values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+        blank = values.new_zeros(batch.mask.numel())
+        return blank.index_copy(0, cells, values).view_as(batch.mask)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer into a checkpoint."""
+        masters = {k: v.detach().contiguous() for k, v in self.optimizer.masters.items()}
+        moments = {k: v.contiguous() for k, v in self.optimizer.state().items()}
+        try:
+            save_file(masters, folder / WEIGHTS_FILE)
+            save_file(moments, folder / OPTIMIZER_FILE)
+        except SafetensorError as error:  # a full disk
+            raise OSError(str(error)) from None
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        try:
+            weights, moments = load_file(folder / WEIGHTS_FILE), load_file(folder / OPTIMIZER_FILE)
+            if weights.keys() != self.optimizer.masters.keys():
+                raise ValueError("its critic has other weights than the [critic] section describes")
+            self.optimizer.load(weights, moments)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
+
+
+def make_critic(
+    config: Config,
+    *,
+    policy: LanguageModel,
+    load: Callable[[str], LanguageModel],
+    optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
+) -> Critic:
+    """Build the critic: `load` loads a model of its own, whose tokens must be the policy's."""
+    section = config.critic
+    model = load(section.path or config.model.path)
+    if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
+        raise ConfigError(
+            f"config: critic.path = {section.path!r} has another tokenizer than model.path = "
+            f"{config.model.path!r}; a critic must give the same ids to the same tokens"
+        )
+    output = model.head.linear.weight
+    if model.model.get_input_embeddings().weight is not output:
+        output.requires_grad_(False)  # it predicts no tokens
+    head = nn.Linear(output.shape[1], 1).to(
+        model.device, torch.promote_types(output.dtype, torch.float32)
+    )
+    nn.init.zeros_(head.weight)
+    nn.init.constant_(head.bias, section.initial_value)
+    named = ((f"{HEAD}.{name}", weight) for name, weight in head.named_parameters())
+    return Critic(
+        model=model,
+        head=head,
+        optimizer=optimizer(chain(model.model.named_parameters(), named)),
+        learning_rate=section.learning_rate,
+        warmup_steps=section.warmup_steps,
+    )
+
+
+def critic_step(
+    critic: Critic,
+    objective: Objective,
+    mini: Batch,
+    totals: Totals,
+    *,
+    micro_batch_tokens: int,
+    meter: Meter,
+) -> Stepped:
+    """Take one optimizer step of the critic on the rows of one optimizer step of the policy."""
+    critic.model.model.train()
+    losses = []
+    for rows in micro_batches(mini, micro_batch_tokens):
+        micro = mini.rows(rows)
+        output = value_loss(objective, micro, critic.values(micro), totals)
+        output.loss.backward()
+        observe_values(meter, micro, output)
+        losses.append(output.loss.detach())
+    stepped = critic.optimizer.step(critic.learning_rate)
+    meter.add("loss/value", float(torch.stack(losses).sum()))
+    meter.add("critic/skipped", float(stepped.skipped))
+    if not stepped.skipped:
+        meter.add("critic/grad_norm", stepped.grad_norm)
+    return stepped
+
+
+def critic_metrics(batch: Batch) -> dict[str, float]:
+    """Return how well the critic knew the step before it was trained on it."""
+    assert batch.values is not None
+    assert batch.targets is not None
+    explained = explained_variance(batch.values, batch.targets, batch.mask)
+    return {"critic/explained_variance": explained} if math.isfinite(explained) else {}

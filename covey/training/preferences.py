@@ -1,0 +1,117 @@
+"""Pairs from a preference file, in the place of sampled groups: DPO and IPO without an engine.
+
+A row of the file has `prompt` (text or messages), `chosen` and `rejected`. A pair becomes a group
+of two rollouts with rewards 1 and 0, so that everything after that is the same as with sampled
+groups. Nothing is generated, except by evaluations of the task's held-out prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from covey.errors import DataError
+from covey.rollout.collect import Collected
+from covey.rollout.filter import Selected
+from covey.rollout.prompts import step_prompts
+from covey.rollout.source import StepRollouts, Ticket
+from covey.tasks.jsonl import json_lines
+from covey.tasks.rows import RowReader
+from covey.training.sft_data import encode_example
+from covey.types import Group, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from covey.engines.protocol import WeightSource
+    from covey.training.build import Parts
+
+SIDES = (("chosen", 1.0), ("rejected", 0.0))
+
+
+def read_pairs(file: str) -> list[Prompt]:
+    """Read the prompts of a preference file, each with both completions in `info`."""
+    reader = RowReader(target="chosen", name="preferences")
+    prompts = reader.read("train", json_lines(Path(file)), file)
+    for prompt in prompts:
+        rejected = prompt.info.get("rejected")
+        if not isinstance(rejected, str):
+            number = prompt.id.rsplit("/", 1)[1]
+            what = "no 'rejected'" if rejected is None else "a 'rejected' that is not text"
+            raise DataError(f"preferences: {file}:{number} has {what}")
+    return prompts
+
+
+@dataclass(slots=True)
+class PairSource:
+    """Gives the training loop the pairs of each step; a function of seed and step alone."""
+
+    parts: Parts
+    started: dict[int, Ticket] = field(init=False, default_factory=dict)
+
+    def publish(self, weights: WeightSource, version: int) -> None:
+        """Do nothing: no weights generate."""
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Note the steps."""
+        self.started |= {ticket.step: ticket for ticket in tickets}
+
+    def take(self, step: int) -> StepRollouts:
+        """Return the pairs of a step, without those that are too long."""
+        config, ticket = self.parts.config, self.started.pop(step)
+        drawn = step_prompts(
+            self.parts.train_prompts,
+            seed=config.seed,
+            step=step - 1,
+            count=config.rollout.prompts_per_step,
+        )
+        groups = [self._group(prompt, ticket.version) for prompt in drawn]
+        short = tuple(group for group in groups if self._fits(group))
+        left_out = len(groups) - len(short)
+        note = f"step {step}: {left_out} pairs are too long and left out (preferences.max_tokens)"
+        return StepRollouts(
+            ticket=ticket,
+            collected=Collected(groups=short, errors=((),) * len(short)),
+            selected=Selected(groups=short),
+            rounds=1,
+            notes=(note,) if left_out else (),
+        )
+
+    def pending(self, after: int) -> list[StepRollouts]:
+        """Return nothing: pairs are read again."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _fits(self, group: Group) -> bool:
+        config, context = self.parts.config, self.parts.policy.model.context
+        most = config.preferences.max_tokens or config.rollout.max_tokens
+        return all(
+            len(r.tokens) <= most and len(r.prompt_tokens) + len(r.tokens) <= context
+            for r in group.rollouts
+        )
+
+    def _group(self, prompt: Prompt, version: int) -> Group:
+        """Return a pair as a group: the chosen completion has the larger reward."""
+        model, prefill = self.parts.policy.model, self.parts.config.model.prefill
+        texts = {"chosen": prompt.target, "rejected": str(prompt.info["rejected"])}
+        rollouts = []
+        for sample, (side, reward) in enumerate(SIDES):
+            text = texts[side].removeprefix(prefill)
+            example = encode_example(model, prompt.messages, text)
+            rollouts.append(
+                Rollout.single_turn(
+                    prompt_id=prompt.id,
+                    sample=sample,
+                    prompt_tokens=example.prompt_tokens,
+                    tokens=example.tokens,
+                    sampler_logp=(0.0,) * len(example.tokens),
+                    policy_version=version,
+                    text=text,
+                    finish="stop",
+                    reward=reward,
+                    success=bool(reward),
+                )
+            )
+        return Group(prompt=prompt, rollouts=tuple(rollouts))
