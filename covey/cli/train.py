@@ -38,8 +38,17 @@ Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="With --resume: first recompute the newest checkpoint from the previous one and the "
-        "recorded rollouts, and stop if it differs.",
+        help="With --resume: first recompute the newest checkpoint from the previous one and "
+        "the recorded rollouts, and stop if it differs.",
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run ranks, engines and scoring with Ray, as set in the section cluster. 'local' "
+        "starts Ray here, 'auto' finds a cluster, or give its address; sets cluster.address.",
     ),
 ]
 
@@ -55,15 +64,7 @@ def train_command(
     verify: Verify = False,
     skip_bad_rows: SkipBadRows = False,
     smoke: Smoke = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS",
-            help="Run ranks, engines and scoring with Ray, as set in [cluster]. 'local' starts Ray "
-            "here, 'auto' finds a cluster, or give its address; sets cluster.address.",
-        ),
-    ] = None,
+    ray: Ray = None,
     trust: Trust = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")

@@ -10,7 +10,7 @@ from covey.config.section import Count, Names, Positive, Section
 
 
 class StopAfter(Section):
-    """[train.stop_after]: the limit that ends a run, in one of three units."""
+    """[train.stop_after]: the limit that ends a run, in one of four units."""
 
     steps: Count = 0
     """Training steps."""

@@ -147,7 +147,9 @@ def test_a_checkpoint_holds_what_is_in_flight(tmp_path: Path) -> None:
             # The groups to train on are those that were collected, not equal ones.
             assert all(any(g is c for c in one.collected.groups) for g in one.selected.groups)
     assert max(row["rollout/rounds"] for row in folder.steps()) > 1
-    with pytest.raises(RunError, match=r"no 'arithmetic/.*': the data or the seed have changed"):
+    with pytest.raises(
+        RunError, match=r"no prompt 'arithmetic/.*', so the data or the seed have changed"
+    ):
         read_in_flight(tmp_path, parts.train_prompts[:9], seed=1, count=3)
     (tmp_path / FILE).write_text(json.dumps({"ticket": [1, 2]}))
     with pytest.raises(RunError, match=r"cannot be read: in_flight.jsonl"):

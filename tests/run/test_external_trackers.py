@@ -166,7 +166,9 @@ def test_a_missing_package_is_one_line_with_the_extra(
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    with pytest.raises(ConfigError, match="trackers: 'wandbb'; did you mean 'wandb'"):
+    with pytest.raises(
+        ConfigError, match="trackers: 'wandbb' is not a tracker; did you mean 'wandb'"
+    ):
         check_trackers(["wandbb"])
 
 

@@ -188,7 +188,10 @@ def test_a_run_without_a_new_step_is_stalled() -> None:
 
 def test_a_name_that_is_no_check_is_refused() -> None:
     check_names(["nan", "collapse"])
-    with pytest.raises(ConfigError, match=r"train\.stop_on: 'colapse'; did you mean 'collapse'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.stop_on: 'colapse' is not a health check; did you mean 'collapse'",
+    ):
         check_names(["colapse"])
 
 
