@@ -101,11 +101,11 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _ignore(text: str) -> None:
-    """Leave out what is damaged: the columns of that run are empty."""
+    """Leave out damaged records; the columns of such a run are empty."""
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a run is doing: running, done, failed or stopped."""
+    """Return the state of a run: running, done, failed or stopped."""
     if run.in_use():
         return "running"
     saved = run.checkpoints()

@@ -69,7 +69,7 @@ class Components:
     """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
     several runs must be evaluated alike."""
     baselines: Baselines | None = None
-    """Scores on the held-out prompts that need no skill. None: they cannot be computed."""
+    """Baselines on the held-out prompts. None if they cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -163,7 +163,7 @@ def assemble(
 
 
 def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return the training and the held-out prompts. There must be some."""
+    """Return the training and the held-out prompts; an error if there are none."""
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
