@@ -87,6 +87,7 @@ class Explorer:
     """The process that computes small steps with torch. It starts at the first question."""
 
     command: Sequence[str] = (*PYTHON, EXPLORER)
+    _closed: bool = False
     _process: subprocess.Popen[str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -103,7 +104,7 @@ class Explorer:
             except OSError:
                 line = ""
             if not line:
-                self.close()
+                self._end()
                 raise ProcessError("the step explorer's process ended; ask again to start another")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -111,6 +112,8 @@ class Explorer:
         return answer
 
     def _running(self) -> subprocess.Popen[str]:
+        if self._closed:
+            raise ProcessError("the server is closing")
         if self._process is None:
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -118,7 +121,14 @@ class Explorer:
         return self._process
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; no other is started."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()  # whoever waits for an answer gets none
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -90,6 +90,7 @@ class App {
   show() {
     const now = state.get("view", "curves");
     fill(byId("tabs"), Object.entries(this.titles).map(([name, title]) => el("button", { type: "button", class: "tab", "aria-current": name === now ? "page" : null, text: title, on: { click: () => state.set({ view: name, group: "", line: "" }) } })));
+    byId("tabs").querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
     this.list(); this.notes([]);
     const view = this.view;
     if (byId("main").firstChild !== view.node) fill(byId("main"), view.node);

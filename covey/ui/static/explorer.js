@@ -17,7 +17,7 @@ export class Explorer {
       el("p", { text: "One prompt, one group of completions, one optimizer step. Change a reward, the clip or the algorithm, and see what becomes of each token's gradient." }),
       this.controls, this.status, this.picture,
       el("p", { class: "quiet", text: "Bars in a token: how much the step makes it likelier (up, blue) or less likely (down, orange): minus the slope of the loss in the token's log-probability. A striped token is clipped." }));
-    this.update = debounce(() => this.ask(), 15);
+    this.changed = debounce(() => this.ask(), 15);
   }
 
   show() { if (!this.answer) this.ask(); }
@@ -37,17 +37,17 @@ export class Explorer {
 
   bar() {
     if (this.fixed) {
-      fill(this.controls, Object.entries(this.fixed).map(([name, { label, choices }]) => select(label, choices, this.chosen[name], (value) => { this.chosen[name] = value; this.update(); })));
+      fill(this.controls, Object.entries(this.fixed).map(([name, { label, choices }]) => select(label, choices, this.chosen[name], (value) => { this.chosen[name] = value; this.changed(); })));
       return;
     }
     const { algorithms, options } = this.answer, key = JSON.stringify([this.answer.algorithm, this.asked.rewards.length]);
     if (key === this.drawn) return;
     this.drawn = key;
     const names = Object.fromEntries(algorithms.map((name) => [name, name]));
-    fill(this.controls, select("Algorithm", names, this.asked.algorithm, (value) => { this.asked.algorithm = value; this.given = {}; this.update(); }),
+    fill(this.controls, select("Algorithm", names, this.asked.algorithm, (value) => { this.asked.algorithm = value; this.given = {}; this.changed(); }),
       this.slider("Group size", 2, MOST, 1, this.asked.rewards.length, (value) => this.resize(value)),
-      this.slider(WORDS.drift, 0, 1, 0.05, this.asked.drift, (value) => { this.asked.drift = value; this.update(); }),
-      Object.entries(options).map(([name, usual]) => { const most = name === "beta" ? 0.5 : Math.max(0.6, usual); const step = usual && usual < 0.01 ? usual / 4 : 0.01; return this.slider(WORDS[name], 0, usual && usual < 0.01 ? usual * 40 : most, step, this.given[name] ?? usual, (value) => { this.given[name] = value; this.update(); }); }));
+      this.slider(WORDS.drift, 0, 1, 0.05, this.asked.drift, (value) => { this.asked.drift = value; this.changed(); }),
+      Object.entries(options).map(([name, usual]) => { const most = name === "beta" ? 0.5 : Math.max(0.6, usual); const step = usual && usual < 0.01 ? usual / 4 : 0.01; return this.slider(WORDS[name], 0, usual && usual < 0.01 ? usual * 40 : most, step, this.given[name] ?? usual, (value) => { this.given[name] = value; this.changed(); }); }));
   }
 
   slider(label, low, high, step, value, act) {
@@ -59,7 +59,7 @@ export class Explorer {
     const { rewards, lengths } = this.asked;
     while (rewards.length < count) { rewards.push(rewards.length % 3 ? 0 : 1); lengths.push(START.lengths[rewards.length % START.lengths.length]); }
     rewards.length = lengths.length = count;
-    this.update();
+    this.changed();
   }
 
   draw() {
@@ -67,8 +67,8 @@ export class Explorer {
     const focus = document.activeElement?.dataset?.focus;
     fill(this.picture, el("div", { class: "step-row head" }, el("span", { text: "reward" }), el("span", { text: "advantage" }), el("span", { text: "tokens" })), rows.map((row, i) => {
       const mean = row.advantage.reduce((a, b) => a + b, 0) / row.advantage.length;
-      const reward = el("input", { type: "number", min: 0, max: 1, step: 0.1, value: row.reward, disabled: Boolean(this.fixed), "aria-label": `Reward of completion ${i + 1}`, "data-focus": `r${i}`, on: { input: (event) => { if (event.target.value === "") return; this.asked.rewards[i] = Number(event.target.value); this.update(); } } });
-      const length = (turn) => { this.asked.lengths[i] = Math.min(LONGEST, Math.max(1, this.asked.lengths[i] + turn)); this.update(); };
+      const reward = el("input", { type: "number", min: 0, max: 1, step: 0.1, value: row.reward, disabled: Boolean(this.fixed), "aria-label": `Reward of completion ${i + 1}`, "data-focus": `r${i}`, on: { input: (event) => { if (event.target.value === "") return; this.asked.rewards[i] = Number(event.target.value); this.changed(); } } });
+      const length = (turn) => { this.asked.lengths[i] = Math.min(LONGEST, Math.max(1, this.asked.lengths[i] + turn)); this.changed(); };
       return el("div", { class: "step-row" }, el("span", { class: "reward" }, reward),
         el("span", { class: mean >= 0 ? "correct" : "incorrect", text: `${mean >= 0 ? "+" : ""}${number(mean, 3)}` }),
         el("span", { class: "step-tokens" }, row.gradient.map((slope, t) => this.token(row, slope, t, most)),
