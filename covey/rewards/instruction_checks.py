@@ -81,7 +81,7 @@ def _letter_frequency(text: str, given: Mapping[str, Any]) -> bool:
 
 
 def _language(text: str, given: Mapping[str, Any]) -> bool:
-    return language_of(text) == given["language"]
+    return bool(language_of(text) == given["language"])
 
 
 def _sentences(text: str, given: Mapping[str, Any]) -> bool:
@@ -107,7 +107,7 @@ def _first_word(text: str, given: Mapping[str, Any]) -> bool:
 
 
 def _placeholders(text: str, given: Mapping[str, Any]) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]+\]", text)) >= given["num_placeholders"]
+    return bool(len(re.findall(r"\[[^\[\]\n]+\]", text)) >= given["num_placeholders"])
 
 
 def _postscript(text: str, given: Mapping[str, Any]) -> bool:
@@ -117,7 +117,7 @@ def _postscript(text: str, given: Mapping[str, Any]) -> bool:
 
 
 def _bullets(text: str, given: Mapping[str, Any]) -> bool:
-    return len(_BULLET.findall(text)) == given["num_bullets"]
+    return bool(len(_BULLET.findall(text)) == given["num_bullets"])
 
 
 def _choice(text: str, given: Mapping[str, Any]) -> bool:
@@ -127,13 +127,13 @@ def _choice(text: str, given: Mapping[str, Any]) -> bool:
 
 def _highlights(text: str, given: Mapping[str, Any]) -> bool:
     found = [part.strip("* ") for part in _HIGHLIGHT.findall(text)]
-    return sum(map(bool, found)) >= given["num_highlights"]
+    return bool(sum(map(bool, found)) >= given["num_highlights"])
 
 
 def _sections(text: str, given: Mapping[str, Any]) -> bool:
     marker = re.escape(str(given["section_spliter"]))
     parts = re.split(rf"\s?{marker}\s?\d+\s?", text)
-    return len(parts) - 1 >= given["num_sections"]
+    return bool(len(parts) - 1 >= given["num_sections"])
 
 
 def _json(text: str, given: Mapping[str, Any]) -> bool:

@@ -116,19 +116,15 @@ class Reinforcement:
         events, deaths = restarts(parts)
         for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
             log.note(note)
-        fresh, version = rollouts.selected.groups, parts.policy.version
-        replayed = self._replayed(state.step, rollouts)
-        data = self.replay.metrics(replayed, version) | self.choice.metrics(rollouts.used_picks)
-        for note in data_notes(parts.config, state.step, data):
-            log.note(note)
-        groups = (*fresh, *replayed)
+        replayed, data = self._replayed(state.step, rollouts, log)
+        groups = (*rollouts.selected.groups, *replayed)
         state.episode += len(collected.rollouts)
         state.tokens += collected.tokens
         training = time.perf_counter()
         batch, learned, state.beta = training_step(learner, groups, state.step)
         ended = time.perf_counter()
         self.choice.add(collected.groups, rollouts.used_picks)
-        self.replay.add(fresh, parts.policy.version)
+        self.replay.add(rollouts.selected.groups, parts.policy.version)
 
         metrics: dict[str, Any] = {
             "step": state.step,
@@ -161,11 +157,17 @@ class Reinforcement:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
 
-    def _replayed(self, step: int, rollouts: StepRollouts) -> list[Group]:
-        """Return the earlier groups that this step also trains on."""
+    def _replayed(
+        self, step: int, rollouts: StepRollouts, log: Tracker
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Return the earlier groups that this step also trains on, and metrics of its data."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
-        return self.replay.draw(step=step, version=version, without=ids)
+        drawn = self.replay.draw(step=step, version=version, without=ids)
+        data = self.replay.metrics(drawn, version) | self.choice.metrics(rollouts.used_picks)
+        for note in data_notes(self.parts.config, step, data):
+            log.note(note)
+        return drawn, data
 
     def _so_far(self, run: RunFolder, seconds: float) -> float:
         """Add the time of a step to the time of the earlier steps."""

@@ -262,13 +262,10 @@ class _Run:
             return []
         model = self.config.model.model_copy(update={"path": teacher.path})
         alone = self.config.model_copy(update={"model": model, "adapter": Adapter()})
-        shape = shape_of(alone)
-        held, why = (shape.parameters + shape.added) * self.size, f"{teacher.path}: its weights"
-        phases: tuple[Phase, ...] = ALWAYS
-        if self.sharded:
-            held, why = -(-held // self.shards), f"{why}, 1 of {self.shards} parts"
-        if teacher.offload and self.on_gpu:
-            phases, why = ("prepare",), f"{why}, on the device only while it is used"
+        shape, offloaded = shape_of(alone), teacher.offload and self.on_gpu
+        held = -(-(shape.parameters + shape.added) * self.size // self.shards)
+        phases: tuple[Phase, ...] = ("prepare",) if offloaded else ALWAYS
+        why = f"{teacher.path}: its weights" + ", only while it is used" * offloaded
         return [Part("teacher", held, phases, why)]
 
     def _reference(self, weights: int) -> Part:
@@ -289,14 +286,19 @@ class _Run:
             held, why = held + weights * FLOAT, f"{kind}: a copy of the weights, also in float32"
         return Part("reference", held, phases, why)
 
+    def _by_reference(self) -> bool:
+        """Return whether a reference or a teacher runs on this device."""
+        needs, config = self.objective.needs, self.config
+        reference = "reference" in needs and config.reference.kind != "server"
+        return reference or ("teacher" in needs and bool(config.teacher.path))
+
     def _pass_parts(self, batch: Pass) -> list[Part]:
         """Return the memory of forward passes, with gradient and without."""
         shape, size, config, device = self.trainer, self.size, self.config, self.device.kind
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""
-        by_reference = "reference" in self.objective.needs and config.reference.kind != "server"
-        by_reference |= "teacher" in self.objective.needs and bool(config.teacher.path)
+        by_reference = self._by_reference()
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
         by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
         # A CUDA graph of the policy computes log-probs in the memory of its activations.
