@@ -31,7 +31,7 @@ from covey.training.overlap_report import overlap_metrics, overlap_note, restart
 from covey.training.report import mean_advantages
 from covey.training.step import training_step
 from covey.training.usage import reference_rewards, usage_metrics
-from covey.types import Group
+from covey.types import Batch, Group
 
 EARLY = 3
 """Number of first steps in which an empty replay buffer is normal."""
@@ -109,13 +109,9 @@ class Reinforcement:
         learner = parts.learner_at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
         rollouts = self.queue.take(state.step, share)
-        overlap = overlap_metrics(
-            parts, rollouts, time.perf_counter() - started, parts.policy.version
-        )
-        collected = rollouts.collected
-        events, deaths = restarts(parts)
-        for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
-            log.note(note)
+        waited = time.perf_counter() - started
+        overlap = overlap_metrics(parts, rollouts, waited, parts.policy.version)
+        collected, deaths = rollouts.collected, self._note_events(state.step, rollouts, log)
         replayed, data = self._replayed(state.step, rollouts, log)
         groups = (*rollouts.selected.groups, *replayed)
         state.episode += len(collected.rollouts)
@@ -150,12 +146,18 @@ class Reinforcement:
         metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
-            every = (*collected.groups, *replayed)
-            rows = run.rollout_rows(every, mean_advantages(every, groups, batch), len(replayed))
+            rows = _rollout_rows(run, collected.groups, replayed, groups, batch)
             log.table("rollouts", state.step, rows)
         if parts.world.is_main:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
+
+    def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
+        """Log what happened while a step was generated, and return the metrics of restarts."""
+        events, deaths = restarts(self.parts)
+        for note in (*rollouts.notes, *(f"step {step}: {event}" for event in events)):
+            log.note(note)
+        return deaths
 
     def _replayed(
         self, step: int, rollouts: StepRollouts, log: Tracker
@@ -175,6 +177,18 @@ class Reinforcement:
             self.seconds = sum(row["time/total"] for row in run.steps())
         self.seconds += seconds
         return self.seconds
+
+
+def _rollout_rows(
+    run: RunFolder,
+    collected: Sequence[Group],
+    replayed: Sequence[Group],
+    trained: Sequence[Group],
+    batch: Batch | None,
+) -> list[dict[str, Any]]:
+    """Return the rows of all rollouts of a step, those that it replayed last."""
+    every = (*collected, *replayed)
+    return run.rollout_rows(every, mean_advantages(every, trained, batch), len(replayed))
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:

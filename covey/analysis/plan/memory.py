@@ -263,7 +263,8 @@ class _Run:
         model = self.config.model.model_copy(update={"path": teacher.path})
         alone = self.config.model_copy(update={"model": model, "adapter": Adapter()})
         shape, offloaded = shape_of(alone), teacher.offload and self.on_gpu
-        held = -(-(shape.parameters + shape.added) * self.size // self.shards)
+        parts = self.shards if self.sharded else 1
+        held = -(-(shape.parameters + shape.added) * self.size // parts)
         phases: tuple[Phase, ...] = ("prepare",) if offloaded else ALWAYS
         why = f"{teacher.path}: its weights" + ", only while it is used" * offloaded
         return [Part("teacher", held, phases, why)]
