@@ -32,7 +32,7 @@ from covey.training.preferences import PairSource
 from covey.training.report import mean_advantages
 from covey.training.step import training_step
 from covey.training.usage import reference_rewards, usage_metrics
-from covey.types import Group
+from covey.types import Batch, Group
 
 EARLY = 3
 """Number of first steps in which an empty replay buffer is normal."""
@@ -118,23 +118,16 @@ class Reinforcement:
         rollouts = self.queue.take(state.step, share)
         waited = time.perf_counter() - started
         overlap = overlap_metrics(parts, rollouts, waited, parts.policy.version)
-        collected = rollouts.collected
-        events, deaths = restarts(parts)
-        for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
-            log.note(note)
-        fresh, version = rollouts.selected.groups, parts.policy.version
-        replayed = self._replayed(state.step, rollouts)
-        data = self.replay.metrics(replayed, version) | self.choice.metrics(rollouts.used_picks)
-        for note in data_notes(parts.config, state.step, data):
-            log.note(note)
-        groups = (*fresh, *replayed)
+        collected, deaths = rollouts.collected, self._note_events(state.step, rollouts, log)
+        replayed, data = self._replayed(state.step, rollouts, log)
+        groups = (*rollouts.selected.groups, *replayed)
         state.episode += len(collected.rollouts)
         state.tokens += collected.tokens
         training = time.perf_counter()
         batch, learned, state.beta = training_step(learner, groups, state.step)
         ended = time.perf_counter()
         self.choice.add(collected.groups, rollouts.used_picks)
-        self.replay.add(fresh, parts.policy.version)
+        self.replay.add(rollouts.selected.groups, parts.policy.version)
 
         metrics: dict[str, Any] = {
             **_progress(parts, state),
@@ -155,18 +148,30 @@ class Reinforcement:
         metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
-            every = (*collected.groups, *replayed)
-            rows = run.rollout_rows(every, mean_advantages(every, groups, batch), len(replayed))
+            rows = _rollout_rows(run, collected.groups, replayed, groups, batch)
             log.table("rollouts", state.step, rows)
         if parts.world.is_main:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
 
-    def _replayed(self, step: int, rollouts: StepRollouts) -> list[Group]:
-        """Return the earlier groups that this step also trains on."""
+    def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
+        """Log what happened while a step was generated, and return the metrics of restarts."""
+        events, deaths = restarts(self.parts)
+        for note in (*rollouts.notes, *(f"step {step}: {event}" for event in events)):
+            log.note(note)
+        return deaths
+
+    def _replayed(
+        self, step: int, rollouts: StepRollouts, log: Tracker
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Return the earlier groups that this step also trains on, and metrics of its data."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
-        return self.replay.draw(step=step, version=version, without=ids)
+        drawn = self.replay.draw(step=step, version=version, without=ids)
+        data = self.replay.metrics(drawn, version) | self.choice.metrics(rollouts.used_picks)
+        for note in data_notes(self.parts.config, step, data):
+            log.note(note)
+        return drawn, data
 
     def _so_far(self, run: RunFolder, seconds: float) -> float:
         """Add the time of a step to the time of the earlier steps."""
@@ -187,6 +192,18 @@ def _progress(parts: Parts, state: State) -> dict[str, Any]:
         "epoch": prompts / len(parts.train_prompts),
         "reward_id": parts.scorer.identity,
     }
+
+
+def _rollout_rows(
+    run: RunFolder,
+    collected: Sequence[Group],
+    replayed: Sequence[Group],
+    trained: Sequence[Group],
+    batch: Batch | None,
+) -> list[dict[str, Any]]:
+    """Return the rows of all rollouts of a step, those that it replayed last."""
+    every = (*collected, *replayed)
+    return run.rollout_rows(every, mean_advantages(every, trained, batch), len(replayed))
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:

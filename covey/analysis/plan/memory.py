@@ -257,14 +257,19 @@ class _Run:
         why = f"a copy, 1 to hand over, {waiting} waiting"
         return [Part("weights of the engine", held * self.size, ALWAYS, why)]
 
+    def _by_reference(self) -> bool:
+        """Return whether a reference or a teacher runs on this device."""
+        needs, config = self.objective.needs, self.config
+        reference = "reference" in needs and config.reference.kind != "server"
+        return reference or ("teacher" in needs and bool(config.teacher.path))
+
     def _pass_parts(self, batch: Pass) -> list[Part]:
         """Return the memory of forward passes, with gradient and without."""
         shape, size, config, device = self.trainer, self.size, self.config, self.device.kind
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""
-        by_reference = "reference" in self.objective.needs and config.reference.kind != "server"
-        by_reference |= "teacher" in self.objective.needs and bool(config.teacher.path)
+        by_reference = self._by_reference()
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
         by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
         # A CUDA graph of the policy computes log-probs in the memory of its activations.
