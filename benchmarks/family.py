@@ -1,7 +1,8 @@
-"""Two questions to algorithms that are not GRPO, each on the embedded model with several seeds.
+"""Questions to algorithms that are not GRPO, each on the embedded model with several seeds.
 
     python benchmarks/family.py parts        # gdpo: a reward of two parts, one ten times as varied
     python benchmarks/family.py pass_at_8    # pkpo: pass@8 where successes are rare
+    python benchmarks/family.py teacher --tokens 40000   # opd: towards a checkpoint that GRPO made
 
 Both algorithms of a question see the same prompts and the same number of sampled tokens. A
 difference is paired by seed; its interval is Student's, of as many pairs as there are seeds.
@@ -59,6 +60,7 @@ def samples_of(evaluation: dict[str, Any]) -> dict[str, float]:
 Read = Callable[[dict[str, Any]], dict[str, float]]
 QUESTIONS: dict[str, tuple[tuple[str, str], dict[str, Any], Read]] = {
     "parts": (("grpo", "gdpo"), {}, parts_of),
+    "teacher": (("grpo", "opd"), {}, lambda row: {"greedy": row["greedy"]["value"]}),
     "pass_at_8": (
         ("grpo", "pkpo"),
         {"task.min_operations": 4, "task.max_operations": 5, "evaluate.samples": 8},
@@ -73,6 +75,7 @@ def train(
     """Train once, and return the held-out numbers before and after."""
     _, settings, read = QUESTIONS[question]
     limit = {"train.stop_after": {"tokens": given.tokens}} if given.tokens else {}
+    limit |= learning_from(folder, given) if name == "opd" else {}
     result = covey.train(
         "arithmetic", rewards=TwoParts() if question == "parts" else None,
         run=folder / f"{name}-{seed}", quiet=True,
@@ -85,6 +88,27 @@ def train(
     row = {"algorithm": name, "seed": seed, "tokens": result.metrics[-1]["tokens"]}
     print({**row, "before": before, "after": after}, flush=True)
     return {**row, "before": before, "after": after}
+
+
+def learning_from(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a distillation: as many completions, one of each prompt.
+
+    The teacher is the embedded model after `--teacher-steps` steps of GRPO with another seed. Its
+    tokens do not count: a teacher is there already.
+    """
+    path = folder / "teacher"
+    if not path.exists():
+        covey.train(
+            "arithmetic", run=path, quiet=True,
+            **{"seed": 99, "train.steps": given.teacher_steps, "save.every": 0,
+               "evaluate.every": given.teacher_steps, "evaluate.prompts": 100},
+        )  # fmt: skip
+        print("teacher", RunFolder.open(path).evaluations()[-1]["greedy"], flush=True)
+    newest = RunFolder.open(path).checkpoints()[-1][1]
+    return {
+        "teacher.path": str(newest), "rollout.group_size": 1,
+        "rollout.prompts_per_step": given.prompts * 8,
+    }  # fmt: skip
 
 
 def difference(rows: list[dict[str, Any]], names: tuple[str, str], metric: str) -> dict[str, float]:
@@ -107,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="End runs by sampled tokens.")
     parser.add_argument("--prompts", type=int, default=16, help="Prompts of a step.")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--teacher-steps", type=int, default=60, help="Of the teacher's own run.")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     names = QUESTIONS[given.question][0]
@@ -120,6 +145,7 @@ def main() -> None:
         "question": given.question,
         "steps": given.steps,
         "prompts_per_step": given.prompts,
+        **({"tokens": given.tokens, "teacher_steps": given.teacher_steps} if given.tokens else {}),
         "environment": described(0, "cpu", 1),
         "runs": rows,
         "differences": {

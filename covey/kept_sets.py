@@ -1,7 +1,7 @@
-"""Kept sets: which tokens top-k, top-p and min-p left to draw from, for every sampled token.
+"""Kept sets: the tokens that top-k, top-p and min-p kept, for every sampled token.
 
-An engine returns them as text, one per completion: compact, and the same in JSON, in a pipe and in
-a checkpoint. The trainer takes log-probabilities over the same sets, so that it trains the
+An engine returns the sets of a completion as one compact text, which JSON, pipes and checkpoints
+store unchanged. The trainer computes log-probabilities over the same sets, so that it trains the
 distribution that was sampled (DeepSeek-V3.2 calls it "keep sampling mask").
 """
 
@@ -24,7 +24,7 @@ _WORD = "<u4"
 def encode_kept(sets: Sequence[np.ndarray]) -> str:
     """Return sets of token ids, each in ascending order, as text.
 
-    Ids are written as differences and compressed: a small set takes a few bytes, and one that has
+    Ids are written as differences and compressed. A small set takes a few bytes, and a set of
     nearly the whole vocabulary takes less than a bit mask.
     """
     counts = np.array([len(ids) for ids in sets], dtype=_WORD)
@@ -51,10 +51,10 @@ class KeptIds(NamedTuple):
     ids: torch.Tensor
     """All ids, on the device of the logits."""
     row: torch.Tensor
-    """Which of the M tokens each id belongs to."""
+    """For each id, the number of its token among the M tokens."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """Set the logits [m, V] of the tokens in `part` to `nothing` outside of their sets."""
+        """Set the logits [m, V] of the tokens in `part` to `nothing` outside their sets."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
@@ -76,9 +76,9 @@ class KeptSets:
     """The kept sets of a batch. Rows of a batch share the ids, which stay in main memory."""
 
     starts: np.ndarray
-    """[B, T]: where the set of a token begins in `ids`."""
+    """[B, T]: index in `ids` at which the set of a token begins."""
     counts: np.ndarray
-    """[B, T]: its size; 0 for tokens that were not sampled."""
+    """[B, T]: size of the set of a token; 0 for tokens that were not sampled."""
     ids: np.ndarray
 
     @staticmethod
@@ -113,7 +113,7 @@ class KeptSets:
         return KeptIds(starts, ids, row)
 
     def lacking(self, tokens: np.ndarray) -> np.ndarray:
-        """Return which cells [B, T] of sampled tokens have a set without the token itself."""
+        """Return the cells [B, T] of sampled tokens whose set does not contain the token."""
         kept = self._ragged(np.arange(self.counts.size))
         has = np.zeros(self.counts.size, dtype=bool)
         has[kept.row[kept.ids == tokens.ravel()[kept.row]]] = True

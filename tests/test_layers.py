@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "objective": {"trust", *PLAIN},
     "functional": {"objective", *PLAIN},
     "config": {"errors", "escape"},
+    "compat": {"config", "errors"},
     "sandbox": {"errors"},
     "tasks": {"config", "hub_access", "trust", *PLAIN},
     "rewards": {"config", "trust", "sandbox", "tasks.reasoning_gym", *PLAIN},
@@ -65,6 +66,8 @@ LAYERS: dict[str, set[str]] = {
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
 LAYERS["analysis"] = {*LAYERS, "analysis"} - {"", "cli"}
+# The web page reads run folders; it makes reports of comparisons when they are opened.
+LAYERS["ui"] = {"run", "embedded", "analysis.page", "analysis.compare", *PLAIN}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["api"] = {*LAYERS} - {"", "__main__"}
 LAYERS["__main__"] = {"cli"}
@@ -95,6 +98,7 @@ NO_TORCH = [
     "covey.tasks",
     "covey.training.resolve",
     "covey.types",
+    "covey.ui.server",
 ]
 
 

@@ -1,9 +1,10 @@
-"""`covey tasks` and `covey recipes`: what there is to train on, and settings to start from."""
+"""`covey tasks` and `covey recipes`: list the tasks, and the packaged configurations."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 import tomllib
 from typing import Annotated, Any
 
@@ -51,7 +52,7 @@ def _described(name: str, maker: Any) -> dict[str, Any]:
 
 
 def recipes_command(as_json: AsJson = False) -> None:
-    """List the packaged recipes: configurations to start from, by name instead of a file."""
+    """List the packaged recipes, which are configurations that commands accept by name."""
     rows = [_recipe(name) for name in recipe_names()]
     if as_json:
         return typer.echo(json.dumps(rows))
@@ -63,16 +64,16 @@ def recipes_command(as_json: AsJson = False) -> None:
 
 
 def _recipe(name: str) -> dict[str, Any]:
-    """Return a recipe's settings and the comment at its head."""
+    """Return a recipe's settings and the comment at the top of its file."""
     text = (RECIPES / f"{name}.toml").read_text("utf-8")
     head = text.partition("\n\n")[0].splitlines()
     about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))
-    first = about.partition(". ")[0].rstrip(".") + "."
+    first = re.match(r".{20,}?\.(?=\s|$)", about)  # "Dr. GRPO" ends no sentence
     settings = tomllib.loads(text)
     named = {where: settings.get(where, {}) for where in ("model", "task", "objective")}
     return {
         "name": name,
-        "text": first,
+        "text": first[0] if first else about,
         "model": named["model"].get("path"),
         "task": named["task"].get("name"),
         "algorithm": named["objective"].get("name"),

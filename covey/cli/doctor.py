@@ -33,7 +33,8 @@ Target = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", help="Write the results there as JSON. Default: RUN/doctor.json for a run folder."
+        "--out",
+        help="Write the results to this file as JSON. Default: RUN/doctor.json for a run folder.",
     ),
 ]
 
@@ -48,8 +49,8 @@ def doctor_command(
 ) -> None:
     """Check a configuration on this machine, in about a minute.
 
-    Gradient, engine, reward, sandbox, exact resume, memory and time are tested with small steps of
-    the run itself. The exit code is 0 if every check passes, and 1 if not.
+    Small steps of the run itself test gradient, engine, reward, sandbox, exact resume, memory and
+    time. The exit code is 0 if every check passes, and 1 if not.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     source = str(run.config_file) if run is not None else target or "arithmetic"

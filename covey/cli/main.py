@@ -19,12 +19,14 @@ from covey.cli.explain import explain_command
 from covey.cli.export import export_command
 from covey.cli.numerics import numerics_command
 from covey.cli.plan import plan_command
+from covey.cli.port import app as port_app
 from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import app as runs_app
 from covey.cli.screen import Screen
 from covey.cli.sft import sft_command
 from covey.cli.train import train_command
+from covey.cli.ui import ui_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
 from covey.training.parallel.lifeline import RankError, Reported
@@ -53,8 +55,10 @@ app.command("algorithms")(algorithms_command)
 app.command("tasks")(tasks_command)
 app.command("recipes")(recipes_command)
 app.add_typer(runs_app, name="runs")
+app.command("ui")(ui_command)
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(reference_app, name="reference")
+app.add_typer(port_app, name="port")
 
 
 def _version(show: bool) -> None:

@@ -20,8 +20,9 @@ from covey.cli.startup import (
     source_of,
     waiting,
 )
-from covey.config import Config
+from covey.config import Config, load_config
 from covey.errors import CoveyError
+from covey.models.model_path import prepare_hub
 
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
@@ -77,6 +78,7 @@ def plan_command(
     from covey.analysis.plan.prompt_lengths import measuring
 
     label = source_of(source, settings)
+    prepare_hub(load_config(label, settings).model.path)  # before a process starts that asks it
     with waiting(STARTING) as say, measuring() as measure:
         config = resolved(label, settings, model=False)
 

@@ -1,4 +1,4 @@
-"""`covey runs verify`: whether the records of a run agree with each other and with its data."""
+"""`covey runs verify`: check that the records of a run agree with each other and with its data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def verify_command(
 
 
 def show_results(found: Sequence[Result], console: Screen) -> None:
-    """Print a line for each result, and what to do about each that failed."""
+    """Print a line for each result, and a remedy for each failed check."""
     for result in found:
         line = f"{result.sign} {result.name:<24} {result.figure}"
         console.print(line, style=STYLES[result.passed])

@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, show one run's evaluations or completions, or check its health."""
+"""`covey runs`: list runs, show one run's evaluations or completions, check or report it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from covey.cli.run_health import check_command
+from covey.cli.run_report import report_command
 from covey.cli.run_verify import verify_command
 from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
@@ -51,10 +52,12 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs, show one (`covey runs RUN`, or `covey runs show RUN`), or check its health.",
+    help="List runs, show one (`covey runs RUN`, or `covey runs show RUN`), check its health, or "
+    "write its report.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("check")(check_command)
+app.command("report")(report_command)
 app.command("verify")(verify_command)
 
 
@@ -98,11 +101,11 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _ignore(text: str) -> None:
-    """Leave out what is damaged: the columns of that run are empty."""
+    """Leave out damaged records; the columns of such a run are empty."""
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a run is doing: running, done, failed or stopped."""
+    """Return the state of a run: running, done, failed or stopped."""
     if run.in_use():
         return "running"
     saved = run.checkpoints()

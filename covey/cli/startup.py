@@ -85,7 +85,7 @@ def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
     if (config.model.path, config.task.name) == ("embedded", DEFAULT_RECIPE):
         return DEFAULT_RECIPE
     echo(
-        "no CONFIG: settings that are not given have their defaults, such as "
+        "no CONFIG given: other settings have their defaults, such as "
         f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens = "
         f"{config.rollout.max_tokens} (docs/settings.md)",
         err=True,

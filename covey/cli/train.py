@@ -31,6 +31,16 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="With --resume: first recompute the newest checkpoint from the previous one and the "
+        "recorded rollouts, and stop if it differs.",
+    ),
+]
+
+
 def train_command(
     context: typer.Context,
     source: Source = None,
@@ -39,14 +49,7 @@ def train_command(
     run: NewRun = None,
     resume: Resume = None,
     step: ResumeStep = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="With --resume: first train up to the newest checkpoint again, from the one "
-            "before it and the recorded rollouts, and compare.",
-        ),
-    ] = False,
+    verify: Verify = False,
     skip_bad_rows: Annotated[
         bool,
         typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
@@ -87,9 +90,12 @@ def train_command(
     if print_config:
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
+    _training(context, not_own).start(config, run, _run_name(label, config))
+
+
+def _run_name(label: str | None, config: Config) -> str:
     name = f"{Path(label).stem if label else config.task.name}-{config.objective.name}"
-    # Some systems allow no colon in a file name.
-    _training(context, not_own).start(config, run, name.replace(":", "."))
+    return name.replace(":", ".")  # some systems allow no colon in a file name
 
 
 def _training(context: typer.Context, not_own: frozenset[str]) -> Training:

@@ -63,7 +63,7 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
                 ray.init(include_dashboard=False, **quiet)
             return
         ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+    except Exception as error:  # Ray raises a plain Exception if its processes start too slowly
         raise _unreachable(address, error) from None
     if trainer_gpus and "RANK" not in os.environ:  # torchrun gives its ranks their GPUs
         _set_aside(trainer_gpus)
@@ -82,6 +82,8 @@ def _check_address(address: str) -> None:
 
 def _unreachable(address: str, error: Exception) -> ConfigError:
     what = printable(" ".join(str(error).split())[:200])
+    if address == LOCAL:
+        return ConfigError(f"config: cluster.address = 'local': Ray does not start here: {what}")
     return ConfigError(
         f"config: cluster.address = {address!r}: Ray cannot be reached: {what}; start it with "
         f"`ray start --head`, or use {LOCAL!r}"

@@ -1,4 +1,4 @@
-"""Names that TRL and verl have for our settings: for error messages, the settings page and porting.
+"""Names of Covey's settings in TRL and verl, for error messages and docs/settings.md.
 
 verl's names are those of its PPO trainer, without `actor_rollout_ref`.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Names(NamedTuple):
-    """What other libraries call a setting; empty if they have no such setting."""
+    """Names of a setting in other libraries; empty if they have no such setting."""
 
     trl: str = ""
     verl: str = ""
@@ -91,11 +91,11 @@ OTHER_NAMES: Mapping[str, Names] = MappingProxyType(
         "save.rollouts": Names("log_completions", "trainer.rollout_data_dir"),
     }
 )
-"""Our setting -> its names elsewhere."""
+"""Setting of Covey -> its names in other libraries."""
 
 
 def ours(name: str) -> str | None:
-    """Return our name of a setting of TRL or verl; None if it is not one.
+    """Return Covey's name of a setting of TRL or verl; None if there is no such setting.
 
     >>> ours("num_generations"), ours("lr"), ours("nothing")
     ('rollout.group_size', 'optimizer.learning_rate', None)
@@ -108,4 +108,4 @@ def ours(name: str) -> str | None:
 
 
 COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temperature"})
-"""Last parts of verl's names that are too common to mean one setting."""
+"""Last parts of verl's names that are too common to identify one setting."""

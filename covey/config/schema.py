@@ -141,8 +141,8 @@ class Rollout(Section):
 
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
     """Prompts in a training step."""
-    group_size: Annotated[int, Field(ge=2, le=10**5)] = 8
-    """Completions sampled for each prompt."""
+    group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
+    """Completions sampled for each prompt; 1 only for objectives that compare none, such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
@@ -235,7 +235,7 @@ class Optimizer(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

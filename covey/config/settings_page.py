@@ -54,7 +54,7 @@ def _inner(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _texts(kind: type[BaseModel]) -> dict[str, str]:
-    """Return the text under each field of a class."""
+    """Return the docstring of each field of a class."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if issubclass(each, BaseModel) and each.__module__.startswith("covey."):
@@ -90,7 +90,7 @@ def _row(key: str, name: str, field: FieldInfo, texts: dict[str, str]) -> str:
 
 def _other(key: str) -> str:
     """Return the row of an option of an algorithm, a task or a reward."""
-    text = "An option: `covey algorithms NAME` has its default." if "objective" in key else ""
+    text = "An option; `covey algorithms NAME` shows its default." if "objective" in key else ""
     return _line([f"`{key}`", "", "", text, *map(_code, OTHER_NAMES[key])])
 
 

@@ -35,7 +35,8 @@ from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
 from covey.training.schedule import learning_rate
-from covey.training.sft import encode_example, learn, stack
+from covey.training.sft import learn, stack
+from covey.training.sft_data import encode_example
 from covey.types import Batch
 
 SEED = 0

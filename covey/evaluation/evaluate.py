@@ -35,8 +35,8 @@ class Evaluation:
     first_failure: str | None = None
     """The error of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer: as scored, else the share of the most frequent target.
-    None: targets are too long to be answers."""
+    """Accuracy of the best constant answer, as scored, or else the share of the most frequent
+    target. None if targets are too long to be answers."""
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copy of the prompt, if known."""
     distinct_answers: int = 0

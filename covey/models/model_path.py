@@ -40,7 +40,13 @@ def check_model_path(path: str) -> None:
             )
     elif _looks_local(path):
         raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
-    else:
+    prepare_hub(path)
+
+
+def prepare_hub(path: str) -> None:
+    """If a path can only be a hub name, find out whether the hub can be reached."""
+    known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
+    if path and "\0" not in path and not known:
         offline_if_unreachable()
 
 

@@ -31,6 +31,7 @@ def select(
     drop_flat: bool = False,
     max_age: int = 0,
     most: int | None = None,
+    fewest: int = 2,
 ) -> Selected:
     """Drop whole groups, never single rollouts, because statistics are over groups.
 
@@ -38,9 +39,10 @@ def select(
     rollouts are correct. It compares success, not reward, because a length penalty makes rewards
     differ even if all completions are correct. `drop_flat` is ScaleRL's rule (2510.13786): keep a
     group if some rewards differ. `max_age` drops a group if a rollout is older than this many
-    optimizer steps at `version`; 0 keeps all. Only the first `most` groups are kept.
+    optimizer steps at `version`; 0 keeps all. Only the first `most` groups are kept. A group
+    needs `fewest` scored rollouts.
     """
-    scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= 2]
+    scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
     fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
     mixed = [g for g in fresh if (is_mixed(g) or not dynamic) and not (drop_flat and is_flat(g))]
     kept = mixed[:most]

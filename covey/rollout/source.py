@@ -173,6 +173,7 @@ class _Filling:
             drop_flat=config.filter.drop_flat,
             max_age=config.overlap.max_staleness,
             most=wanted,
+            fewest=min(2, config.rollout.group_size),
         )
         missing = wanted - len(self.selected.groups)
         most_rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1

@@ -319,8 +319,8 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     if environment.get("config") is None:
         return None
     try:
-        then = dict(_flat(tomllib.loads(environment["config"])))
-        now = dict(_flat(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
+        then = dict(flat_settings(tomllib.loads(environment["config"])))
+        now = dict(flat_settings(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, RecursionError):
         return None  # loading the configuration reports the error
     changed = [
@@ -335,10 +335,10 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     return f"{run.config_file} was edited since the run was started: {named}{more}"
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield every setting under its dotted name, with its value as text."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", repr(value)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -169,9 +170,18 @@ def is_missing(path: Path) -> bool:
 
 def read_bytes(path: Path) -> bytes:
     """Return the content of a file. RunError if it is not a regular file, such as a pipe."""
+    with open_file(path) as file:
+        return file.read()
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read it. RunError if it is none, or cannot be read."""
     try:
         if path.is_file():
-            return path.read_bytes()
+            with path.open("rb") as file:
+                yield file
+            return
         other = "not a regular file" if path.exists() else "missing"
         why = f"it is {'a folder' if path.is_dir() else other}"
     except OSError as error:
@@ -184,12 +194,13 @@ def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
     if is_missing(path):
         return []
     *whole, last = read_bytes(path).split(b"\n")
-    lines = [_line(path, number, raw, shape) for number, raw in enumerate(whole, start=1)]
-    unfinished = _line(path, len(whole) + 1, last, shape)
+    lines = [parse_line(path, number, raw, shape) for number, raw in enumerate(whole, start=1)]
+    unfinished = parse_line(path, len(whole) + 1, last, shape)
     return lines if unfinished.row is None else [*lines, unfinished]
 
 
-def _line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
+def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
+    """Return a line of a file as a row of that shape, or why it cannot be used."""
     try:
         return Line(raw, _checked(raw, shape))
     except ValueError as error:

@@ -1,6 +1,7 @@
-"""Baselines of a task: what a constant answer, an empty completion and a copy of the prompt score.
+"""Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that finds the constant has its accuracy, and the reward curve of one that learns.
+A policy that learns the best constant answer has its accuracy, and its reward curve looks like
+learning.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from covey.scoring.job import Job, Scorer
 from covey.types import Prompt
 
 FLAGGED = 0.2
-"""A baseline with more successes than this is a shortcut that a policy will find."""
+"""A baseline with a higher share of successes is a shortcut that a policy will find."""
 FEWEST = 16
-"""Prompts below which a frequent success may be chance, and is not flagged."""
+"""With fewer prompts, frequent successes may be chance, and are not flagged."""
 LONGEST_TARGET = 64
-"""Characters of a target that can be a final answer."""
+"""Maximum length of a target that counts as a final answer, in characters."""
 CANDIDATES = 3
-"""The most frequent targets, which are scored."""
+"""Number of most frequent targets that are scored as constant answers."""
 FORMAT_PROMPTS = 4
-"""Prompts on which formats are tried."""
+"""Number of prompts on which answer formats are tried."""
 REMEDY = (
     "balance the targets of the data, leave out prompts with the most frequent one, or choose "
     "other sizes of the task; judge a policy by its gain above this baseline"
@@ -36,31 +37,31 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The mean score of one completion, given to every prompt."""
+    """The mean score of the same completion for every prompt."""
 
     success: float
     reward: float | None = None
-    """None: only targets were counted."""
+    """Mean reward. None if nothing was scored and only targets were counted."""
     answer: str = ""
-    """Of a constant answer."""
+    """The constant answer, if the baseline is one."""
     prompts: int
-    """Number of prompts that it was measured on."""
+    """Number of prompts on which the baseline was scored."""
 
     def text(self) -> str:
-        """Return its numbers."""
+        """Return the numbers of the baseline as text."""
         mean = "" if self.reward is None else f" (mean reward {self.reward:.3g})"
         return f"{self.success:.1%} correct{mean}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """Scores without any skill. None: it could not be scored."""
+    """Scores that need no skill. A baseline is None if it could not be scored."""
 
     constant: Baseline | None = None
-    """The best constant answer, among the most frequent targets."""
+    """The best constant answer among the most frequent targets."""
     empty: Baseline | None = None
     copy: Baseline | None = None
-    """The text of the prompt itself."""
+    """A copy of the prompt's text."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""
@@ -71,7 +72,7 @@ class Baselines:
         }
 
     def named(self) -> dict[str, Baseline]:
-        """Return those that are known, with names for a sentence."""
+        """Return the known baselines, by a name for use in a sentence."""
         answer = self.constant.answer if self.constant else ""
         named = {
             f"always answering {answer!r}": self.constant,
@@ -81,7 +82,7 @@ class Baselines:
         return {name: found for name, found in named.items() if found is not None}
 
     def text(self) -> str:
-        """Return all of them in one line."""
+        """Return all known baselines in one line."""
         return ", ".join(f"{name} {found.text()}" for name, found in self.named().items())
 
     def flagged(self) -> list[str]:
@@ -94,14 +95,14 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether a reward may score texts that no policy wrote: not a user's code, and no LLM."""
+    """Whether a reward may score baselines: not if it is a user's function or an LLM judge."""
     return not any(
         isinstance(part, Judge | UserFunction | WeightedFunctions) for part in _all(reward)
     )
 
 
 def _all(reward: Any) -> Iterator[Any]:
-    """Yield a reward and those that it is made of."""
+    """Yield a reward and all rewards that it contains."""
     yield reward
     for inside in ("parts", "tasks"):
         parts = getattr(reward, inside, None)
@@ -111,7 +112,7 @@ def _all(reward: Any) -> Iterator[Any]:
 
 
 def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None) -> Baselines:
-    """Score the baselines of a task; with `most`, on so few prompts, and constants by targets."""
+    """Score the baselines of a task; with `most`, on at most this many prompts."""
     some = prompts if most is None else prompts[:: math.ceil(len(prompts) / most)]
     return Baselines(
         constant=_best_constant(prompts, scorer) if most is None else constant_by_targets(prompts),
@@ -121,7 +122,7 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 
 
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
-    """Return the most frequent target, without scoring it; None if targets are no short answers."""
+    """Return the most frequent target without scoring it; None if targets are not short answers."""
     frequent = _frequent(prompts)
     if not frequent:
         return None
@@ -171,7 +172,7 @@ def _scored(
     known = [score for score in scores if score is not None]
     if not known:
         return None
-    # What cannot be scored counts as wrong, as it does in evaluations.
+    # An unscored completion counts as incorrect, as in evaluations.
     return Baseline(
         success=sum(score.success for score in known) / len(scores),
         reward=sum(score.reward for score in known) / len(known),

@@ -70,7 +70,7 @@ class Components:
     """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
     several runs must be evaluated alike."""
     baselines: Baselines | None = None
-    """Scores on the held-out prompts that need no skill. None: they cannot be computed."""
+    """Baselines on the held-out prompts. None if they cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -167,7 +167,7 @@ def assemble(
 
 
 def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return the training and the held-out prompts. There must be some."""
+    """Return the training and the held-out prompts; an error if there are none."""
     file = config.preferences.file
     train_prompts = read_pairs(file) if file else task.train()
     held_out = held_out_of(config, task)

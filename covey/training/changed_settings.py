@@ -35,6 +35,8 @@ FIXED: Mapping[str, str] = {
     "objective.name": f"it would be another algorithm; {OTHER_RUN}",
     "reference": f"the reference began with the run; {OTHER_RUN}",
     "teacher": f"the teacher began with the run; {OTHER_RUN}",
+    "curriculum": "the checkpoint holds its results as it is; let the run end first",
+    "replay": "the checkpoint holds the groups as they are; let the run end first",
     "optimizer.state": f"the checkpoint holds the other kind of state; {OTHER_RUN}",
     "overlap": "the checkpoint holds rollouts that were generated ahead; let the run end first",
     "sft.solutions": "steps would draw other solutions, and repeat or lose some",

@@ -57,7 +57,7 @@ class Critic:
     def values(self, batch: Batch) -> torch.Tensor:
         """Return the value before every trained token [B, T], 0 elsewhere; in float32 or better."""
         hidden, _, cells = predicting_hidden(self.model, batch)
-        values = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+        values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         blank = values.new_zeros(batch.mask.numel())
         return blank.index_copy(0, cells, values).view_as(batch.mask)
 

@@ -77,7 +77,7 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            what = f"step {state.step} waited or evaluated, and was abandoned"
+            what = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(f"{what}; --resume continues from the last checkpoint") from None
             log.note(what)
@@ -153,7 +153,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         parts = self.trainer.parts
-        # A signal ends a long evaluation, which a resumed run repeats; ranks must stay together.
+        # A signal ends a long evaluation on one rank; a resumed run repeats the evaluation.
         with may_be_given_up() if parts.world.size == 1 else nullcontext():
             measure(parts, self.log, self.state.step)
         self.state.evaluation_due = False

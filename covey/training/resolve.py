@@ -86,6 +86,11 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     from covey.objective.compose import option
 
     size, k = resolved.rollout.group_size, option(objective.advantage, "k")
+    if size == 1 and "groups" in objective.needs:
+        raise ConfigError(
+            f"config: rollout.group_size = 1, and {resolved.objective.name} compares the "
+            "completions of a prompt: it must be greater than or equal to 2"
+        )
     others = option(objective.advantage, "baseline") not in (None, "loo1")
     if k is not None and k > size - others:
         needs = f"a rollout.group_size of at least {k + others}"

@@ -19,11 +19,11 @@ from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
-"""Held-out prompts on which baselines are scored, with a quick reward and with others."""
+"""Number of held-out prompts on which baselines are scored: with quick rewards, and with others."""
 
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
-    """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
+    """Build the scorer and start its worker processes, which the ranks of a machine divide."""
     reward = reward_of(config) if reward is None else reward
     reward = with_none(reward, config.scoring.none_rewards)
     name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
@@ -40,7 +40,7 @@ def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> S
 
 
 def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
-    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
+    """Return the scorer of evaluations: the training scorer, unless evaluate.reward is set."""
     apart = evaluation_config(config)
     return scorer if apart is config else scorer_of(apart, ranks=ranks)
 
@@ -48,9 +48,9 @@ def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
 def baselines_of(
     config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
 ) -> Baselines:
-    """Score what needs no skill; where that would call an LLM or a user's code, count targets.
+    """Score the baselines; count targets instead if scoring would call an LLM or a user's code.
 
-    `scorer` is that of evaluations, `passed` the reward object that it was made from, if any.
+    `scorer` is the scorer of evaluations, and `passed` its reward object, if one was passed.
     """
     own = passed if not config.evaluate.reward.name else None
     reward = reward_of(evaluation_config(config)) if own is None else own

@@ -91,7 +91,7 @@ def _damage_checkpoint(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (_drop_step, {"steps", "rollouts"}),
+        (_drop_step, {"steps", "rollouts", "checkpoints"}),
         (_repeat_step, {"steps", "rollouts"}),
         (_lose_rollout, {"rollouts"}),
         (_other_prompt, {"data"}),

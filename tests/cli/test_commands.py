@@ -155,4 +155,4 @@ def test_another_task_or_model_has_defaults_instead_of_the_toy_recipes_settings(
         config, said = printed(*words)
         assert config["optimizer"]["learning_rate"] == 1e-6
         assert config["rollout"]["max_tokens"] == 64
-        assert "settings that are not given have their defaults" in said
+        assert "other settings have their defaults" in said

@@ -13,9 +13,10 @@ from covey.config import load_config
 from covey.run.folder import RunFolder
 
 ROWS = [
-    {"run": "runs/arithmetic-grpo-1", "steps": 4, "reward": 0.1772, "greedy_before": 0.219,
+    {"run": "runs/arithmetic-grpo-1", "started": "2026-11-16 14:00", "model": "embedded",
+     "state": "done", "steps": 4, "reward": 0.1772, "greedy_before": 0.219,
      "greedy_now": 0.219, "checkpoint": 4},
-    {"run": "runs/warm", "steps": 3, "reward": None, "greedy_before": 0.25, "greedy_now": 0.25,
+    {"run": "runs/warm", "started": "-", "model": "small", "state": "stopped", "steps": 3, "reward": None, "greedy_before": 0.25, "greedy_now": 0.25,
      "checkpoint": None},
 ]  # fmt: skip
 
@@ -23,15 +24,17 @@ ROWS = [
 @pytest.mark.parametrize(
     ("width", "columns"),
     [
-        (200, ["run", "steps", "reward", "greedy before", "greedy now", "checkpoint"]),
-        (80, ["run", "steps", "reward", "greedy before", "greedy now"]),
-        (56, ["run", "steps", "reward", "greedy now"]),
+        (200, ["run", "started", "model", "state", "steps", "reward", "greedy before",
+               "greedy now", "checkpoint"]),
+        (100, ["run", "started", "state", "steps", "reward", "greedy now"]),
+        (80, ["run", "state", "steps", "reward", "greedy now"]),
+        (60, ["run", "state", "steps", "greedy now"]),
         (50, ["run", "steps", "greedy now"]),
         (40, ["run", "greedy now"]),
         (30, ["run"]),
         (10, ["run"]),  # here a name is folded
     ],
-)
+)  # fmt: skip
 def test_a_narrow_terminal_has_fewer_columns_and_names_in_full(
     width: int, columns: list[str]
 ) -> None:
@@ -92,7 +95,8 @@ def of_0_1(tmp_path: Path) -> Path:
 def test_runs_of_0_1_are_listed_and_shown(of_0_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["runs", str(of_0_1.parent), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
-        {"run": str(of_0_1), "steps": 1, "reward": 0.5, "greedy_before": 0.25, "greedy_now": 0.25,
+        {"run": str(of_0_1), "started": "-", "model": "-", "state": "stopped",
+         "steps": 1, "reward": 0.5, "greedy_before": 0.25, "greedy_now": 0.25,
          "checkpoint": 1}
     ]  # fmt: skip
     assert run(["runs", str(of_0_1)]) == 0
@@ -129,3 +133,23 @@ def test_the_settings_of_a_run_of_0_1_are_translated(of_0_1: Path) -> None:
     assert config.train.micro_batch_tokens == 4096
     assert (config.save.samples_every, config.save.samples_shown) == (1, 5)
     assert config.objective.options == {"clip_low": 0.0003, "clip_high": 0.0004}
+
+
+def test_runs_come_in_natural_order_with_their_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = 'train = {steps = 2}\nmodel = {path = "a/Qwen3"}\n'
+    for number in (10, 2, 1):
+        folder = RunFolder.create(
+            tmp_path / f"run-{number}", config, {"started": "2026-11-16T14:00:00"}
+        )
+        for step in range(1, 1 + (2 if number == 2 else 1)):
+            folder.log_step({"step": step, "objective/scores": 0.5})
+        with folder.new_checkpoint(2 if number == 2 else 1):
+            pass
+    (tmp_path / "run-1" / "failure.txt").write_text("x")
+    assert run(["runs", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [Path(row["run"]).name for row in rows] == ["run-1", "run-2", "run-10"]
+    assert [row["state"] for row in rows] == ["failed", "done", "stopped"]
+    assert {(row["model"], row["started"]) for row in rows} == {("Qwen3", "2026-11-16 14:00")}

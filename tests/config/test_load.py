@@ -476,7 +476,7 @@ def test_a_value_of_the_wrong_type_is_named(override: str, message: str) -> None
     [
         ("seed=-1", "greater than or equal to 0"),
         ("train.steps=0", "greater than or equal to 1"),
-        ("rollout.group_size=1", "greater than or equal to 2"),
+        ("rollout.group_size=0", "greater than or equal to 1"),
         ("rollout.temperature=0", "greater than 0"),
         ("rollout.temperature=-1.0", "greater than 0"),
         ("rollout.top_p=0.0", "greater than 0"),

@@ -54,6 +54,12 @@ PUBLISHED: dict[str, tuple[float | None, ...]] = {
     "open-instruct-debug": (3e-7, 0.01, 0.2, 0.2, 8, 4, 512, 0.7, 200 // 32, 1),
     "open-instruct-tulu3-8b": (5e-7, 0.01, 0.2, 0.2, 64, 16, 2048, 1.0, 2_000_000 // 1024, 2),
     "open-instruct-qwen-zero": (5e-7, 0.0, 0.2, 0.2, 48, 16, 4096, 1.0, 5_000_000 // 768, 1),
+    "open-instruct-if-mix": (5e-7, 0.01, 0.2, 0.2, 64, 16, 2048, 1.0, 2_000_000 // 1024, 2),
+    "open-instruct-olmo2-7b": (5e-7, 0.01, 0.2, 0.2, 48, 16, 2048, 1.0, 2_000_000 // 768, 2),
+    "open-instruct-olmo2-7b-zero": (5e-7, 0.0, 0.2, 0.2, 48, 16, 2048, 1.0, 1_000_000 // 768, 1),
+    "open-instruct-olmo2-13b-zero": (5e-7, 0.0, 0.2, 0.2, 48, 16, 2048, 1.0, 1_000_000 // 768, 1),
+    "dr-grpo-zero": (1e-6, 0.0, 0.2, 0.2, 128, 8, 3000, 1.0, 20 * 12_000 // 128, 8),
+    "scalerl": (5e-7, 0.0, None, None, 48, 16, 14_336, 1.0, None, 1),
 }  # fmt: skip
 
 # Where we depart from that: the setting, and its value here. The file says so in its line.
@@ -80,6 +86,12 @@ WHAT: dict[str, tuple[str, str, str, str, float]] = {
     "open-instruct-debug": ("Qwen/Qwen3-0.6B", "hub", "open_instruct", "composed", 1.0),
     "open-instruct-tulu3-8b": ("allenai/Llama-3.1-Tulu-3-8B-DPO", "hub", "math_answer", "composed", 1.0),
     "open-instruct-qwen-zero": ("Qwen/Qwen2.5-7B", "hub", "mix", "composed", 1.0),
+    "open-instruct-if-mix": ("allenai/Llama-3.1-Tulu-3-8B-DPO", "hub", "by_task", "composed", 1.0),
+    "open-instruct-olmo2-7b": ("allenai/OLMo-2-1124-7B-DPO", "hub", "by_task", "composed", 1.0),
+    "open-instruct-olmo2-7b-zero": ("allenai/OLMo-2-1124-7B", "hub", "mix", "composed", 1.0),
+    "open-instruct-olmo2-13b-zero": ("allenai/OLMo-2-1124-13B", "hub", "mix", "composed", 1.0),
+    "dr-grpo-zero": ("Qwen/Qwen2.5-Math-1.5B", "hub", "math_answer", "dr_grpo", 1.0),
+    "scalerl": ("Qwen/Qwen3-8B", "hub", "math_answer", "scalerl", 1.0),
 }  # fmt: skip
 # Degrees of freedom and floor of the deviation that advantages are divided by, seed, weight decay.
 DIVISOR: dict[str, tuple[int, float, int, float]] = {
@@ -95,9 +107,13 @@ DIVISOR: dict[str, tuple[int, float, int, float]] = {
     "open-instruct-debug": (0, 1e-8, 3, 0.0),
     "open-instruct-tulu3-8b": (0, 1e-8, 1, 0.0),
     "open-instruct-qwen-zero": (0, 1e-8, 1, 0.0),
+    "open-instruct-if-mix": (0, 1e-8, 1, 0.0),
+    "open-instruct-olmo2-7b": (0, 1e-8, 1, 0.0),
+    "open-instruct-olmo2-7b-zero": (0, 1e-8, 1, 0.0),
+    "open-instruct-olmo2-13b-zero": (0, 1e-8, 1, 0.0),
 }
 # Recipes of our own, which no system has published.
-OWN = {"agent-calculator", "agent-python", "agent-search", "arithmetic", "demo"}
+OWN = {"agent-calculator", "agent-python", "agent-search", "arithmetic", "demo", "opd-smollm2"}
 NONE = "\N{EN DASH}"
 
 
@@ -124,7 +140,7 @@ def numbers_of(config: Config) -> dict[str, float | None]:
 def test_every_recipe_is_in_the_tables() -> None:
     published = set(recipe_names()) - OWN
     assert published == set(PUBLISHED) == set(WHAT)
-    assert len(published) == 16
+    assert len(published) == 22
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

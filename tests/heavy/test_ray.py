@@ -74,6 +74,18 @@ def test_a_wrong_address_is_one_line() -> None:
         connect("127.0.0.1:9")
 
 
+def test_a_ray_that_starts_too_slowly_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    ray.shutdown()
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=r"'local': Ray does not start here: .* timed out"):
+        connect("local")
+
+
 def failing() -> object:
     raise RuntimeError("no such device")
 

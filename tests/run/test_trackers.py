@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from covey.run.folder import RunFolder
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
-from covey.run.trackers.console import ConsoleTracker, console_tracker
+from covey.run.trackers.console import ConsoleTracker, LiveTracker, console_tracker
 
 METRICS = {
     "step": 1, "objective/scores": 0.5, "objective/success": 0.25, "rollout/lengths": 12.0,
@@ -58,6 +59,8 @@ def report_all(tracker: Tracker) -> None:
         unscored=0,
         distinct_answers=1,
         best_constant=None,
+        baselines=None,
+        graded=False,
     )
     tracker.started(steps=2, done=0, rollouts=8)
     tracker.sampled(3)
@@ -102,3 +105,20 @@ def test_a_pipe_gets_plain_lines(run: RunFolder) -> None:
     assert lines[0] == f"training: 2 steps of 8 rollouts, in {run.path}"
     assert lines[1].startswith("step 1/2  reward 0.500  success 25.0%  length 12  no kl")
     assert lines[-1] == "look"
+
+
+def test_the_time_left_comes_from_all_steps_however_long_they_are(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for width, shown in ((120, "reward 0.500  success 25.0%"), (60, "reward 0.500  25%")):
+        screen = Console(file=io.StringIO(), force_terminal=True, width=width)
+        tracker = LiveTracker(run, screen)
+        tracker.started(steps=11, done=0, rollouts=8)
+        now += 90.0  # longer than the window of rich's own estimate
+        tracker.step(METRICS)
+        fields = tracker.progress.tasks[0].fields
+        assert fields["left"] == "15:00"
+        assert fields["summary"].startswith(shown)
+        tracker.close()

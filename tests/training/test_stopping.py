@@ -101,3 +101,29 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         with pytest.raises(SystemExit) as ended:
             os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143
+
+
+def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes_up_for(tmp_path: Path) -> None:
+    settings = ["evaluate.every=2", "evaluate.prompts=4", "train.steps=2"]
+    config = resolve(load_config("arithmetic", [*SETTINGS, *settings]))
+    parts = assemble(config)
+    path = tmp_path / "run"
+    folder = RunFolder.create(path, to_toml(config), {})
+
+    def work() -> int:
+        stuck = replace(parts, eval_scorer=NeverAnswers(parts.eval_scorer, left=4))
+        with stop_signal() as stop:
+            train(stuck, folder, [Notes()], stop)
+        return stop.exit_code
+
+    child = forked(work, tmp_path / "output")
+    wait_until(lambda: len(folder.steps()) == 2)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    began = time.monotonic()
+    assert wait(child) == 128 + signal.SIGTERM, (tmp_path / "output").read_text()
+    assert time.monotonic() - began < 60
+    assert [step for step, _ in folder.checkpoints()] == [2]
+    assert [row["step"] for row in folder.evaluations()] == [0]
+    assert covey(["train", "--resume", str(path)]) == 0
+    assert [row["step"] for row in folder.evaluations()] == [0, 2]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from covey.analysis.compare.conclusion import Conclusion
-from covey.analysis.compare.report_tables import EMPTY, TextTable, shown_level
+from covey.analysis.compare.report_tables import EMPTY, shown_level
+from covey.analysis.page.text_table import TextTable
 
 COST_NOTE = (
     "Medians over finished seeds; memory is the largest. Seconds leave out the first step and "

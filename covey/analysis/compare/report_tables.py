@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from covey.analysis.compare.arm_results import ArmResult, TimeToAccuracy
 from covey.analysis.compare.comparison import Comparison, Metric, RunResult
@@ -13,6 +12,7 @@ from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.prompt_agreement import Agreement
 from covey.analysis.compare.report_contents import Trend
+from covey.analysis.page.text_table import TextTable
 from covey.evaluation.intervals import Estimate
 
 EMPTY = "-"
@@ -41,16 +41,6 @@ CHECKPOINT_NOTE = (
     "This compares two sets of weights, not two algorithms: another seed may reverse it. p of "
     "McNemar's exact test (rewards: sign test), with Holm's correction over all pairs and seeds."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextTable:
-    """A table of text; the first column names the row."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
 
 
 def result_table(found: Conclusion) -> TextTable:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +12,8 @@ from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.report_contents import ReportContents
 from covey.analysis.compare.report_cost import cost_table
 from covey.analysis.compare.report_html import render_page
+from covey.analysis.page.markdown import fenced, literal
+from covey.analysis.page.text_table import TextTable
 from covey.escape import printable
 
 
@@ -34,7 +33,7 @@ def terminal_report(comparison: Comparison) -> RenderableType:
     return Group(*lines[:1], *(_table(one) for one in made if one.rows), *lines[1:])
 
 
-def _table(made: tables.TextTable) -> Table:
+def _table(made: TextTable) -> Table:
     table = Table(title=_text(made.title), caption=_text(made.note))
     for number, heading in enumerate(made.head):
         table.add_column(_text(heading), justify="right" if number else "left")
@@ -53,29 +52,6 @@ def markdown(contents: ReportContents) -> str:
     return render_page(
         "report.md",
         contents,
-        finalize=lambda value: value if isinstance(value, Markup) else Markup(plain(str(value))),
+        finalize=literal,
         fenced=fenced,
     )
-
-
-def plain(text: str) -> str:
-    """Return text in one line, escaped so that Markdown shows it literally.
-
-    >>> plain("a|b <c> *d*")
-    'a\\\\|b &lt;c&gt; \\\\*d\\\\*'
-    """
-    line = (
-        printable(" ".join(text.split()))
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-    )
-    # A zero-width space keeps @name from notifying that user.
-    return re.sub(r"([\\|`*_\[\]#~])", r"\\\1", line).replace("@", "@\u200b")
-
-
-def fenced(text: str) -> Markup:
-    """Return text as a code block, with a fence longer than any inside it."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return Markup(f"{fence}\n{printable(text.rstrip())}\n{fence}")

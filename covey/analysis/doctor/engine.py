@@ -62,7 +62,7 @@ def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
     policy.optimizer.zero_grad()
     policy.model.model.train()
     # Any gradient does: that of the mean log-prob is never zero.
-    policy.plain_logp(batch).logp[batch.mask].mean().backward()
+    torch.autograd.backward(policy.plain_logp(batch).logp[batch.mask].mean())
     policy.step(RATE)
     moved = float((trainer_logp(policy, batch, 1) - before)[batch.mask].abs().max())
     rollouts = SynchronousSource(parts, Tracker()).groups(step, share=0.0)

@@ -8,7 +8,7 @@ the texts: a model that never succeeds would have no gradient to compare.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -46,7 +46,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
     batch = _filled(learner, invented)
     alone = _gradient(_with_tokens(learner, 1), batch)
     plain, halves = _unpacked(learner), _with_tokens(learner, _half(batch))
-    ways = {
+    ways: dict[str, Callable[[], torch.Tensor | None]] = {
         "micro-batches": lambda: _gradient(halves, batch),
         "padding": lambda: _gradient(plain, batch),
         "packing": lambda: _gradient(learner, batch) if learner.policy.model.packs else None,

@@ -24,7 +24,8 @@ from covey.rewards.identity import identity
 from covey.run.digests import DIGESTS_FILE
 from covey.run.folder import RunFolder
 from covey.sandbox import program as sandbox
-from covey.sandbox.program import Case, run_program
+from covey.sandbox.limits import Case
+from covey.sandbox.program import run_program
 from covey.scoring import Pool
 from covey.stopping import StopSignal
 from covey.training.build import assemble

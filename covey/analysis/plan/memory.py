@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from covey.accel.head import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
+from covey.analysis.plan.critic_memory import critic_parts
 from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
 from covey.analysis.plan.engine_sizes import CHUNK_STEP, largest_micro_batch, padded_tokens
 from covey.analysis.plan.forecast import (
@@ -21,11 +22,13 @@ from covey.analysis.plan.forecast import (
     Device,
     Forecast,
     Part,
+    Phase,
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.analysis.plan.sharded_memory import sharded_parts
 from covey.analysis.plan.task_facts import TaskFacts, task_facts, usable_prompt
 from covey.config import Config
+from covey.config.schema import Adapter
 from covey.models.adapter import adapter_base
 from covey.objective import Objective
 from covey.training.resolve import objective_of, resolve
@@ -220,9 +223,11 @@ class _Run:
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
         if self.sharded:
-            return [*sharded_parts(shape, size, self.shards), self._reference(weights)]
+            parts = sharded_parts(shape, size, self.shards)
+            return [*parts, self._reference(weights), *self._teacher()]
         state = self.config.optimizer.state
         master, moments = STATE_BYTES[state]
+        critic = "values" in self.objective.needs
         return [
             Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
             Part(
@@ -238,23 +243,9 @@ class _Run:
                 f"AdamW's two moments of {shape.trained:,} trained parameters",
             ),
             self._reference(weights),
-            *self._critic(),
+            *(critic_parts(self.config, shape, size, (master, moments)) if critic else ()),
+            *self._teacher(),
             *self._engine_copies(weights),
-        ]
-
-    def _critic(self) -> list[Part]:
-        """Return what a critic holds; its passes take turns with the policy's, without logits."""
-        if "values" not in self.objective.needs:
-            return []
-        path, state = self.config.critic.path, self.config.optimizer.state
-        model = self.config.model.model_copy(update={"path": path or self.config.model.path})
-        shape = shape_of(self.config.model_copy(update={"model": model})) if path else self.shape
-        master, moments = STATE_BYTES[state]
-        kept = (shape.parameters + shape.added) * self.size
-        kept += shape.trained * (moments + (master if self.size < FLOAT else 0))
-        return [
-            Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
-            Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
         ]
 
     def _engine_copies(self, weights: int) -> list[Part]:
@@ -266,6 +257,22 @@ class _Run:
         held = weights + self.shape.trained * (1 + waiting)
         why = f"a copy, 1 to hand over, {waiting} waiting"
         return [Part("weights of the engine", held * self.size, ALWAYS, why)]
+
+    def _teacher(self) -> list[Part]:
+        """Return the weights of a teacher on this device."""
+        teacher = self.config.teacher
+        if "teacher" not in self.objective.needs or not teacher.path:
+            return []
+        model = self.config.model.model_copy(update={"path": teacher.path})
+        alone = self.config.model_copy(update={"model": model, "adapter": Adapter()})
+        shape = shape_of(alone)
+        held, why = (shape.parameters + shape.added) * self.size, f"{teacher.path}: its weights"
+        phases: tuple[Phase, ...] = ALWAYS
+        if self.sharded:
+            held, why = -(-held // self.shards), f"{why}, 1 of {self.shards} parts"
+        if teacher.offload and self.on_gpu:
+            phases, why = ("prepare",), f"{why}, on the device only while it is used"
+        return [Part("teacher", held, phases, why)]
 
     def _reference(self, weights: int) -> Part:
         kind, phases, held = self.config.reference.kind, ALWAYS, weights * self.size
@@ -292,6 +299,7 @@ class _Run:
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""
         by_reference = "reference" in self.objective.needs and config.reference.kind != "server"
+        by_reference |= "teacher" in self.objective.needs and bool(config.teacher.path)
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
         by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
         # A CUDA graph of the policy computes log-probs in the memory of its activations.

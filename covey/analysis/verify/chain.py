@@ -97,6 +97,8 @@ def _versions(rollouts: Rows) -> set[int]:
 
 def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
     """Check that each step drew the prompts that seed and step say, as the task has them."""
+    if config.curriculum.active:
+        return Result(name="data", passed=None, figure="a curriculum draws prompts by results")
     try:
         prompts = task_of(config).train()
     except CoveyError as error:

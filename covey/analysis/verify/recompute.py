@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from covey.analysis.doctor.result import Result
 from covey.analysis.explain.recorded import policy_before, read_step
+from covey.config import load_config
 from covey.errors import RunError
 from covey.run.folder import RunFolder
 from covey.training.changed_settings import CHANGES
@@ -27,6 +28,9 @@ def recomputed(run: RunFolder) -> Result:
     if not saved:
         return Result(name=NAME, passed=None, figure="the run has no checkpoint yet")
     step, folder = saved[-1]
+    if load_config(str(run.config_file)).replay.groups:
+        what = "with replay.groups, steps train on more than their own rollouts"
+        return Result(name=NAME, passed=None, figure=what)
     trainee = policy_before(run, step, exact=True)
     if (change := _changed_after(run, trainee.origin.checkpoint, step)) is not None:
         what = f"settings changed after step {change}, between the two checkpoints"

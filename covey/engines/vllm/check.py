@@ -74,7 +74,7 @@ def check_memory(config: Config) -> None:
         have, need, where = section.memory * total, float(weights), "engine.vllm.memory"
     else:
         need = section.servers * (weights + section.memory * GIB + PROCESS_BYTES)
-        have, where = float(_available_memory()), "this machine"
+        have, where = float(available_memory()), "this machine"
     if need > have:
         raise EngineError(
             f"engine: the vLLM servers need about {need / GIB:.1f} GiB, but {where} has "
@@ -89,8 +89,14 @@ def _weights_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _available_memory() -> int:
-    """Return the free bytes of main memory."""
+def available_memory(table: Path = Path("/proc/meminfo")) -> int:
+    """Return the bytes of main memory that new processes can get.
+
+    Free pages alone are too few: Linux fills them with its file cache, which it gives up on demand.
+    """
+    if table.exists():
+        rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
+        return 1024 * int(rows["MemAvailable"].split()[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 

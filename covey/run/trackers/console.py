@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 NARROW = 90
-"""Columns of a terminal below which the numbers of a step would be cut off."""
+"""Minimum width of a terminal, in columns, for all numbers of a step."""
 PLAIN_LOG_SECONDS = 5.0
 """Minimum seconds between two plain lines, except for the first and the last step."""
 
@@ -106,7 +106,7 @@ class ConsoleTracker(Tracker):
         self.note(f"step {step}/{self.steps}  {summary(metrics)}  {left} left")
 
     def seconds_left(self, step: int) -> float:
-        """Return the time of the steps after this one, by the mean of those so far."""
+        """Return the remaining time, from the mean time of the steps so far."""
         mean = (time.monotonic() - self.began) / max(1, step - self.done)
         return mean * (self.steps - step)
 

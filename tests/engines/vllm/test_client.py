@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covey.config import load_config
-from covey.engines.vllm.check import check_memory, check_version, check_vllm
+from covey.engines.vllm.check import available_memory, check_memory, check_version, check_vllm
 from covey.engines.vllm.client import Client, Unavailable, check_url
 from covey.errors import ConfigError, EngineError
 
@@ -157,3 +158,9 @@ def test_servers_without_room_are_refused_before_a_model_is_loaded() -> None:
     wanted = r"the vLLM servers need about 100\d\d\.\d GiB, but this machine has"
     with pytest.raises(EngineError, match=wanted):
         check_memory(load_config(overrides=["engine.vllm.memory=10000"]))
+
+
+def test_the_file_cache_counts_as_available_memory(tmp_path: Path) -> None:
+    table = tmp_path / "meminfo"
+    table.write_text("MemTotal: 8000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\nCached: 4990 kB\n")
+    assert available_memory(table) == 5000 * 1024

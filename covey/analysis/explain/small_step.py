@@ -1,0 +1,138 @@
+"""One small optimizer step of made-up numbers, for the step explorer of the web page.
+
+A group of completions with rewards, lengths and ratios goes through the objective code that trains.
+Run as a program, it answers one JSON object per line of input.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from covey.analysis.explain.effect import CLIPPED, whole_effect
+from covey.errors import ConfigError, CoveyError
+from covey.escape import finite
+from covey.models.logp import LogProbs
+from covey.objective import ALGORITHMS, algorithm, build, with_advantage
+from covey.types import Batch
+
+MOST_COMPLETIONS, MOST_TOKENS = 16, 16
+OPTIONS = ("clip_low", "clip_high", "beta")
+"""Options of algorithms that the explorer has sliders for."""
+LENGTH = 8
+"""The divisor of algorithms that divide by a constant length."""
+PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
+"""How far each token's log-prob moves at a drift of 1; row i starts at its i-th number."""
+
+
+def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return advantage, ratio, clip and gradient of every token of one small step.
+
+    `rewards` and `lengths` are lists with one number for each completion; `drift` is the largest
+    change of a token's log-prob since it was sampled.
+    """
+    name = str(question.get("algorithm", "grpo"))
+    rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")
+    if len(rewards) != len(lengths) or not 1 < len(rewards) <= MOST_COMPLETIONS:
+        raise ConfigError(f"a group has 2 to {MOST_COMPLETIONS} completions, each with a length")
+    defaults = option_defaults(name)
+    options: dict[str, float] = {
+        key: float(question[key]) for key in OPTIONS if key in question and key in defaults
+    }
+    if "length" in inspect.signature(algorithm(name)).parameters:
+        options["length"] = LENGTH
+    objective = build(name, **options)
+    batch, now = small_batch(rewards, [int(n) for n in lengths], float(question.get("drift", 0)))
+    batch = with_advantage(objective, batch)
+    found = whole_effect(objective, batch, now)
+    assert batch.advantage is not None
+    rows = [
+        {
+            "reward": rewards[row],
+            "advantage": _tokens(batch.advantage, batch, row),
+            "ratio": _tokens(found.ratio, batch, row),
+            "clipped": [CLIPPED[int(n)] for n in _tokens(found.clipped, batch, row)],
+            "gradient": _tokens(found.gradient, batch, row),
+        }
+        for row in range(len(batch))
+    ]
+    return {"algorithm": name, "options": defaults, "loss": float(found.loss), "rows": rows}
+
+
+def small_batch(
+    rewards: Sequence[float], lengths: Sequence[int], drift: float
+) -> tuple[Batch, LogProbs]:
+    """Return a group with those rewards and lengths, and its log-probs after a drift."""
+    count, width = len(rewards), max(1, min(MOST_TOKENS, max(lengths)))
+    size = torch.tensor([max(1, min(width, n)) for n in lengths])
+    mask = torch.arange(width) < size[:, None]
+    pattern = torch.tensor(
+        [[PATTERN[(row + t) % len(PATTERN)] for t in range(width)] for row in range(count)]
+    )
+    old = -1.0 - 0.2 * pattern
+    zeros = torch.zeros(count, width)
+    good = torch.tensor([reward > 0.5 for reward in rewards])
+    batch = Batch(
+        prompt_tokens=torch.ones(count, 1, dtype=torch.int64),
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        tokens=torch.arange(count * width).reshape(count, width),
+        lengths=size,
+        mask=mask,
+        sampler_logp=old.where(mask, zeros),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        success=good,
+        group=torch.zeros(count, dtype=torch.int64),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        parts=torch.tensor([[r, float(g)] for r, g in zip(rewards, good.tolist(), strict=True)]),
+        old_logp=old.where(mask, zeros),
+        ref_logp=(old - 0.1).where(mask, zeros),
+        teacher_logp=(old + 0.1 * pattern).where(mask, zeros),
+        entropy=(1.0 + 0.5 * pattern).where(mask, zeros),
+    )
+    batch = replace(batch, parts=batch.parts.double() if batch.parts is not None else None)
+    logp = (old + drift * pattern).where(mask, zeros)
+    assert batch.entropy is not None
+    return batch, LogProbs(logp, batch.entropy)
+
+
+def option_defaults(name: str) -> dict[str, float]:
+    """Return the options with a slider that an algorithm has, and their defaults."""
+    parameters = inspect.signature(algorithm(name)).parameters
+    return {
+        key: float(parameters[key].default)
+        for key in OPTIONS
+        if key in parameters and isinstance(parameters[key].default, int | float)
+    }
+
+
+def _tokens(values: torch.Tensor, batch: Batch, row: int) -> list[float]:
+    return [float(v) for v in values[row][batch.mask[row]]]
+
+
+def _numbers(question: Mapping[str, Any], name: str) -> list[float]:
+    given = question.get(name, "")
+    try:
+        return [float(n) for n in (given.split(",") if isinstance(given, str) else given)]
+    except ValueError:
+        raise ConfigError(f"{name} must be numbers, with commas between them") from None
+
+
+def main() -> None:
+    """Answer questions from stdin until it is closed."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        try:
+            answer = {**small_step(json.loads(line)), "algorithms": list(ALGORITHMS)}
+        except (CoveyError, ValueError) as error:
+            answer = {"error": str(error)}
+        print(json.dumps(finite(answer)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

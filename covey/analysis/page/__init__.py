@@ -1,0 +1,1 @@
+"""Style sheet and templates that all reports share."""

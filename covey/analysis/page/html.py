@@ -1,0 +1,84 @@
+"""HTML that opens offline and in which nothing that a model wrote can act. All reports use it.
+
+Jinja escapes all text in a template, except `Markup`, which is already HTML, CSS or a script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader
+from markupsafe import Markup
+
+from covey.escape import printable, printable_data
+
+HERE = "covey.analysis.page"
+
+
+def page_file(name: str, package: str = HERE) -> str:
+    """Return a template, a style sheet or a script from the folder `page` of a package."""
+    folder = files(package)
+    return (
+        (folder if package == HERE else folder.joinpath("page")).joinpath(name).read_text("utf-8")
+    )
+
+
+def environment(finalize: Callable[[Any], Any]) -> Environment:
+    """Return Jinja, whose templates may import those of this folder.
+
+    `finalize` escapes what is not markup.
+    """
+    return Environment(
+        loader=FunctionLoader(page_file),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=finalize,
+    )
+
+
+def style_sheet() -> Markup:
+    """Return the style of all reports."""
+    return Markup(page_file("report.css"))
+
+
+def visible(value: object) -> object:
+    """Make control characters visible in everything but markup."""
+    return value if isinstance(value, Markup) else printable(str(value))
+
+
+def embedded_json(data: object, name: str) -> Markup:
+    """Return data for a script, escaped so that it cannot end the element."""
+    text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
+    return Markup(f'<script type="application/json" id="{name}">{text}</script>')
+
+
+def script(source: str) -> Markup:
+    """Return one of our scripts as markup."""
+    assert "</script" not in source.lower()
+    return Markup(source)
+
+
+def security_policy(scripts: Iterable[str]) -> Markup:
+    """Return a Content-Security-Policy that loads nothing and runs only these scripts.
+
+    So even a completion that got into the page unescaped could not run anything.
+    """
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
+        for source in scripts
+    ]
+    rules = {
+        "default-src": ["'none'"],
+        "style-src": ["'unsafe-inline'"],
+        "img-src": ["data:", "blob:"],  # to save a chart as an image
+        "script-src": hashes or ["'none'"],
+    }
+    content = "; ".join(f"{name} {' '.join(values)}" for name, values in rules.items())
+    return Markup(f'<meta http-equiv="Content-Security-Policy" content="{content}">')

@@ -1,0 +1,37 @@
+"""Text in Markdown that shows as it is, whatever a model wrote."""
+
+from __future__ import annotations
+
+import re
+
+from markupsafe import Markup
+
+from covey.escape import printable
+
+
+def plain(text: str) -> str:
+    """Return text in one line, escaped so that Markdown shows it literally.
+
+    >>> plain("a|b <c> *d*")
+    'a\\\\|b &lt;c&gt; \\\\*d\\\\*'
+    """
+    line = (
+        printable(" ".join(text.split()))
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
+    # A zero-width space keeps @name from notifying that user.
+    return re.sub(r"([\\|`*_\[\]#~])", r"\\\1", line).replace("@", "@\u200b")
+
+
+def literal(value: object) -> Markup:
+    """Return a value for a Markdown template: markup as it is, other text escaped."""
+    return value if isinstance(value, Markup) else Markup(plain(str(value)))
+
+
+def fenced(text: str) -> Markup:
+    """Return text as a code block, with a fence longer than any inside it."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return Markup(f"{fence}\n{printable(text.rstrip())}\n{fence}")

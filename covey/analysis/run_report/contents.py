@@ -1,0 +1,222 @@
+"""What the report of a run shows, gathered once for its formats.
+
+A folder with missing or damaged records still gets a report, with a note on each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from covey.analysis.compare.report_contents import (
+    HEALTH,
+    Example,
+    Trend,
+    choose_examples,
+    trend,
+)
+from covey.analysis.page.text_table import TextTable
+from covey.errors import RunError
+from covey.run.estimate_text import change_text, estimate_text, value_text
+from covey.run.folder import RunFolder, settings_of
+from covey.run.health import Finding, timeline
+from covey.run.history import is_number
+from covey.run.records import Note
+from covey.run.rollout_index import Entry, RolloutIndex
+
+PANELS = MappingProxyType(
+    {
+        "reward": HEALTH["reward"],
+        "correct": ("objective/success",),
+        "loss": ("sft/loss",),
+        **HEALTH,
+    }
+)
+"""Panel of the report -> metrics; the panel shows the first that the run has."""
+SAMPLES = 3
+"""Rollouts with the highest rewards that are shown, and with the lowest."""
+READ_SECONDS = 60.0
+"""Time to read the rollouts of the last step; of a very large file only the beginning is read."""
+KINDS = MappingProxyType(
+    {
+        "arms differ": "Changed",
+        "all correct": "Correct before and after",
+        "all incorrect": "Incorrect before and after",
+    }
+)
+BEFORE, AFTER = "before", "after"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """A run with everything that its report shows."""
+
+    name: str
+    headline: str
+    about: str
+    trends: Mapping[str, Trend]
+    """By panel."""
+    evaluations: TextTable
+    examples: Sequence[Example]
+    """Held-out prompts with the greedy completions before and after training."""
+    sampled_step: int | None
+    samples: Sequence[Mapping[str, Any]]
+    """Rollouts of the last step: the highest rewards first, then the lowest."""
+    findings: Sequence[Finding]
+    command: str
+    environment: str
+    config: str
+    notes: Sequence[str]
+    """What could not be read."""
+
+
+def run_report(run: RunFolder) -> RunReport:
+    """Gather the report of a run."""
+    notes: list[str] = []
+    steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
+    environment = run.environment(notes.append)
+    sampled, samples = _samples(run, notes.append)
+    return RunReport(
+        name=run.path.resolve().name,
+        headline=headline(steps, evaluations),
+        about=_about(run, steps, environment),
+        trends=_trends(steps),
+        evaluations=evaluation_table(evaluations),
+        examples=_examples(run, evaluations, notes.append),
+        sampled_step=sampled,
+        samples=samples,
+        findings=timeline(steps, settings_of(run)),
+        command=" ".join(environment.get("command", [])) or "not recorded",
+        environment=json.dumps({k: v for k, v in environment.items() if k != "config"}, indent=2),
+        config=_config(run, notes.append),
+        notes=notes,
+    )
+
+
+def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result of the run in one sentence."""
+    if len(evaluations) > 1:
+        name, what = decided_by(evaluations)
+        first, last = evaluations[0][name], evaluations[-1][name]
+        clear = last["low"] > first["high"] or last["high"] < first["low"]
+        change = change_text(name, last["value"] - first["value"])
+        return (
+            f"{what} went from {value_text(name, first['value'])} to "
+            f"{value_text(name, last['value'])} in {evaluations[-1]['step']} steps "
+            f"({change}{'' if clear else ', within noise'})"
+        )
+    rewards = [row["objective/scores"] for row in steps if is_number(row.get("objective/scores"))]
+    if rewards:
+        return f"Mean reward went from {rewards[0]:.3g} to {rewards[-1]:.3g} in {len(steps)} steps"
+    return f"{len(steps)} steps, and no evaluation"
+
+
+def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the estimate that a run is judged by, and its name in words.
+
+    It is accuracy, unless no completion was ever correct and there are rewards.
+    """
+    correct = any(row["greedy"]["value"] for row in evaluations)
+    if correct or not all("reward" in row for row in evaluations):
+        return "greedy", "Held-out accuracy"
+    return "reward", "Held-out mean reward"
+
+
+def _about(
+    run: RunFolder, steps: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]
+) -> str:
+    settings = settings_of(run)
+    facts = [
+        *(f"{settings.get(s, {}).get(key)}" for s, key in _SHOWN if settings.get(s, {}).get(key)),
+        f"{len(steps)} steps",
+        f"seed {environment['seed']}" if "seed" in environment else "",
+        str(environment.get("device") or ""),
+        f"started {environment['started']}" if "started" in environment else "",
+    ]
+    return ", ".join(fact for fact in facts if fact)
+
+
+_SHOWN = (("objective", "name"), ("task", "name"), ("model", "path"))
+
+
+def _trends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Trend]:
+    found = {}
+    for panel, metrics in PANELS.items():
+        drawn = (trend("", metric, [steps]) for metric in metrics)
+        first = next((each for each in drawn if each.steps), None)
+        if first is not None:
+            found[panel] = first
+    return found
+
+
+def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Return accuracy by step, beside what the best constant answer would get."""
+    return TextTable(
+        title="Accuracy by step",
+        head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],
+        rows=[
+            [
+                str(row["step"]),
+                estimate_text("greedy", row["greedy"]),
+                estimate_text("reward", row["reward"]) if "reward" in row else "-",
+                "-" if row.get("best_constant") is None else f"{row['best_constant']:.1%}",
+                "-" if row.get("distinct_answers") is None else str(row["distinct_answers"]),
+                str(row["prompts"]),
+            ]
+            for row in evaluations
+        ],
+        note="Means with 95 % intervals over prompts. Best constant: accuracy of the one answer "
+        "that is right most often.",
+    )
+
+
+def _examples(
+    run: RunFolder, evaluations: Sequence[Mapping[str, Any]], note: Note
+) -> tuple[Example, ...]:
+    if len(evaluations) < 2:
+        return ()
+    times = {BEFORE: evaluations[0]["step"], AFTER: evaluations[-1]["step"]}
+    rows = {
+        name: {row["prompt_id"]: row for row in run.items(step, note)}
+        for name, step in times.items()
+    }
+    return choose_examples(rows) if all(rows.values()) else ()
+
+
+def _samples(run: RunFolder, note: Note) -> tuple[int | None, list[Mapping[str, Any]]]:
+    """Return the last step with rollouts, and those with the highest and lowest rewards."""
+    kept = run.numbered("rollouts", ".jsonl")
+    if not kept:
+        return None, []
+    step, path = kept[-1]
+    index = RolloutIndex(path)
+    try:
+        index.update(READ_SECONDS)
+    except RunError as error:
+        note(str(error))
+    for problem in index.notes:
+        note(problem)
+    if not index.done:
+        note(f"{path} is large: only its first {index.share:.0%} is looked at")
+    return step, [
+        {**index.row(entry.line), "kind": kind} for kind, entry in _extremes(index.entries)
+    ]
+
+
+def _extremes(entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
+    scored = sorted((e for e in entries if e.reward is not None), key=lambda e: -(e.reward or 0.0))
+    distinct = list({entry.text: entry for entry in reversed(scored)}.values())[::-1]
+    highest = distinct[:SAMPLES]
+    lowest = distinct[max(SAMPLES, len(distinct) - SAMPLES) :]
+    return [("highest", entry) for entry in highest] + [("lowest", entry) for entry in lowest]
+
+
+def _config(run: RunFolder, note: Note) -> str:
+    try:
+        return run.config_file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        note(f"{run.config_file} cannot be read: {error.strerror}")
+        return "not recorded"

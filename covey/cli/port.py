@@ -1,0 +1,50 @@
+"""`covey port`: settings from the scripts of other libraries."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covey.cli.screen import echo
+from covey.errors import ConfigError, reason
+
+app = typer.Typer(
+    help="Port a script of another library: its options as our configuration.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _port() -> None:
+    """Port a script of another library: its options as our configuration."""
+
+
+@app.command("trl")
+def trl_command(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script with a GRPOConfig.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the configuration here.")
+    ] = None,
+) -> None:
+    """Print the options of a script's GRPOConfig as TOML; comments name what has no counterpart.
+
+    The script is read, not run. Values that it computes are named in the comments.
+    """
+    from covey.compat.trl import from_script
+    from covey.config import parse_config
+    from covey.run.files import write_text
+
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"port: cannot read {script}: {reason(error)}") from None
+    found = from_script(text, str(script))
+    parse_config(tomllib.loads(found.toml()))
+    if out is None:
+        return echo(found.toml())
+    write_text(out, found.toml())
+    echo(f"{out}: {len(found.settings)} settings, {len(found.notes)} notes; look: covey plan {out}")

@@ -1,0 +1,32 @@
+"""`covey runs report`: an offline report of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covey.cli.screen import echo
+from covey.errors import RunError
+from covey.run.folder import RunFolder
+
+
+def report_command(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: the run folder.")
+    ] = None,
+) -> None:
+    """Write the report of a run: report.html, which opens offline, and report.md with report.svg.
+
+    It has curves, evaluations, completions before and after training, samples, health and settings.
+    """
+    run = RunFolder.open(path)
+    if out is not None and not out.is_dir():
+        raise RunError(f"there is no folder {out}")
+
+    from covey.analysis.run_report.write import write_run_report
+
+    for file in write_run_report(run, out or path):
+        echo(str(file))

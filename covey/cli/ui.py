@@ -1,0 +1,72 @@
+"""`covey ui`: the web page of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covey.cli.screen import echo
+from covey.errors import ConfigError, RunError, reason
+
+if TYPE_CHECKING:
+    from covey.ui.server import Server
+
+USUAL = (Path("runs"), Path("comparisons"))
+"""Folders that `covey train` and `covey compare` write to."""
+
+
+def ui_command(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUNS]...",
+            help="Runs, comparisons, or folders of them. Default: runs and comparisons.",
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen on. Others than the loopback need a token, which is printed."
+        ),
+    ] = "127.0.0.1",
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs in a web page: curves, groups, tokens, health and settings, also while they train.
+
+    The page reads run folders and needs neither torch nor a connection.
+    """
+    roots = paths or [path for path in USUAL if path.is_dir()] or [Path()]
+    for path in roots:
+        if not path.is_dir():
+            raise RunError(f"there is no folder {path}")
+
+    from covey.ui.server import Server
+    from covey.ui.views import Site
+
+    site = Site(roots)
+    try:
+        server = Server(host, port, site)
+    except OSError as error:
+        why = reason(error)
+        raise ConfigError(f"cannot listen on {host} port {port}: {why}; try --port 0") from None
+    found = [place.kind for place in site.places().values()]
+    runs, comparisons = found.count("run"), found.count("comparison")
+    echo(f"{runs} runs and {comparisons} comparisons: {server.url}  (Ctrl-C ends it)")
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    _serve(server)
+
+
+def _serve(server: Server) -> None:
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+        server.site.close()

@@ -1,0 +1,1 @@
+"""The web page of runs: `covey ui`. No torch here, so it opens at once on any machine."""

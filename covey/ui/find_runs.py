@@ -1,0 +1,204 @@
+"""Find runs and comparisons below the folders that a user gave, and describe each in one row.
+
+A folder that looks like a run but lacks files is listed too, with what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from covey.errors import RunError
+from covey.run.best import measured
+from covey.run.folder import RunFolder, settings_of
+from covey.run.metric_names import current_name
+from covey.run.records import ENVIRONMENT, open_file, read_object
+
+DEPTH = 4
+"""Folders below a given one that are searched: comparisons/NAME/runs/ARM/seed-0 is found."""
+MOST = 2000
+"""Folders that are listed; a larger tree needs a closer path."""
+SIGNS = ("config.toml", "steps.jsonl", "environment.json")
+"""Files of a run. One of them makes a folder a run, whole or not."""
+COMPARISON = "comparison.toml"
+TAIL = 64 * 1024
+"""Bytes at the end of steps.jsonl that hold the last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run or a comparison that was found."""
+
+    id: str
+    """Its path from the given folder, which names it in addresses of the page."""
+    path: Path
+    kind: str
+    """`run` or `comparison`."""
+
+
+def find(roots: Sequence[Path]) -> dict[str, Place]:
+    """Return the runs and comparisons below the given folders, by id."""
+    found: dict[str, Place] = {}
+    for root in roots:
+        base = root.parent if kind_of(root) else root
+        for path, kind in _walk(root, DEPTH):
+            name = os.path.relpath(path, base)
+            while name in found:  # another root has the same
+                name += "'"
+            found[name] = Place(name, path, kind)
+            if len(found) >= MOST:
+                return found
+    return found
+
+
+def kind_of(path: Path) -> str | None:
+    """Return whether a folder is a run, a comparison or neither."""
+    if (path / COMPARISON).is_file():
+        return "comparison"
+    return "run" if any((path / name).exists() for name in SIGNS) else None
+
+
+def _walk(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
+    kind = kind_of(path)
+    if kind is not None:
+        yield path, kind
+    if depth == 0 or kind == "run":
+        return
+    try:
+        below = sorted(entry.path for entry in os.scandir(path) if _searched(entry))
+    except OSError:
+        return
+    for each in below:
+        yield from _walk(Path(each), depth - 1)
+
+
+def _searched(entry: os.DirEntry[str]) -> bool:
+    # Links may lead out of the folder, and round in circles.
+    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+
+
+def overview(place: Place, now: float | None = None) -> dict[str, Any]:
+    """Return what the list of runs shows of a run, without reading all of its steps."""
+    run, steps = RunFolder(place.path), place.path / "steps.jsonl"
+    last = last_step(steps)
+    settings = settings_cached(run)
+    written = _written(steps)
+    evaluations = evaluations_cached(run)[0]
+    return {
+        "id": place.id,
+        "comparison": _comparison_of(place),
+        "algorithm": _text(settings, "objective", "name"),
+        "task": _text(settings, "task", "name"),
+        "model": _text(settings, "model", "path"),
+        "step": last.get("step"),
+        "steps": _wanted(settings),
+        "reward": last.get("objective/scores", last.get("sft/loss")),
+        "greedy_before": measured(evaluations[0], "greedy") if evaluations else None,
+        "greedy_now": measured(evaluations[-1], "greedy") if evaluations else None,
+        "age": None if written is None else max(0.0, (now or time.time()) - written),
+        "changed": _stamp(steps),
+        "missing": [name for name in SIGNS if not (place.path / name).is_file()],
+    }
+
+
+def _text(settings: dict[str, Any], section: str, name: str) -> str | None:
+    table = settings.get(section)
+    value = table.get(name) if isinstance(table, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _wanted(settings: dict[str, Any]) -> int | None:
+    """Return the number of steps that the run will have; None if a budget decides."""
+    train = settings.get("train")
+    if not isinstance(train, dict):
+        return None
+    budget, steps = train.get("stop_after"), train.get("steps")
+    by_budget = isinstance(budget, dict) and any(budget.values())
+    return steps if isinstance(steps, int) and not by_budget else None
+
+
+def _comparison_of(place: Place) -> str | None:
+    """Return the name of the arm that a run of a comparison belongs to."""
+    parts = place.path.parts
+    inside = len(parts) > 4 and parts[-3] == "runs" and parts[-1].startswith("seed-")
+    return f"{parts[-4]}/{parts[-2]}" if inside else None
+
+
+def last_step(path: Path) -> dict[str, Any]:
+    """Return the last readable step of steps.jsonl, from the end of the file; {} if none is."""
+    try:
+        with open_file(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            lines = file.read().split(b"\n")
+    except RunError:
+        return {}
+    for line in reversed(lines):
+        try:
+            row = from_json(line, allow_inf_nan=False)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            return {current_name(name): value for name, value in row.items()}
+    return {}
+
+
+def _stamp(path: Path) -> str:
+    """Return a text that changes with the file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+
+
+def _written(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def settings_cached(run: RunFolder) -> dict[str, Any]:
+    """Return the configuration of a run, read again only after a change."""
+    return _settings(str(run.path), _stamp(run.config_file))
+
+
+@lru_cache(maxsize=512)
+def _settings(path: str, stamp: str) -> dict[str, Any]:
+    return settings_of(RunFolder(Path(path)))
+
+
+def evaluations_cached(run: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the evaluations of a run and notes on damaged ones."""
+    return _evaluations(str(run.path), _stamp(run.path / "eval.jsonl"))
+
+
+@lru_cache(maxsize=512)
+def _evaluations(path: str, stamp: str) -> tuple[list[dict[str, Any]], list[str]]:
+    notes: list[str] = []
+    return RunFolder(Path(path)).evaluations(notes.append), notes
+
+
+def problems(place: Place) -> list[str]:
+    """Return a line for everything in a run folder that cannot be read."""
+    found = []
+    run = RunFolder(place.path)
+    if not run.config_file.is_file():
+        found.append("config.toml is missing: settings are unknown")
+    elif not settings_cached(run):
+        found.append("config.toml cannot be read as TOML: settings are unknown")
+    try:
+        read_object(place.path / "environment.json", ENVIRONMENT)
+    except RunError as error:
+        found.append(str(error))
+    if not (place.path / "steps.jsonl").is_file():
+        found.append("steps.jsonl is missing: there are no curves")
+    return found

@@ -1,0 +1,211 @@
+"""Answers about rollouts: the groups of a step, the rollouts of a group, the tokens of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from covey.errors import RunError
+from covey.run.folder import RunFolder
+from covey.run.rollout_index import Entry
+from covey.ui.find_runs import settings_cached
+from covey.ui.processes import covey_json
+from covey.ui.token_texts import token_texts
+from covey.ui.views import (
+    LONGEST,
+    READ_SECONDS,
+    SEARCHED_SECONDS,
+    Query,
+    Site,
+    rollouts_file,
+)
+
+PAGE = 40
+"""Groups that are sent at a time."""
+SHOWN = 64
+"""Rollouts of a group that are sent with their text."""
+TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
+"""What training a step again shows of a token."""
+
+
+def groups(site: Site, query: Query) -> dict[str, Any]:
+    """The groups of a step: filtered, sorted, and one page of them."""
+    index = site.rollouts[rollouts_file(site, query)]
+    index.update(READ_SECONDS)
+    words = query.get("search", "").strip()
+    lines, searched = index.search(words, SEARCHED_SECONDS) if words else (None, True)
+    made: dict[str, list[Entry]] = {}
+    for entry in list(index.entries):
+        made.setdefault(entry.prompt_id, []).append(entry)
+    rows = [
+        summary(group)
+        for group in made.values()
+        if _kept(group, query.get("filter", "all"))
+        and (lines is None or any(entry.line in lines for entry in group))
+    ]
+    _sort(rows, query.get("sort", "order"))
+    start = max(0, int(query.get("start") or 0))
+    return {
+        "groups": rows[start : start + PAGE],
+        "start": start,
+        "page": PAGE,
+        "total": len(rows),
+        "all": len(made),
+        "rollouts": len(index.entries),
+        "read": index.share,
+        "partial": not index.done,
+        "searched": searched,
+        "notes": index.notes,
+    }
+
+
+def summary(group: Sequence[Entry]) -> dict[str, Any]:
+    """Return what the list shows of a group."""
+    rewards = [entry.reward for entry in group if entry.reward is not None]
+    # Plain sums: a step may have thousands of groups.
+    mean = sum(rewards) / len(rewards) if rewards else None
+    spread = None
+    if mean is not None:
+        spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    return {
+        "prompt_id": group[0].prompt_id,
+        "prompt": group[0].prompt,
+        "target": group[0].target,
+        "line": group[0].line,
+        "size": len(group),
+        "correct": sum(entry.success is True for entry in group),
+        "mean": mean,
+        "spread": spread,
+        "rewards": [entry.reward for entry in group][:SHOWN],
+        "length": sum(entry.tokens for entry in group) / len(group),
+        "cut": sum(entry.finish == "length" for entry in group),
+    }
+
+
+def _kept(group: Sequence[Entry], name: str) -> bool:
+    correct = sum(entry.success is True for entry in group)
+    values = {entry.reward for entry in group}
+    return {
+        "mixed": len(values) > 1,
+        "flat": len(values) == 1,
+        "correct": correct == len(group),
+        "wrong": correct == 0,
+        "cut": any(entry.finish == "length" for entry in group),
+        "unscored": None in values,
+    }.get(name, True)
+
+
+def _sort(rows: list[dict[str, Any]], name: str) -> None:
+    """Sort groups: the lowest reward, the largest spread or the longest completions first."""
+    if name == "reward":
+        rows.sort(key=lambda row: (row["mean"] is None, row["mean"] or 0.0))
+    elif name in ("spread", "length"):
+        rows.sort(key=lambda row: -(row[name] or 0.0))
+
+
+def group(site: Site, query: Query) -> dict[str, Any]:
+    """The rollouts of a group with their texts."""
+    index = site.rollouts[rollouts_file(site, query)]
+    index.update(READ_SECONDS)
+    mine = [e for e in index.entries if e.prompt_id == query.get("prompt_id")]
+    if not mine:
+        raise RunError("this step has no such group")
+    rows = [(entry.line, index.row(entry.line)) for entry in mine[:SHOWN]]
+    return {
+        "prompt_id": mine[0].prompt_id,
+        "prompt": cut(rows[0][1]["prompt"]),
+        "target": cut(rows[0][1]["target"]),
+        "rollouts": [_shown(line, row) for line, row in rows],
+        "left_out": len(mine) - len(rows),
+    }
+
+
+def cut(text: str, most: int = LONGEST) -> dict[str, Any]:
+    """Return the beginning of a text, and how many characters follow."""
+    return {"text": text[:most], "more": max(0, len(text) - most)}
+
+
+def _shown(line: int, row: Mapping[str, Any], most: int = LONGEST) -> dict[str, Any]:
+    kept = ("sample", "reward", "success", "advantage", "finish", "policy_version")
+    return {
+        "line": line,
+        **{name: row.get(name) for name in kept},
+        "parts": row.get("parts", {}),
+        "tokens": len(row.get("tokens", ())),
+        "text": cut(row["text"], most),
+        "turns": [_turn(turn, most) for turn in row.get("turns", ())],
+        "error": row.get("episode", {}).get("error"),
+    }
+
+
+def _turn(turn: Mapping[str, Any], most: int) -> dict[str, Any]:
+    calls = [_call(call) for call in turn["tool_calls"]]
+    kept = ("role", "segment", "start", "stop", "reward")
+    return {**{name: turn[name] for name in kept}, "text": cut(turn["text"], most), "calls": calls}
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return f"call that cannot be read: {call.get('error', '')}"
+    return f"{function.get('name')}({function.get('arguments')})"
+
+
+def rollout(site: Site, query: Query) -> dict[str, Any]:
+    """One rollout: its whole text, and its tokens with all that is known of each."""
+    place, line = site.place(query), int(query.get("line") or 0)
+    index = site.rollouts[rollouts_file(site, query)]
+    while not index.done and (not index.entries or index.entries[-1].line < line):
+        index.update(READ_SECONDS)
+    row = index.row(line)
+    tokens, run = row.get("tokens", []), RunFolder(place.path)
+    texts = token_texts(run, settings_cached(run), tokens)
+    trained = row.get("trained", True)
+    missing = [] if texts else ["the texts of tokens (no tokenizer.json in a checkpoint)"]
+    logp = row.get("sampler_logp", [])
+    if len(logp) != len(tokens):
+        logp, missing = [], [*missing, "log-probabilities of the sampler"]
+    explained = _explained(site, query)
+    return {
+        **_shown(line, row, most=4 * 2**20),
+        "prompt": cut(row["prompt"]),
+        "target": cut(row["target"]),
+        "ids": tokens,
+        "texts": texts or [f"[{token}]" for token in tokens],
+        "trained": [True] * len(tokens) if trained is True else trained,
+        "sampler_logp": logp,
+        "missing": missing,
+        "explain": {name: value for name, value in explained.items() if name != "result"},
+        "explained": explained.get("result", {}).get(str(line)),
+    }
+
+
+def _explain_key(site: Site, query: Query) -> tuple[str, ...]:
+    return ("explain", site.place(query).id, str(int(query.get("step") or 0)))
+
+
+def _explained(site: Site, query: Query) -> dict[str, Any]:
+    return site.jobs.status(_explain_key(site, query))
+
+
+def start_explain(site: Site, query: Query) -> dict[str, Any]:
+    """Train a step again in another process, as `covey explain` does, to see every token."""
+    place, step = site.place(query), rollouts_file(site, query).stem
+    work = partial(_explain, str(place.path), int(step))
+    key = _explain_key(site, query)
+    site.jobs.start(key, work)
+    found = site.jobs.status(key)
+    return {name: value for name, value in found.items() if name != "result"}
+
+
+def _explain(path: str, step: int) -> dict[str, Any]:
+    """Return what each rollout's tokens show, by line."""
+    found = covey_json("explain", path, "--step", str(step))
+    return {
+        str(rollout["line"]): {
+            name: [token.get(name) for token in rollout["tokens"]] for name in TOKEN_FIELDS
+        }
+        for rollout in found["rollouts"]
+    }

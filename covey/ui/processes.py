@@ -1,0 +1,125 @@
+"""Other processes of the page: what takes long or needs torch runs there, one at a time.
+
+covey runs check RUN --json              health of a run
+covey explain RUN --step N --json        every token of a step, trained again
+python -m covey.analysis.explain.small_step    the step explorer, kept open
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.errors import CoveyError
+
+PYTHON = (sys.executable, "-P", "-m")
+"""-P: modules of the folder that the page was started in are not imported."""
+TIME_LIMIT = 900.0
+KEPT = 32
+"""Results that stay in memory."""
+EXPLORER = "covey.analysis.explain.small_step"
+
+
+class ProcessError(CoveyError):
+    """Another process failed; the message is what it said last."""
+
+
+def covey_json(*arguments: str) -> Any:
+    """Run a covey command with --json and return its output."""
+    command = [*PYTHON, "covey", *arguments, "--json"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIME_LIMIT, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise ProcessError(f"covey {arguments[0]} took longer than {TIME_LIMIT:.0f} s") from None
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        said = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        raise ProcessError(said[-1].removeprefix("covey: ")) from None
+
+
+@dataclass(slots=True)
+class Jobs:
+    """Work in the background, one piece at a time; a result is kept under its key."""
+
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _found: dict[tuple[str, ...], Future[Any]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, key: tuple[str, ...], work: Callable[[], Any]) -> None:
+        """Start a piece of work, unless it is under way or done."""
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = self._pool.submit(work)
+            for old in [k for k, future in self._found.items() if future.done()][:-KEPT]:
+                del self._found[old]
+
+    def status(self, key: tuple[str, ...]) -> dict[str, Any]:
+        """Return `state` (none, running, failed or done), with `error` or `result`."""
+        with self._lock:
+            future = self._found.get(key)
+        if future is None:
+            return {"state": "none"}
+        if not future.done():
+            return {"state": "running"}
+        error = future.exception()
+        if error is None:
+            return {"state": "done", "result": future.result()}
+        with self._lock:
+            self._found.pop(key, None)  # so that it can be tried again
+        return {"state": "failed", "error": str(error)}
+
+    def close(self) -> None:
+        """Drop what has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True)
+class Explorer:
+    """The process that computes small steps with torch. It starts at the first question."""
+
+    command: Sequence[str] = (*PYTHON, EXPLORER)
+    _process: subprocess.Popen[str] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a question, or raise with what the process says is wrong."""
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except OSError:
+                line = ""
+            if not line:
+                self.close()
+                raise ProcessError("the step explorer's process ended; ask again to start another")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ProcessError(answer["error"])
+        return answer
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None

@@ -1,0 +1,244 @@
+"""HTTP server of the web page, for one user.
+
+It listens on the loopback, or elsewhere with a token. A page of another site can send requests to a
+loopback address, and its name can be made to lead here (DNS rebinding): so the Host header must be
+ours, and only requests with a header of ours change anything.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from covey.errors import CoveyError
+from covey.escape import finite, printable_data
+from covey.ui import group_views, views
+from covey.ui.views import NotFound, Query, Site
+
+COOKIE = "covey_token"
+ASKED = "X-Covey"
+"""Header of requests that change something; another site's page cannot send it."""
+SECONDS = 30.0
+"""Time limit of a connection that sends nothing."""
+CONNECTIONS = 64
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
+"""A report brings its own policy. In a sandbox it has no access to the rest of the server."""
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+GET: Mapping[str, Callable[[Site, Query], Any]] = {
+    "/api/runs": views.list_all,
+    "/api/metrics": views.metrics,
+    "/api/series": views.series,
+    "/api/details": views.details,
+    "/api/health": views.health,
+    "/api/explore": views.explore,
+    "/api/groups": group_views.groups,
+    "/api/group": group_views.group,
+    "/api/rollout": group_views.rollout,
+}
+POST: Mapping[str, Callable[[Site, Query], Any]] = {"/api/explain": group_views.start_explain}
+
+
+class Server(ThreadingHTTPServer):
+    """The server with its site, its token and the names that it answers to."""
+
+    daemon_threads = True
+    request_queue_size = CONNECTIONS
+
+    def __init__(self, host: str, port: int, site: Site) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), Handler)
+        self.site, self.host = site, host
+        self.token = "" if is_loopback(host) else secrets.token_urlsafe(24)
+        self.room = threading.BoundedSemaphore(CONNECTIONS)
+
+    @property
+    def url(self) -> str:
+        """The address to open, with the token if one is needed."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        if self.host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        return f"http://{host}:{self.server_port}/{f'?token={self.token}' if self.token else ''}"
+
+    def answers_to(self, host: str) -> bool:
+        """Return whether the Host header of a request names this server."""
+        try:
+            parts = urlsplit(f"//{host}")
+            name, port = parts.hostname or "", parts.port or 80
+        except ValueError:
+            return False
+        if port != self.server_port:
+            return False
+        if self.token:  # on any address of this machine, by number or by its own name
+            return _is_address(name) or name in own_names() or name == self.host
+        return name == "localhost" or (_is_address(name) and is_loopback(name))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; beyond the limit, close the connection."""
+        if not self.room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room for another connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a browser that went away; show other errors."""
+        import sys
+
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def own_names() -> set[str]:
+    """Return the names of this machine."""
+    return {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = SECONDS
+    server_version, sys_version = "covey", ""
+
+    def do_GET(self) -> None:
+        """Send a file of the page, data, or the report of a comparison."""
+        address = urlsplit(self.path)
+        query = dict(parse_qsl(address.query, max_num_fields=50))
+        if not self._welcome(address.path, query):
+            return
+        if address.path in GET:
+            self._data(GET[address.path], query)
+        elif address.path == "/report":
+            self._report(query)
+        else:
+            self._file(address.path.removeprefix("/") or "index.html")
+
+    def do_POST(self) -> None:
+        """Start something. The body is not read: everything is in the address."""
+        self.close_connection = True
+        address = urlsplit(self.path)
+        if not self._welcome(address.path, {}):
+            return
+        if self.headers.get(ASKED) is None or address.path not in POST:
+            self._text(403, f"a request without the header {ASKED}, or for nothing")
+            return
+        self._data(POST[address.path], dict(parse_qsl(address.query, max_num_fields=50)))
+
+    def _welcome(self, path: str, query: Query) -> bool:
+        """Check the Host header and the token; answer and return False if one is wrong."""
+        server = self.server
+        if not server.answers_to(self.headers.get("Host", "")):
+            self._text(421, "this server does not answer to that host name")
+            return False
+        if not server.token or _equal(self._cookie(), server.token):
+            return True
+        if path == "/" and _equal(query.get("token", ""), server.token):
+            cookie = f"{COOKIE}={server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._send(303, "text/plain", b"", {"Location": "/", "Set-Cookie": cookie})
+        else:
+            self._text(401, "open the address that covey ui printed: it has the token")
+        return False
+
+    def _cookie(self) -> str:
+        try:
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
+        except CookieError:
+            return ""
+        return found.value if found else ""
+
+    def _data(self, view: Callable[[Site, Query], Any], query: Query) -> None:
+        try:
+            status, data = 200, view(self.server.site, query)
+        except CoveyError as error:
+            status, data = (404 if isinstance(error, NotFound) else 400), {"error": str(error)}
+        body = json.dumps(printable_data(finite(data)), allow_nan=False).encode()
+        self._send(status, "application/json", body)
+
+    def _report(self, query: Query) -> None:
+        try:
+            page = views.report(self.server.site, query)
+        except CoveyError as error:
+            self._text(404 if isinstance(error, NotFound) else 400, str(error))
+            return
+        policy = {"Content-Security-Policy": REPORT_POLICY}
+        self._send(200, "text/html", page.encode(), policy)
+
+    def _file(self, name: str) -> None:
+        found = static_file(name)
+        if found is None:
+            self._text(404, "there is no such page")
+        else:
+            self._send(200, TYPES[name.rpartition(".")[2]], found)
+
+    def _text(self, status: int, text: str) -> None:
+        self._send(status, "text/plain", f"{printable_data(text)}\n".encode())
+
+    def _send(
+        self, status: int, kind: str, body: bytes, more: Mapping[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        headers = {**HEADERS, "Content-Security-Policy": POLICY, **(more or {})}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the page asks every second."""
+
+
+def _equal(given: str, token: str) -> bool:
+    return secrets.compare_digest(given.encode(), token.encode())
+
+
+def static_file(name: str) -> bytes | None:
+    """Return a file of the page, or None. Only names that the folder lists are opened."""
+    if name == "report.css":  # the reports and the page look alike
+        return files("covey.analysis.page").joinpath(name).read_bytes()
+    folder = files("covey.ui").joinpath("static")
+    names = {entry.name for entry in folder.iterdir()}
+    known = name in names and name.rpartition(".")[2] in TYPES
+    return folder.joinpath(name).read_bytes() if known else None

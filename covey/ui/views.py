@@ -1,0 +1,197 @@
+"""What the page asks for: each function here answers one address with plain data.
+
+All text in the answers has its control characters escaped, and the page sets it as text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, CoveyError, RunError
+from covey.run.folder import RunFolder, edited_settings, flat_settings
+from covey.run.metrics import METRICS
+from covey.run.rollout_index import RolloutIndexes
+from covey.ui.find_runs import (
+    Place,
+    evaluations_cached,
+    find,
+    overview,
+    problems,
+    settings_cached,
+)
+from covey.ui.processes import Explorer, Jobs, covey_json
+from covey.ui.step_table import StepTables, curve
+
+READ_SECONDS = 0.06
+"""Time that one request may read a file for. The page asks again until everything is read."""
+TABLE_BYTES = 150 * 2**20
+SEARCHED_SECONDS = 2.0
+FIND_SECONDS = 1.0
+"""Runs are looked for again after this time."""
+HEALTH_SECONDS = 15
+"""A growing run is checked again after this time."""
+LONGEST = 20_000
+"""Characters of a text that are sent at first."""
+EVALUATION = (
+    "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
+)  # fmt: skip
+"""Fields of an evaluation that the page shows."""
+Query = Mapping[str, str]
+
+
+class NotFound(CoveyError):
+    """There is no such run or comparison."""
+
+
+@dataclass(slots=True)
+class Site:
+    """The runs that a page shows, and what is kept between requests."""
+
+    roots: Sequence[Path]
+    tables: StepTables = field(default_factory=lambda: StepTables(TABLE_BYTES))
+    rollouts: RolloutIndexes = field(default_factory=RolloutIndexes)
+    jobs: Jobs = field(default_factory=Jobs)
+    explorer: Explorer = field(default_factory=Explorer)
+    _found: tuple[float, dict[str, Place]] = (0.0, {})
+
+    def places(self) -> dict[str, Place]:
+        """Return the runs and comparisons, looked for anew after a second."""
+        when, found = self._found
+        if time.monotonic() - when > FIND_SECONDS:
+            found = find(self.roots)
+            self._found = (time.monotonic(), found)
+        return found
+
+    def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
+        """Return the run or comparison that a request names. Ids are looked up, never joined."""
+        place = self.places().get(query.get(key, ""))
+        if place is None or place.kind != kind:
+            raise NotFound(f"there is no {kind} {query.get(key, '')!r}")
+        return place
+
+    def close(self) -> None:
+        """End the processes that were started."""
+        self.jobs.close()
+        self.explorer.close()
+
+
+def list_all(site: Site, query: Query) -> dict[str, Any]:
+    """Runs, the newest first, and comparisons."""
+    places = site.places().values()
+    runs = [overview(place) for place in places if place.kind == "run"]
+    runs.sort(key=lambda row: (row["age"] is None, row["age"] or 0.0))
+    return {
+        "roots": [str(root) for root in site.roots],
+        "runs": runs,
+        "comparisons": [
+            {"id": place.id, "runs": sum(_inside(each, place) for each in places)}
+            for place in places
+            if place.kind == "comparison"
+        ],
+    }
+
+
+def _inside(run: Place, comparison: Place) -> bool:
+    return run.kind == "run" and comparison.path in run.path.parents
+
+
+def metrics(site: Site, query: Query) -> dict[str, Any]:
+    """The registry: what each metric means, and its healthy range."""
+    return {
+        name: {"definition": m.definition, "unit": m.unit, "healthy": m.healthy}
+        for name, m in METRICS.items()
+    }
+
+
+def series(site: Site, query: Query) -> dict[str, Any]:
+    """Curves of a run: the metrics that `metrics` names, or the names of all without it."""
+    place = site.place(query)
+    table = site.tables[place.path]
+    pieces = table.update(READ_SECONDS)
+    known = {name for piece in pieces for name in piece}
+    asked = [name for name in query.get("metrics", "").split(",") if name]
+    axis = query.get("axis", "step")
+    names = [name for name in asked if name in known and axis in known]
+    between = (_number(query, "from", -1.0), _number(query, "to", float("inf")))
+    points = int(min(4000, max(2, _number(query, "points", 600))))
+    evaluations, notes = evaluations_cached(RunFolder(place.path))
+    return {
+        "run": place.id,
+        "names": sorted(known),
+        "curves": {name: curve(pieces, name, points, axis=axis, between=between) for name in names},
+        "evaluations": [_evaluation(row) for row in evaluations],
+        "rows": sum(len(piece["step"]) for piece in pieces),
+        "partial": not table.done,
+        "notes": [*problems(place), *table.notes, *notes],
+    }
+
+
+def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in EVALUATION if name in row}
+
+
+def details(site: Site, query: Query) -> dict[str, Any]:
+    """Settings and environment of a run, and the steps that kept rollouts."""
+    place = site.place(query)
+    run, notes = RunFolder(place.path), problems(place)
+    environment = run.environment(lambda text: None)
+    edited = edited_settings(run, environment)
+    known = ("started", "command", "device", "seed", "platform", "packages", "git", "reward")
+    return {
+        "run": place.id,
+        "path": str(place.path),
+        "settings": dict(flat_settings(settings_cached(run))),
+        "environment": {name: environment[name] for name in known if name in environment},
+        "steps": [number for number, _ in run.numbered("rollouts", ".jsonl")],
+        "checkpoints": [number for number, _ in run.checkpoints()],
+        "notes": [*notes, *([edited] if edited else [])],
+    }
+
+
+def health(site: Site, query: Query) -> dict[str, Any]:
+    """Findings of `covey runs check`, which another process makes."""
+    place = site.place(query)
+    steps = place.path / "steps.jsonl"
+    try:
+        changed = int(steps.stat().st_mtime) // HEALTH_SECONDS
+    except OSError:
+        return {"state": "failed", "error": "there is no steps.jsonl"}
+    key = ("health", place.id, str(changed))
+    site.jobs.start(key, partial(covey_json, "runs", "check", str(place.path)))
+    return site.jobs.status(key)
+
+
+def explore(site: Site, query: Query) -> dict[str, Any]:
+    """One small step of the explorer."""
+    return site.explorer.ask(dict(query))
+
+
+def _number(query: Query, name: str, default: float) -> float:
+    try:
+        return float(query.get(name) or default)
+    except ValueError:
+        raise ConfigError(f"{name} = {query[name]!r} is not a number") from None
+
+
+def rollouts_file(site: Site, query: Query) -> Path:
+    """Return the file of the step that a request names."""
+    place, step = site.place(query), int(_number(query, "step", 0))
+    kept = dict(RunFolder(place.path).numbered("rollouts", ".jsonl"))
+    if step not in kept:
+        raise RunError(f"step {step} kept no rollouts")
+    return kept[step]
+
+
+def report(site: Site, query: Query) -> str:
+    """The report of a comparison as a page, made from its runs as they are now."""
+    place = site.place(query, "comparison", "comparison")
+    from covey.analysis.compare.comparison_folder import load_comparison
+    from covey.analysis.compare.report_contents import report_contents
+    from covey.analysis.compare.report_html import page
+
+    return page(report_contents(place.path, load_comparison(place.path)))
