@@ -119,8 +119,7 @@ def loss(
         tokens: [B, T] token ids, if the algorithm uses them.
         parts: [B, K] parts of the reward, if the algorithm uses them; NaN like rewards.
         teacher_logp: [B, T] under the teacher, for distillation.
-        values: [B, T] of the critic when the batch was collected, for ppo.
-        new_values: [B, T] of the critic now; gives `value_loss`, whose gradient flows here.
+        values, new_values: [B, T] of the critic then and now; the latter give `value_loss`.
         rollout: [B] which rows are segments of one rollout; by default every row is a rollout.
         options: options of the algorithm; an unknown one is an error.
     """
@@ -131,10 +130,7 @@ def loss(
         sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
         teacher_logp=teacher_logp, values=values, rollout=rollout,
     )  # fmt: skip
-    if new_values is not None and objective.value_loss is None:
-        raise ConfigError(f"{algorithm} trains no critic, and takes no new_values")
-    given = sampler_logp is not None
-    return _loss(objective, batch, logp, entropy, new_values, measure_sampler=given)
+    return _loss(objective, batch, logp, entropy, new_values, compares=sampler_logp is not None)
 
 
 def _loss(
@@ -144,8 +140,10 @@ def _loss(
     entropy: torch.Tensor | None,
     new_values: torch.Tensor | None,
     *,
-    measure_sampler: bool,
+    compares: bool,
 ) -> LossOutput:
+    if new_values is not None and objective.value_loss is None:
+        raise ConfigError("this objective trains no critic, and takes no new_values")
     now = _at_least_float32(logp)
     batch = with_weight(objective, with_advantage(objective, batch))
     batch = with_marks(objective, batch, now.detach())
@@ -155,7 +153,7 @@ def _loss(
     meter = Meter()
     observe(meter, objective, batch, output, entropy)
     observe_correction(meter, batch)
-    if measure_sampler:
+    if compares:
         assert batch.old_logp is not None
         observe_sampler(meter, batch, batch.old_logp)
     observe_pairs(meter, objective, batch)
@@ -239,11 +237,9 @@ def _batch(
     _check_needs(objective, optional)
     if "groups" in objective.needs:
         _check_groups(objective, group)
-    mask, rewards = mask.bool(), rewards.detach().double()
-    rows, width = mask.shape
-    zeros = mask.new_zeros(mask.shape, dtype=torch.float32)
+    mask, rewards, (rows, width) = mask.bool(), rewards.detach().double(), mask.shape
     old = None if old_logp is None else _at_least_float32(old_logp.detach())
-    stand_in = zeros if old is None else old
+    stand_in = mask.new_zeros(mask.shape, dtype=torch.float32) if old is None else old
     return Batch(
         prompt_tokens=mask.new_zeros((rows, 0), dtype=torch.long),
         prompt_lengths=mask.new_zeros(rows, dtype=torch.long),
