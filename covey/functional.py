@@ -119,8 +119,7 @@ def loss(
         tokens: [B, T] token ids, if the algorithm uses them.
         parts: [B, K] parts of the reward, if the algorithm uses them; NaN like rewards.
         teacher_logp: [B, T] under the teacher, for distillation.
-        values: [B, T] of the critic when the batch was collected, for ppo.
-        new_values: [B, T] of the critic now; gives `value_loss`, whose gradient flows here.
+        values, new_values: [B, T] of the critic then and now; the latter give `value_loss`.
         rollout: [B] which rows are segments of one rollout; by default every row is a rollout.
         options: options of the algorithm; an unknown one is an error.
     """
@@ -131,8 +130,7 @@ def loss(
         sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
         teacher_logp=teacher_logp, values=values, rollout=rollout,
     )  # fmt: skip
-    given = sampler_logp is not None
-    return _loss(objective, batch, logp, entropy, new_values, measure_sampler=given)
+    return _loss(objective, batch, logp, entropy, new_values, compares=sampler_logp is not None)
 
 
 def _loss(
@@ -142,7 +140,7 @@ def _loss(
     entropy: torch.Tensor | None,
     new_values: torch.Tensor | None,
     *,
-    measure_sampler: bool,
+    compares: bool,
 ) -> LossOutput:
     if new_values is not None and objective.value_loss is None:
         raise ConfigError("this algorithm has no critic, so it takes no new_values")
@@ -155,7 +153,7 @@ def _loss(
     meter = Meter()
     observe(meter, objective, batch, output, entropy)
     observe_correction(meter, batch)
-    if measure_sampler:
+    if compares:
         assert batch.old_logp is not None
         observe_sampler(meter, batch, batch.old_logp)
     observe_pairs(meter, objective, batch)

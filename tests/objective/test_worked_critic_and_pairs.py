@@ -138,7 +138,7 @@ def test_without_values_and_discount_ppo_is_reinforce() -> None:
 
 
 def test_values_that_are_the_mean_of_the_group_give_dr_grpo() -> None:
-    mean = torch.tensor([1 / 3, 2 / 3]).double()[INPUTS["group"]][:, None].expand(6, 5)
+    mean = tensor([1 / 3, 2 / 3])[INPUTS["group"]][:, None].expand(6, 5)
     options = {"lam": 1.0, "whiten": False, "beta": 0.0}
     ppo = gradient("ppo", {**PLAIN, "values": mean}, **options)
     close(ppo, gradient("composed", PLAIN, advantage="centered"))
@@ -165,7 +165,7 @@ def test_where_policy_and_reference_agree_dpo_is_reinforce_of_the_extremes() -> 
     given = {**PLAIN, "logp": INPUTS["ref_logp"], "ref_logp": INPUTS["ref_logp"]}
     sign = tensor([1, -1, 0, 1, 0, -1])[:, None].expand(6, 5).where(MASK, 0.0)
     close(gradient("dpo", given), -sign * 0.1 / 2 / 2)
-    tokens = MASK.sum(dim=1, keepdim=True)
+    tokens = MASK.sum(dim=1, keepdim=True).double()
     close(gradient("ipo", given), -sign / (0.1 * tokens) / 2)
 
 

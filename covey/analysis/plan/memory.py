@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from covey.accel.head import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
+from covey.analysis.plan.critic_memory import critic_parts
 from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
 from covey.analysis.plan.engine_sizes import CHUNK_STEP, largest_micro_batch, padded_tokens
 from covey.analysis.plan.forecast import (
@@ -25,7 +26,6 @@ from covey.analysis.plan.forecast import (
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.analysis.plan.other_models import (
     STATE_BYTES,
-    critic_parts,
     reference_part,
     teacher_parts,
 )
@@ -227,6 +227,7 @@ class _Run:
             return [*parts, reference_part(self, weights), *teacher_parts(self)]
         state = self.config.optimizer.state
         master, moments = STATE_BYTES[state]
+        critic = "values" in self.objective.needs
         return [
             Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
             Part(
@@ -243,7 +244,7 @@ class _Run:
             ),
             reference_part(self, weights),
             *teacher_parts(self),
-            *critic_parts(self),
+            *(critic_parts(self.config, shape, size, (master, moments)) if critic else ()),
             *self._engine_copies(weights),
         ]
 

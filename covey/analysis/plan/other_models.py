@@ -19,9 +19,17 @@ STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
 class RunFacts(Protocol):
     """The facts of a run that the memory of its models depends on."""
 
-    config: Config
-    shape: Shape
-    objective: Objective
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the model."""
+
+    @property
+    def objective(self) -> Objective:
+        """The objective that is trained."""
 
     @property
     def size(self) -> int:
@@ -38,22 +46,6 @@ class RunFacts(Protocol):
     @property
     def shards(self) -> int:
         """The number of ranks that share one whole model."""
-
-
-def critic_parts(run: RunFacts) -> list[Part]:
-    """Return what a critic holds; its passes take turns with the policy's, without logits."""
-    if "values" not in run.objective.needs:
-        return []
-    path, state = run.config.critic.path, run.config.optimizer.state
-    model = run.config.model.model_copy(update={"path": path or run.config.model.path})
-    shape = shape_of(run.config.model_copy(update={"model": model})) if path else run.shape
-    master, moments = STATE_BYTES[state]
-    kept = (shape.parameters + shape.added) * run.size
-    kept += shape.trained * (moments + (master if run.size < FLOAT else 0))
-    return [
-        Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
-        Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
-    ]
 
 
 def teacher_parts(run: RunFacts) -> list[Part]:
