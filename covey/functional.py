@@ -227,7 +227,7 @@ def _batch(
     rows, width = mask.shape
     tokens, success, parts = (optional[name] for name in ("tokens", "success", "parts"))
     entropy = optional["entropy"]
-    constants = {
+    constants: dict[str, Any] = {
         name: None if (value := optional[name]) is None else _at_least_float32(value.detach())
         for name in ("old_logp", "ref_logp", "teacher_logp", "values", "sampler_logp")
     }

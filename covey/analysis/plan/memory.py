@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from covey.accel.head import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
-from covey.analysis.plan.critic_memory import critic_parts
 from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
 from covey.analysis.plan.engine_sizes import CHUNK_STEP, largest_micro_batch, padded_tokens
 from covey.analysis.plan.forecast import (
@@ -26,6 +25,7 @@ from covey.analysis.plan.forecast import (
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.analysis.plan.other_models import (
     STATE_BYTES,
+    critic_parts,
     reference_part,
     teacher_parts,
 )
