@@ -53,7 +53,16 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "alpha": positive,
         "targets": st.lists(text, max_size=3),
         "also_train": st.lists(text, max_size=3),
+        "dropout": share,
+        "load_in_4bit": st.booleans(),
     },
+    "critic": {
+        "path": text,
+        "learning_rate": size,
+        "warmup_steps": count,
+        "initial_value": st.floats(-10, 10),
+    },
+    "preferences": {"file": text, "max_tokens": positive},
     "teacher": {
         "path": text,
         "offload": st.booleans(),
@@ -79,6 +88,8 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "prompts_per_step": st.integers(1, 10**3),
         "group_size": st.integers(2, 10**4),
         "max_tokens": st.integers(1, 10**7),
+        "max_prompt_tokens": count,
+        "long_prompts": st.sampled_from(["error", "skip", "truncate"]),
         "temperature": size,
         "top_k": count,
         "top_p": st.floats(0, 1, exclude_min=True),
@@ -122,6 +133,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "timeout": size,
         "gigabytes": st.floats(0.25, 1e6),
         "max_unscored": st.floats(0, 1),
+        "none_rewards": st.sampled_from(["error", "skip"]),
     },
     "filter": {
         "drop_flat": st.booleans(),
@@ -153,6 +165,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "max_grad_norm": size,
         "schedule": st.sampled_from(["constant", "linear", "cosine"]),
         "warmup_steps": count,
+        "warmup_ratio": share,
         "state": st.sampled_from(["float32", "compact"]),
     },
     "parallel": {
@@ -201,6 +214,14 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "samples_shown": positive,
     },
 }
+
+
+def one_warmup(section: dict[str, Any]) -> dict[str, Any]:
+    """Leave out one of two settings that exclude each other."""
+    both = {"warmup_steps", "warmup_ratio"} <= section.keys()
+    return {k: v for k, v in section.items() if not (both and k == "warmup_steps")}
+
+
 configs = st.fixed_dictionaries(
     {},
     optional={
@@ -210,7 +231,10 @@ configs = st.fixed_dictionaries(
         "reward": named,
         "length_penalty": named,
         "objective": named,
-        **{name: st.fixed_dictionaries({}, optional=v) for name, v in VALUES.items()},
+        **{
+            name: st.fixed_dictionaries({}, optional=values).map(one_warmup)
+            for name, values in VALUES.items()
+        },
     },
 )
 
