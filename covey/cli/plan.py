@@ -18,6 +18,7 @@ from covey.cli.startup import (
     resolved,
     settings_of,
     source_of,
+    tell_defaults,
     waiting,
 )
 from covey.config import Config, load_config
@@ -81,6 +82,7 @@ def plan_command(
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that asks it
     with waiting(STARTING) as say, measuring() as measure:
         config = resolved(label, settings, model=False)
+        tell_defaults(label, config)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
