@@ -87,7 +87,7 @@ def plan_command(
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
-        from covey.training.build import over_epochs
+        from covey.training.resolve import over_epochs
 
         say("reading the task")
         facts = task_facts(config, measure)
@@ -101,8 +101,7 @@ def plan_command(
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
-        typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
-        return
+        return typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_engine(config, console)
