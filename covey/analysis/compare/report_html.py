@@ -1,4 +1,4 @@
-"""The HTML report: one file that opens offline and loads nothing; page/report.html is its form."""
+"""The HTML report: one file that opens offline and loads nothing. Template: page/report.html."""
 
 from __future__ import annotations
 
