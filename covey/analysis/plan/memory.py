@@ -43,7 +43,7 @@ ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
 """On a CPU, malloc wastes memory in holes between freed and kept tensors. This is the waste as a
-fraction of the activations. It was 0 to 0.7 in measurements; later allocations may fill the holes."""
+fraction of the activations. Measured values are 0 to 0.7: later allocations may fill the holes."""
 
 
 def forecast(
