@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Scope = Literal["group", "batch"]
 SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
 WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens"})
-"""What the advantages of this module read."""
+"""The inputs that the advantages of this module read."""
 
 
 class Polarity(NamedTuple):
@@ -161,7 +161,7 @@ def _conflicts(
 
 
 def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
-    """Return an order of columns that puts the last trained token first, [B, T]."""
+    """Return column indices [B, T] that put the last trained token first."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return columns.where(mask, -1).argsort(dim=1, descending=True, stable=True)
 

@@ -28,9 +28,9 @@ class Tokens(NamedTuple):
     marked: torch.Tensor | None = None
     """The result of the objective's `marks`: tokens, bounds or margins; None without `marks`."""
     ref_logp: torch.Tensor | None = None
-    """For a surrogate that compares with the reference itself. None: there is no reference."""
+    """Log-probs of the reference, for surrogates of pairs. None: there is no reference."""
     beta: float = 0.0
-    """The objective's, for such a surrogate."""
+    """The objective's beta, for surrogates of pairs."""
 
 
 class Gain(NamedTuple):
