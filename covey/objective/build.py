@@ -138,7 +138,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
 
 
 def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
-    """Join the options of an algorithm with those of `extended`; its own come first."""
+    """Join the algorithm's options with those of `extended`; the algorithm's options come first."""
     mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}

@@ -203,7 +203,7 @@ def _name(function: object) -> str:
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
-    """Mark the tokens [B, T] whose entropy is among the largest `share` of the batch."""
+    """Return a mask [B, T] of the tokens in the batch's top `share` by entropy."""
     assert batch.entropy is not None, "a mask by entropy needs old_entropy"
     entropy = batch.entropy.double()
     chosen = entropy[batch.mask & ~batch.rewards.isnan()[:, None]].sort().values
@@ -270,7 +270,7 @@ def policy_loss(
     """Return the contribution of these rows to the step's loss; contributions add up.
 
     A rollout's rows must all be in the same batch, because a ratio may be over the whole rollout.
-    `entropy` is that of the policy now, for an objective with an entropy bonus.
+    `entropy` is the current policy's entropy, for an objective with an entropy bonus.
     """
     assert batch.advantage is not None, "with_advantage comes first"
     assert batch.weight is not None, "with_weight comes first"

@@ -116,7 +116,7 @@ class Comparison:
     """Size of the budget of each run."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """Findings before training: rows of covey.analysis.plan.findings.Finding."""
+    """Findings before training: each is the `row()` of a covey.analysis.plan.finding.Finding."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""

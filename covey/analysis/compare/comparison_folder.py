@@ -9,7 +9,7 @@
     runs/ARM/seed-S.log                  what the run printed
     report.html, report.md, report.json
 
-No torch here.
+This module does not import torch.
 """
 
 from __future__ import annotations

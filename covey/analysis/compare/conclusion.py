@@ -332,7 +332,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of second minus first, given that of first minus second."""
+    """Return the estimate of second minus first, given the estimate of first minus second."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 

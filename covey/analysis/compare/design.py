@@ -30,7 +30,7 @@ from covey.training.schedule import total_updates
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To use other seeds in an arm, write `seed+=`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
-"""Settings that decide the rollouts of the first step."""
+"""Settings that affect the rollouts of the first step."""
 NOT_SAMPLING = ("engine.max_concurrent", "model.gradient_checkpointing", "model.deterministic")
 """Settings that do not affect these rollouts, although their section may."""
 

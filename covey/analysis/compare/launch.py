@@ -202,7 +202,7 @@ class Running:
 
 
 Watch = Callable[[Running], None]
-"""Called several times a second with the state of all jobs."""
+"""A callback; it is called several times a second with the status of all jobs."""
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:

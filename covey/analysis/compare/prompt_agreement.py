@@ -45,7 +45,7 @@ class Agreement:
 
 
 def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count over the last evaluations of finished runs; None without a finished run."""
+    """Count prompts in the last evaluations of finished runs; None without a finished run."""
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None

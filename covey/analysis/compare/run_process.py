@@ -85,7 +85,7 @@ def _exit_with_parent() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error in one line, with its class unless it is Covey's own."""
+    """Return an error in one line, with the name of its class unless Covey defines the class."""
     text = " ".join(str(error).split())
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -59,11 +59,11 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""The things that a program in the sandbox must not reach."""
+"""A program that returns which forbidden things it can reach; in the sandbox, there are none."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Run the rewards lab: determinism by itself, all other checks together."""
+    """Run the reward lab; determinism gets its own result, all other checks share one."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring
@@ -97,7 +97,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run a program in the sandbox that tries to reach what it must not."""
+    """Run `PROBE` in the sandbox; it tries to reach files, environment and network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"

@@ -70,12 +70,12 @@ class ExplainedRollout:
     success: bool | None
     finish: str
     advantage: float
-    """Mean over tokens."""
+    """Mean of the advantage over tokens."""
     recorded_advantage: float
     update: int
     """Index, from 1, of the optimizer step that trains the rollout."""
     clipped: float
-    """The share of its tokens whose ratio is clipped."""
+    """The fraction of the rollout's tokens whose ratio is clipped."""
     gradient: float
     """Sum over tokens of |d loss / d logp|."""
     push: float
@@ -95,7 +95,7 @@ class ExplainedGroup:
     zero_variance: bool
     """Whether all rewards are equal."""
     clipped: float
-    """The share of its tokens whose ratio is clipped."""
+    """The fraction of the group's tokens whose ratio is clipped."""
     share: float
     """The group's fraction of the step's sum of |d loss / d logp|."""
 

@@ -82,7 +82,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms as a run would; each gets those `options` (key=value) that it has."""
+    """Build algorithms as a run would; each gets the `options` (key=value) that apply to it."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]

@@ -40,7 +40,7 @@ def width_for(completions: int) -> int:
 
 
 def padded_tokens(count: int) -> int:
-    """Round a number of tokens up to one that training graphs are captured for."""
+    """Round a token count up to a count for which training captures CUDA graphs."""
     power = max(2, 1 << max(0, count - 1).bit_length())
     step = max(TOKEN_STEP, power // 2 // 16)
     return max(1, -(-count // step)) * step

@@ -156,7 +156,7 @@ def _advantage(setup: Setup) -> Piece:
         options = {"ddof": 1, "eps": options["eps"], "of": "centered"}
         found = Piece(advantage.standardized_by_batch, tuple(sorted(options.items())))
     if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:
-        options.pop("of")  # with one group, the deviation of the batch is that of the group
+        options.pop("of")  # with one group, the std of the batch equals the std of the group
         found = Piece(advantage.group_standardized, tuple(sorted(options.items())))
     if found.function is kept_standardized and options["keep"] >= config.rollout.group_size:
         kept = {"ddof": options["ddof"], "eps": options["eps"]}

@@ -15,7 +15,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""The bytes in use before any tensor exists, and what uses them.
+"""Memory in use before any tensor exists: bytes, and a description.
 
 Measured by benchmarks/memory.py.
 """

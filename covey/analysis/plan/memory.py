@@ -124,7 +124,7 @@ class _Run:
         return replace(self.shape, fuses=False) if self.sharded else self.shape
 
     def share(self, count: int) -> int:
-        """Return a rank's share of some prompts or completions."""
+        """Return how many of `count` prompts or completions one rank gets, at most."""
         return -(-count // self.ranks)
 
     @property

@@ -23,8 +23,8 @@ UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
 """Errors while reading data or a tokenizer. After one, the plan goes on without these facts."""
 
 Job = Mapping[str, Any]
-"""`path`, `source` and `options` of the tokenizer, `template`, and what to measure: `solutions`
-(texts) and `prompts` (lists of messages)."""
+"""Keys: `path`, `source` and `options` of the tokenizer, the chat `template`, and the inputs to
+measure: `solutions` (texts) and `prompts` (lists of messages)."""
 Measure = Callable[[Job], Mapping[str, Any]]
 
 

@@ -121,7 +121,7 @@ def facts_of(
     held_out: Sequence[Prompt],
     encode: Callable[..., Sequence[int]],
 ) -> TaskFacts:
-    """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
+    """Return facts about prompts that are already loaded; `encode` is the tokenizer's."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
     return TaskFacts(
@@ -144,7 +144,7 @@ def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
-    """Return prompts from the whole task, because a data file may be sorted by length."""
+    """Return prompts spread over the whole task, because a data file may be sorted by length."""
     stride = max(1, len(prompts) // most)
     return [prompts[at] for at in range(0, len(prompts), stride)][:most]
 

@@ -58,7 +58,7 @@ class RunReport:
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """By panel."""
+    """Panel -> curve of its metric."""
     evaluations: TextTable
     examples: Sequence[Example]
     """Held-out prompts with the greedy completions before and after training."""
@@ -153,7 +153,7 @@ def _trends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Trend]:
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return accuracy by step, beside what the best constant answer would get."""
+    """Return accuracy by step, beside the accuracy of the best constant answer."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],

@@ -73,10 +73,10 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
-    The behaviour policy is the one that generated the token, of any version. The proximal policy is
-    the trainer's policy at the start of the batch, the same for every token. So the clip is centred
-    on the policy that is updated, and w corrects for stale tokens. With one optimizer step per
-    batch r is 1, and only w corrects.
+    The behaviour policy is the policy that generated the token; its version may differ from token
+    to token. The proximal policy is the trainer's policy at the start of the batch, the same for
+    every token. So the clip is centred on the policy that is updated, and w corrects for stale
+    tokens. With one optimizer step per batch r is 1, and only w corrects.
 
     Choice: tokens whose weight exceeds the cap are dropped, as in AReaL's paper;
     `objective.correction` offers other treatments. AReaL's code now leaves w out by default.

@@ -88,8 +88,8 @@ def clip_cov() -> Objective:
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
     Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes one more
-    forward pass. The random tokens are picked by a hash of what was sampled, so the choice does not
-    depend on the order of rows or on the micro-batches.
+    forward pass. The random tokens are picked by a hash of the sampler's log-probabilities, so the
+    choice does not depend on the order of rows or on the micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,
