@@ -1,4 +1,4 @@
-"""The `covey` command. A user's mistake prints one line and sets an exit code, no traceback."""
+"""The `covey` command. For a user's mistake it prints one line, and never a traceback."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ HANDLED = frozenset(
         "eval_strategy", "eval_steps", "sync_ref_model",
     }
 )  # fmt: skip
-"""Options that are ported together with others."""
+"""Options that are not ported one by one, but in combination with others."""
 
 
 def _objective(options: Mapping[str, Any]) -> Settings:

@@ -60,13 +60,13 @@ class Objective:
     """An algorithm as a value: its seven pieces, their options, and the inputs they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """[B, T] from the whole batch of a training step, one row for each rollout. If rows without
-    advantage are skipped, old_logp is not known yet unless `reads` names it."""
+    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. If rows
+    without advantage are skipped, old_logp is not known yet unless `reads` names it."""
     ratio: Ratio
     """Log-ratio [B, T] from logp - old_logp and mask."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
-    """[B, T] from rows of one optimizer step and the totals of the whole step."""
+    """Token weights [B, T] from rows of one optimizer step and the totals of the whole step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """Constant factor [B, T] from old_logp - sampler_logp and mask; None means a factor of 1."""
     penalty: Penalty = k3
@@ -348,7 +348,7 @@ class CriticLoss(NamedTuple):
 def value_loss(
     objective: Objective, batch: Batch, values: torch.Tensor, totals: Totals | None = None
 ) -> CriticLoss:
-    """Return the part of the critic's loss that these rows contribute: a mean over tokens.
+    """Return the contribution of these rows to the critic's loss, a mean over the step's tokens.
 
     Give the optimizer step's `totals` if the step spans more than `batch`.
     """

@@ -22,7 +22,7 @@ from covey.types import Batch, Totals
 def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """1 / (N T_i): the mean over rollouts of the mean over their tokens. GRPO, arXiv 2402.03300.
 
-    Tokens of short completions weigh more, so long wrong completions are penalised too little
+    Tokens of short completions get more weight, so long wrong completions are penalised too little
     (arXiv 2503.20783). If all tokens of a rollout share one gain, the result is the mean of that
     gain over rollouts.
     """

@@ -113,7 +113,7 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether there are enough seeds, and the arms have different weights."""
+        """Whether arms can be tested: there are enough seeds, and the final weights differ."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 

@@ -35,7 +35,7 @@ class Agreement:
     solved_by_all: int
     solved_by_none: int
     solved_by_some: int
-    """Solved by several arms, but not by all."""
+    """The number of prompts solved by several arms, but not by all."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
     """The fraction of prompts on which two runs of one arm differ; None without two such runs."""

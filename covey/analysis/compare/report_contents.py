@@ -112,7 +112,7 @@ def _graded(comparison: Comparison) -> bool:
 
 
 def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed that most arms finished; of several, the first."""
+    """Return the seed that most arms finished; if several tie, the first of them."""
     counts = {
         seed: sum(run.finished for run in comparison.runs if run.seed == seed)
         for seed in comparison.seeds

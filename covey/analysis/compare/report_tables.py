@@ -132,7 +132,7 @@ def _final_interval(arm: ArmResult) -> str:
 
 
 def speed_table(found: Conclusion) -> TextTable:
-    """Return when each arm reaches certain accuracies."""
+    """Return a table of the time at which each arm reaches certain accuracies."""
     timed = next((arm.time_to_accuracy for arm in found.arms if arm.time_to_accuracy), ())
     levels = [each.accuracy for each in timed]
     rows = []

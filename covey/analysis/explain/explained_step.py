@@ -123,7 +123,7 @@ class Explanation:
     half_gradient_from: int
     """The fewest rollouts that make up half of the sum of |d loss / d logp|."""
     metrics: dict[str, float]
-    """Metrics of training the step again."""
+    """The metrics when the step was trained again."""
     logged: dict[str, Any]
     """The metrics that the run logged, if `metrics` has them too."""
 

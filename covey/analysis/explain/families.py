@@ -44,7 +44,7 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return c > 0 if slopes = c * of up to rounding, else None.
+    """Return c > 0 if `slopes` equals c times `of` up to rounding, else None.
 
     Slopes that are all 0 match only slopes that are all 0, with c = 1.
     """

@@ -144,7 +144,7 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def penalty_settings(setup: Setup) -> Iterator[Said]:
-    """Settings of a KL penalty or its reference without effect."""
+    """Settings of a KL penalty or of its reference that have no effect."""
     if not setup.objective.beta:
         idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
         if idle:

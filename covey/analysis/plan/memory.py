@@ -53,7 +53,7 @@ def forecast(
     shape: Shape | None = None,
     ranks: int = 1,
 ) -> Forecast:
-    """Forecast the peak memory of a run on `device`, by default the one it would use here.
+    """Forecast the peak memory of a run on `device`; default: the run's device on this machine.
 
     With several ranks, the forecast is for one rank on its own device. `facts` and `shape` are
     those of the configuration's task and model, if they are already known.

@@ -43,7 +43,7 @@ def most_tokens(config: Config) -> int:
 
 
 def most_evaluations(config: Config) -> int:
-    """Return the most evaluations: at the start, at every interval of the budget, at the end."""
+    """Return the most evaluations of a run: at the start, at every interval, and at the end."""
     every, steps = config.evaluate.every, config.train.steps
     marks = math.ceil(steps / every) if every else 0
     return 1 + min(marks, most_steps(config)) if every else 0
