@@ -21,8 +21,8 @@ def run_around(path: Path) -> Path | None:
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     """Return the checkpoint to load: the target itself, or a run's checkpoint.
 
-    A run's checkpoint is the one of `step`, by default the newest. A damaged checkpoint is
-    refused. The error suggests `command`, with {} replaced by the path of a good checkpoint.
+    Of a run, this is the checkpoint of `step`, by default the newest. A damaged checkpoint raises
+    an error that suggests `command`, with {} replaced by the path of an intact checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

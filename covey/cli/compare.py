@@ -150,7 +150,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _print_design(folder: Path, design: Design) -> None:
-    """Print the arms with their differences, and the findings."""
+    """Print the arms, the settings in which they differ, and the findings."""
     from covey.analysis.compare.conclusion import count
     from covey.analysis.compare.report_tables import NO_OPTION, finding_title
 
@@ -189,7 +189,7 @@ def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
     _print_design(folder, design)
     if plan_only:
         return
-    # This loads the model: a bad model fails before anything is written.
+    # This loads the model, so that a bad model fails before anything is written.
     jobs = make_jobs(folder, design)
     folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).locked():

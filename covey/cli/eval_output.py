@@ -16,13 +16,13 @@ from covey.run.estimate_text import change_text, estimate_text
 from covey.run.trackers.console import evaluation_line
 
 SHOWN = 5
-"""Number of prompts that are listed by id; --json and --out list all."""
+"""The most prompt ids that are printed; --json and --out list all."""
 
 
 def measured(
     models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None
 ) -> dict[str, Any]:
-    """Return the first model's numbers and the comparison as plain data for JSON."""
+    """Return the first model's results and the comparison as plain data for JSON."""
     rows = [
         {"model": model, **evaluation.row(), **_categories(evaluation, by)}
         for model, evaluation in zip(models, evaluations, strict=True)

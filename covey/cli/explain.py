@@ -1,4 +1,4 @@
-"""`covey explain`: the gradient of a recorded step, for its own and other algorithms."""
+"""`covey explain`: the gradient of a recorded step, for the run's and other algorithms."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def explain_command(
         raise ConfigError("--set sets options of the algorithms in --replay; give --replay too")
     run = RunFolder.open(path)
     tell_edited(run)
-    run.require_rollouts(step)  # a missing step is an error before anything is loaded
+    run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
     if algorithms is not None:
         _replay(run, step, algorithms, options or [], exact, as_json)
         return

@@ -49,7 +49,7 @@ def number_column(name: str) -> Column:
 
 
 def weights_line(origin: Origin) -> str:
-    """Return the line that names the weights."""
+    """Return the line that says which weights were used."""
     start = f"checkpoint {origin.checkpoint}" if origin.checkpoint else "the initial model"
     again = ""
     if origin.replayed_steps:
@@ -139,7 +139,7 @@ def _add_group(table: Table, group: ExplainedGroup, rollouts: Sequence[Explained
 
 
 def _counted(values: Sequence[str]) -> str:
-    """Return each value with its count, the most frequent first."""
+    """Return each value with the number of its occurrences, the most frequent first."""
     return ", ".join(f"{count} x {value}" for value, count in Counter(values).most_common())
 
 
@@ -258,7 +258,7 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
 
 
 def _family_line(family: Family) -> str:
-    """Return the line of a family: equal bit for bit, up to rounding, or up to a factor."""
+    """Return a line that says how a family agrees: bit for bit, up to rounding, or to a factor."""
     exact = [m.name for m in family.members if m.identical]
     rest = [m for m in family.members if not m.identical]
     parts = [" = ".join(exact)]

@@ -1,4 +1,4 @@
-"""The `covey` command. A user's mistake gives one line and an exit code, never a traceback."""
+"""The `covey` command. For a user's mistake it prints one line, and never a traceback."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The reader has gone, as in `covey runs | head`: write nothing more, not even at exit.
+        # The pipe's reader has ended, as in `covey runs | head`: write nothing more, even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # A name that is too long, a folder without permission: any access to a path may fail.
+        # Any access to a path may fail: the name may be too long, or permission may be missing.
         if error.filename is None:
             raise
         return _fail(f"{error.filename}: {reason(error)}", CoveyError.exit_code)
@@ -108,14 +108,14 @@ def run(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), getattr(error, "exit_code", 2))
-    # Some versions of typer return this after Ctrl-C, silently. Only rank 0 prints the message.
+    # Some versions of typer silently return this code after Ctrl-C. Only rank 0 prints a message.
     if result == INTERRUPTED and os.environ.get("RANK", "0") == "0":
         return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
 def _told(error: CoveyError) -> bool:
-    """Whether another rank prints this error: if several ranks fail, only one prints."""
+    """Whether another rank prints this error; if several ranks fail, only one prints it."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main
@@ -126,7 +126,7 @@ def _told(error: CoveyError) -> bool:
 def _show_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the traceback of a bug, escaped: its message may quote any text."""
+    """Print the traceback of a bug, escaped, because the error message may quote any text."""
     lines = traceback.format_exception(kind, error, trace)
     print(printable("".join(lines)), end="", file=sys.stderr)
 

@@ -79,7 +79,7 @@ def plan_command(
     from covey.analysis.plan.prompt_lengths import measuring
 
     label = source_of(source, settings)
-    prepare_hub(load_config(label, settings).model.path)  # before a process starts that asks it
+    prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
     with waiting(STARTING) as say, measuring() as measure:
         config = resolved(label, settings, model=False)
         tell_defaults(label, config)
@@ -120,7 +120,7 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_engine(config: Config, console: Console) -> None:
-    """Print what vLLM or Ray lacks on this machine, as far as known without starting it."""
+    """Print what is missing here to use vLLM or Ray, as far as known without starting it."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
 
@@ -136,7 +136,7 @@ def _show_engine(config: Config, console: Console) -> None:
 def _memory(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, str, list[Finding]]:
-    """Return the forecast, or why there is none, and what to do if the run does not fit."""
+    """Return the forecast, or why there is none, and remedies if the run does not fit."""
     from covey.analysis.plan.fit import memory_findings
     from covey.analysis.plan.forecast import Device
     from covey.analysis.plan.memory import forecast

@@ -114,7 +114,7 @@ def _serve(application: object, listener: socket.socket, settings: ServerSetting
     except OSError as error:  # another server bound the same port and listened first
         raise _unusable(address, port, error) from None
     shown = f"[{address}]" if ":" in address else address
-    # Connections are accepted from here on, and served a moment later.
+    # Connections are accepted from here on; requests are answered a moment later.
     echo(f"covey: serving {settings.name} at http://{shown}:{port}")
     limiter = ConnectionLimiter(
         most=settings.connections,
@@ -125,10 +125,10 @@ def _serve(application: object, listener: socket.socket, settings: ServerSetting
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Bind the port before loading. Clients are refused until the model is loaded."""
+    """Bind the port before loading the model. Until it is loaded, connections are refused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # A restarted server gets its port back at once.
+    # This lets a restarted server bind the same port at once.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -223,7 +223,7 @@ def lab_command(
         held_out = list(task_of(config).held_out()[:prompts])
     reward_id = identity(config.reward.name, reward)
     check_timeout(config.reward.name, reward, limits.timeout)
-    # Worker processes even for a quick reward: it may hang, or end its process.
+    # Use worker processes even for a quick reward: it may hang, or end its process.
     workers = max(2, limits.workers)
     pool = Pool(
         reward, reward_id, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes

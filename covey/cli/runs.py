@@ -45,7 +45,7 @@ class _Runs(TyperGroup):
     """`covey runs FOLDER` is short for `covey runs show FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the default command in front, unless a command or --help is given."""
+        """Insert the default command before the arguments, unless they name a command or --help."""
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else [SHOW, *args])
 
@@ -101,7 +101,7 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _ignore(text: str) -> None:
-    """Leave out damaged records; the columns of such a run are empty."""
+    """Say nothing about damaged records; the columns of such a run are empty."""
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
@@ -132,7 +132,7 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         return
     if not rows:
         raise RunError(f"there are no runs in {path}; `covey train` creates one")
-    if not console.is_terminal:  # a pipe has no width limit
+    if not console.is_terminal:  # a pipe has no limit on the width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))
 

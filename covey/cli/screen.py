@@ -16,20 +16,20 @@ from covey.escape import printable
 class Screen(Console):
     """A rich console that shows text as it is: no markup, and control characters escaped.
 
-    Rich's own control codes, for colours and progress bars, pass.
+    Rich's own control codes for colours and progress bars are not escaped.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(emoji=False, markup=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print, with control characters escaped before the layout."""
+        """Print objects; control characters are escaped before the layout is computed."""
         super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render; tables and progress bars come through here too."""
+        """Render text with control characters escaped; rich renders tables by this method too."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(printable(text), style)

@@ -50,7 +50,7 @@ Trust = Annotated[
         "The module's code runs with your permissions.",
     ),
 ]
-"""Handled by its callback before the command begins."""
+"""The option --trust, whose callback runs before the command begins."""
 
 Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
@@ -62,7 +62,7 @@ STARTING = "starting torch"
 def waiting(text: str) -> Iterator[Say]:
     """Show a status line on a terminal's stderr; yield a function that changes its text.
 
-    Print results after it: while it is shown, everything printed goes to stderr.
+    Print results after the context ends: within it, everything printed goes to stderr.
     """
     quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, only rank 0 prints
     with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
@@ -70,14 +70,14 @@ def waiting(text: str) -> Iterator[Say]:
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the overrides of a command, with --model among them."""
+    """Return the overrides of a command, including the one given by --model."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
     """Return the configuration to load: the one given, or the recipe of the embedded model.
 
-    With another model or task, no recipe: its learning rate and lengths would be wrong for them.
+    For another model or task it is None: the recipe's learning rate and lengths would not suit.
     """
     if source is not None:
         return source
@@ -167,7 +167,8 @@ def tell_edited(folder: RunFolder) -> None:
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
     """Report settings that have no effect or may do harm, except those in `not_own`.
 
-    `not_own` are settings that --smoke changed. `covey plan` also lists equivalent settings.
+    `not_own` are the settings that --smoke changed. Equivalent settings are listed only by
+    `covey plan`.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of

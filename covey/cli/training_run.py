@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 REPEATS_SECONDS = 2.0
-"""On several ranks, a signal this soon after the first is the same one, forwarded by torchrun."""
+"""On several ranks, a signal this soon after the first is the first, forwarded by torchrun."""
 
 NewRun = Annotated[
     Path | None,
@@ -50,20 +50,20 @@ ResumeStep = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A kind of training: how its parts are built, and its loop."""
+    """A kind of training: functions that build its parts and run its loop."""
 
     command: str
     """`train` or `sft`."""
     build: Callable[[Config, World], Any]
     environment: Callable[[Any], dict[str, Any]]
-    """Return entries of environment.json about the parts, beside the machine and the reward."""
+    """Returns further entries of environment.json, besides the machine and the reward."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
-    """Train, and return the last step and the planned number of steps."""
+    """Trains, and returns the last step and the planned number of steps."""
     arguments: Sequence[str]
     """The arguments of the command line, which Ray passes to the ranks that it starts."""
 
     def start(self, config: Config, path: Path | None, name: str) -> None:
-        """Create a run folder and train; `name` is that of a new folder in runs."""
+        """Create a run folder and train. Without `path`, the folder is runs/`name` and a number."""
         from covey.training.run_start import created_run, locked_by_main
 
         self._start_ranks(config)
@@ -87,7 +87,7 @@ class Training:
     ) -> None:
         """Resume a run with its own settings and overrides, or only print the settings.
 
-        With `verify`, its newest checkpoint is first computed again and compared.
+        With `verify`, the newest checkpoint is first computed again and compared.
         """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
@@ -162,14 +162,14 @@ def _verify(run: RunFolder) -> None:
 
 
 def _joined(config: Config) -> AbstractContextManager[World]:
-    """Join the other ranks, if torchrun or the like has started several."""
+    """Join the other ranks, if torchrun or another launcher has started several."""
     from covey.training.parallel.join import joined_world
 
     return joined_world(config, lambda text: echo(text, err=True))
 
 
 def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
-    """Refuse --step and --verify without --resume, and a run folder that already contains files."""
+    """Reject --step and --verify without --resume, and a run folder that already has files."""
     if verify:
         raise ConfigError("--verify needs --resume RUN: a new run has nothing to verify")
     if step is not None:
@@ -182,6 +182,6 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
 
 
 def check_alone(*given: object) -> None:
-    """Refuse other options beside --resume."""
+    """Reject options that do not combine with --resume."""
     if any(given):
         raise ConfigError("--resume uses the settings of the run; the only other option is --set")

@@ -1,7 +1,7 @@
-"""Port a TRL script: from the options of GRPOConfig to our settings, with a note for each other.
+"""Port a TRL script: convert options of GRPOConfig to our settings, and note what is not converted.
 
-TRL's defaults are written out where ours differ, so that the ported run does what the script did on
-one device.
+Where TRL's default differs from ours, it is written out, so that the ported run does what the
+script did on one device.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _literals(call: ast.Call) -> tuple[dict[str, Any], list[str]]:
-    """Return the keywords with a literal value, and the names of the others."""
+    """Return the keyword arguments with a literal value, and the names of the other keywords."""
     options, unknown = {}, []
     for keyword in call.keywords:
         try:
@@ -151,7 +151,7 @@ HANDLED = frozenset(
         "eval_strategy", "eval_steps", "sync_ref_model",
     }
 )  # fmt: skip
-"""Options that are ported together with others."""
+"""Options that are not ported one by one, but in combination with others."""
 
 
 def _objective(options: Mapping[str, Any]) -> Settings:
@@ -180,7 +180,7 @@ def _objective(options: Mapping[str, Any]) -> Settings:
 
 
 def _batch(options: Mapping[str, Any]) -> Settings:
-    """Return prompts, mini-batches and length of a run on one device."""
+    """Return the settings for prompts, mini-batches and length of a run on one device."""
     per_device, accumulated = (
         options["per_device_train_batch_size"],
         options["gradient_accumulation_steps"],
@@ -197,7 +197,7 @@ def _batch(options: Mapping[str, Any]) -> Settings:
         "train.mini_batches": mini_batches,
         "train.epochs": epochs,
     }
-    if options["max_steps"] > 0:  # optimizer steps there, rollout batches here
+    if options["max_steps"] > 0:  # optimizer steps in TRL, rollout batches here
         found["train.steps"] = math.ceil(options["max_steps"] / (mini_batches * epochs))
     else:
         found["train.stop_after"] = {"epochs": float(options["num_train_epochs"])}
@@ -225,7 +225,7 @@ def _engine(options: Mapping[str, Any]) -> Settings:
 
 
 def _remarks(options: Mapping[str, Any]) -> list[str]:
-    """Return what a reader of the ported settings should know."""
+    """Return notes about the ported settings that the user should read."""
     scale, loss = options["scale_rewards"], options["loss_type"]
     plain = scale in (False, "none")
     found = []

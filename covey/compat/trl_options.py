@@ -1,4 +1,4 @@
-"""Options of TRL's GRPOConfig: those with a counterpart, and what to do about the others."""
+"""Options of TRL's GRPOConfig: those with a counterpart here, and advice about the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 Convert = Callable[[Any], Any]
 
 ALGORITHMS = {"bnpo": "dapo"}
-"""Values of loss_type whose algorithm has another name here."""
+"""loss_type -> our algorithm, where its name here is different."""
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULTS: Mapping[str, Any] = {
@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, Any] = {
     "num_iterations": 1, "max_steps": -1, "num_train_epochs": 3.0, "max_completion_length": 512,
     "lr_scheduler_type": "linear", "seed": 42, "gradient_checkpointing": True, "save_steps": 500,
 }  # fmt: skip
-"""Defaults of TRL 1.16 that differ from ours, or that decide other settings."""
+"""Defaults of TRL 1.16 that differ from ours, or from which other settings are computed."""
 
 
 def _same(value: Any) -> Any:

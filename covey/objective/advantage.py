@@ -32,7 +32,7 @@ def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 
 
 def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Mark the rows [B] whose group has equal rewards, up to rounding."""
+    """Return a mask [B] of the rows whose group has equal rewards, up to rounding."""
     rewards = rewards.double()
     ids, index = group.unique(return_inverse=True)
 
@@ -50,7 +50,7 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """R_i - sum_g share R / sum_g share, and exactly 0 in a group with equal rewards."""
+    """R_i minus its group's mean weighted by `share`; exactly 0 in a group with equal rewards."""
     rewards = rewards.double()
     scored = ~rewards.isnan()
     values, share = rewards.where(scored, 0.0), share.double().where(scored, 0.0)
@@ -65,7 +65,7 @@ def centered(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 
 
 def leave_one_out(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """A_i = R_i - mean of the others of its group = G / (G - 1) (R_i - mean_g R)."""
+    """A_i = R_i - mean reward of the other rollouts in its group = G / (G - 1) (R_i - mean_g R)."""
     count = group_sum((~rewards.isnan()).double(), group)
     return centered(rewards, group) * count / (count - 1).clamp(min=1.0)
 
@@ -136,7 +136,7 @@ def relative_to_mean(
 
 
 def all_equal(values: torch.Tensor) -> bool:
-    """Whether values, of which there is at least one, are equal up to rounding."""
+    """Whether all values are equal up to rounding; there must be at least one."""
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
     return bool(values.max() - values.min() <= bound)
 
@@ -219,8 +219,8 @@ def divided_by_mean(
 def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
     """A_i = (R_i - mean_g R) / (std + eps), with the std over the rows of mixed groups. ScaleRL.
 
-    A mixed group has rewards that differ; other groups do not count. A is scaled by groups / mixed
-    groups, so that a mean over all groups becomes a mean over the mixed groups.
+    A mixed group has rewards that differ; other groups do not enter the std. A is multiplied by
+    (all groups / mixed groups), so that a mean over all groups is a mean over the mixed groups.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
@@ -250,7 +250,7 @@ def standardized_by_batch(
 
 
 def against_the_others(batch: Batch) -> torch.Tensor:
-    """A_i = R_i - mean of the others. RLOO, arXiv 2402.14740."""
+    """A_i = R_i - mean reward of the other rollouts in its group. RLOO, arXiv 2402.14740."""
     return per_token(leave_one_out(rollout_rewards(batch), batch.group), batch.mask)
 
 
@@ -299,7 +299,7 @@ def token_rewards(batch: Batch) -> torch.Tensor:
 
 
 def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Discounted sums of this and later rewards [B, T]; tokens outside the mask are skipped."""
+    """Discounted sum of this token's and all later rewards, [B, T]; masked tokens are skipped."""
     total = torch.zeros_like(rewards)
     ahead = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):

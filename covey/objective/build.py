@@ -1,8 +1,8 @@
 """Builds an objective from a name and options.
 
 The name is that of an algorithm, `composed` for an objective composed from pieces, or the import
-path of a user's function. Each becomes a function whose signature has the algorithm's own options
-and the options of every algorithm.
+path of a user's function. Each becomes a function that returns an `Objective`. Its parameters are
+the algorithm's own options and the options that all algorithms share.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Add the options that combine with every algorithm; with their defaults nothing changes."""
+    """Set the options that all algorithms share; with their defaults, nothing changes."""
     given = {
         "kl_in": kl_in,
         "kl_target": kl_target,
@@ -80,10 +80,10 @@ def extended(
 
 
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
-    """Return the named algorithm as a function of its own options and the shared options.
+    """Return a callable that builds the objective of the named algorithm.
 
-    `pieces` are the given options. `composed` reads the names of its pieces from them, because the
-    pieces decide which other options exist.
+    Its parameters are the algorithm's own options and the shared options. `pieces` are the given
+    options; `composed` reads the names of its pieces from them, as the pieces have the options.
     """
     if name == COMPOSED:
         own = composer(pieces or {})
@@ -111,7 +111,7 @@ def build(name: str, **options: Any) -> Objective:
 
 
 def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
-    """Wrap a user's function, so that its errors are one line."""
+    """Wrap a user's function, so that each of its errors becomes a one-line message."""
     parameters = dict(inspect.signature(function).parameters)
     for key, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -138,7 +138,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
 
 
 def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
-    """Join the options of an algorithm with those of `extended`; its own come first."""
+    """Join the algorithm's options with those of `extended`; the algorithm's options come first."""
     mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}
@@ -156,7 +156,7 @@ def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., 
 
 
 def _checked(name: str, objective: Objective) -> Objective:
-    """Refuse combinations of options that would silently have no effect."""
+    """Reject combinations of options that would silently have no effect."""
     by_sequence = objective.per_sequence and objective.ratio is not RATIOS["sequence_token"]
     surrogate = getattr(objective.surrogate, "func", objective.surrogate)
     if objective.top_entropy < 1.0 and (by_sequence or surrogate is geometric_clipped):
@@ -187,7 +187,7 @@ def _checked(name: str, objective: Objective) -> Objective:
 
 
 def _check_pairs(name: str, objective: Objective) -> None:
-    """Refuse what has no meaning for pairs: what acts on single tokens, ratios or the KL."""
+    """Reject options without meaning for pairs: those about single tokens, ratios or the KL."""
     refused = {
         "correction": objective.correction is not None,
         "veto": objective.veto > 0,

@@ -75,11 +75,11 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""What each advantage reads; advantages that are not listed compare the rewards of a group."""
+"""The inputs that each advantage reads; one that is not listed compares rewards in a group."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
-    """Turn a function that returns an algorithm's pieces into a function of its options.
+    """Return a decorator that gives the function of an algorithm these options as parameters.
 
     `names` are the options, in the order in which they are shown. Each option belongs to a piece,
     to the KL, or to the function itself. An option is set in every piece that has it.
@@ -114,7 +114,7 @@ def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
     """Return the functions that have options: the pieces, and a function that sets the KL."""
     kinds = [*PIECES, *(k for k in MORE_PIECES if getattr(objective, k) is not None)]
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
-    # Pairs have their beta in a place of its own, which is no option.
+    # In objectives of pairs it is "pair", which is not among the values of the option.
     place: Any = objective.kl_in
     kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=place)
     return {**{kind: getattr(objective, kind) for kind in kinds}, "kl": kl}

@@ -6,8 +6,8 @@ and do not change the denominators, so dropped tokens make the step smaller. The
 samples from the trainer's weights, so the default is no correction.
 
 Token weights are biased for long completions. The product over a completion is unbiased, but its
-variance explodes with length, so truncation punishes long completions and masking drops them. The
-geometric mean does not depend on length. The geometric mean is not an importance weight, but a good
+variance explodes with length, so truncation penalises long completions and masking drops them. The
+scale of the geometric mean does not depend on length. It is not an importance weight, but a good
 criterion for rejection.
 """
 
@@ -59,12 +59,12 @@ def divergence_mask(
 
 
 def no_veto(log_rho: torch.Tensor, *, veto: float) -> torch.Tensor:
-    """Mark the completions [B, 1] in which every token has rho >= veto."""
+    """Return a mask [B, 1] of the completions in which every token has rho >= veto."""
     return ~(bounded(log_rho).exp() < veto).any(dim=1, keepdim=True)
 
 
 def mean_one(correction: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Divide by the mean over the step's tokens, so that the size of the step does not change."""
+    """Divide factors by their mean over the step's tokens, to keep the size of the step."""
     mean = correction[mask].mean() if mask.any() else correction.new_ones(())
     return correction / mean.where(mean > 0, 1.0)
 
@@ -80,7 +80,7 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""The corrections: of single tokens, of the product over a completion, or of its geometric mean."""
+"""The corrections, by token ratio, product over a completion, geometric mean, or divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""The bounded quantity where sampler and trainer agree, if it is not a ratio, which would be 1."""
+"""Value of the bounded quantity if sampler and trainer agree, where it is not 1 as for a ratio."""

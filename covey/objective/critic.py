@@ -2,9 +2,9 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
 
-r_t is the rollout's reward at its last trained token, less the KL to the reference where that is in
-the reward. V after the last trained token is 0, also where the completion was cut off. Tokens
-outside the mask are passed over. Shapes: B rollouts, one row each, T tokens, mask [B, T] bool.
+r_t is the rollout's reward at its last trained token, minus the KL to the reference if the KL is in
+the reward. V after the last trained token is 0, also if the completion was truncated. Tokens
+outside the mask are skipped. Shapes: B rollouts, one row each, T tokens, mask [B, T] bool.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def gae(
     gamma: float = 1.0,
     lam: float | torch.Tensor = 0.95,
 ) -> torch.Tensor:
-    """Generalized advantage estimates [B, T], arXiv 1506.02438; `lam` may be one per row, [B]."""
+    """Generalized advantage estimates [B, T], arXiv 1506.02438; `lam` may differ by row, [B]."""
     result = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
@@ -50,8 +50,8 @@ def over_values(
 ) -> torch.Tensor:
     """GAE over the critic's values, whitened over the tokens of the step. PPO, arXiv 1707.06347.
 
-    With `alpha` above 0, lam is 1 - 1 / (alpha T_i), at least 0: longer completions look further
-    ahead (VAPO, arXiv 2504.05118).
+    With `alpha` above 0, lam is max(0, 1 - 1 / (alpha T_i)), so that it is larger for longer
+    completions (VAPO, arXiv 2504.05118).
     """
     each = length_lambda(batch.mask, alpha) if alpha else lam
     estimates = gae(token_rewards(batch), _values(batch), batch.mask, gamma=gamma, lam=each)
@@ -59,9 +59,9 @@ def over_values(
 
 
 def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -> torch.Tensor:
-    """U_t = A_t + V_t with a lambda of its own; with 1 it is the discounted return itself.
+    """U_t = A_t + V_t with its own lambda, `value_lam`; with 1, U_t is the discounted return.
 
-    Targets without the critic's own guesses are unbiased. VC-PPO, arXiv 2503.01491.
+    Targets that do not contain the critic's values are unbiased. VC-PPO, arXiv 2503.01491.
     """
     values = _values(batch)
     estimates = gae(token_rewards(batch), values, batch.mask, gamma=gamma, lam=value_lam)
@@ -96,9 +96,9 @@ def clipped_value_loss(
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - Var(U - V) / Var U over trained tokens: 1 is a perfect critic, 0 one that knows the mean.
+    """Explained variance 1 - Var(U - V) / Var U over trained tokens; NaN if all U are equal.
 
-    NaN if all targets are equal.
+    A perfect critic has 1; a critic that always predicts the mean has 0.
     """
     chosen, wanted = values[mask].double(), targets[mask].double()
     if len(wanted) < 2 or not float(wanted.var()):

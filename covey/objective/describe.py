@@ -123,7 +123,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""The needs that are shown; the others are usual, or come from options."""
+"""The needs that are shown; other needs are common, or follow from options."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")

@@ -1,7 +1,7 @@
-"""Diagnostics of a training step: exact over trained tokens, however a step is split.
+"""Diagnostics of a training step: exact means over trained tokens, however a step is split.
 
 Every mean is kept as (sum, count) and divided once at the end, so it is never a mean of means.
-Where all tokens of a completion share one ratio, ratio and clip are counted once for each row.
+If all tokens of a completion share one ratio, ratio and clip are counted once for each row.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from covey.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Numbers that add up over ranks."""
+    """Measurements that can be merged over ranks."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Sum and count by name."""
+    """Name -> sum and count."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Smallest and largest by name."""
+    """Name -> smallest and largest value."""
 
     @staticmethod
     def joined(parts: Sequence[Measured]) -> Measured:
@@ -44,16 +44,16 @@ class Measured:
         )
 
     def means(self) -> dict[str, float]:
-        """Return means, and extremes as `name_min` and `name_max`, of observed names."""
+        """Return the mean of each name, and its extremes as `name_min` and `name_max`."""
         result = {name: total / count for name, (total, count) in self.sums.items() if count}
         for name, (low, high) in self.ranges.items():
-            if low <= high:  # else no element was in a mask
+            if low <= high:  # a count of 0 means that no element was in a mask
                 result |= {f"{name}_min": low, f"{name}_max": high}
         return result
 
 
 class Meter:
-    """Collects (sum, count), largest and smallest by name.
+    """Collects sum, count, smallest and largest value by name.
 
     Values that are observed together are summed in one operation, because many small sums would
     cost more time than the objective itself. The numbers stay on the device until `read` fetches
@@ -101,7 +101,7 @@ class Meter:
         return measured
 
     def _fetched(self) -> Iterator[float]:
-        """Return the sums and the count of one set of names, then the range of each name."""
+        """Return the sums and the count of each set of names, then the range of each name."""
         parts: list[torch.Tensor] = []
         for sums in self._sums.values():
             parts.append(torch.stack([s for s, _ in sums]).sum(dim=0))
@@ -182,14 +182,14 @@ def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
 
 
 def observe_pairs(meter: Meter, objective: Objective, batch: Batch) -> None:
-    """Count the pairs of an optimizer step, if the objective has any, by their margins."""
+    """Record the margins of the pairs of an optimizer step, if the objective has pairs."""
     if not objective.pairs or batch.marked is None or batch.advantage is None:
         return
     rollouts = joined(batch)
     margin, advantage, mask = (
         rollouts.join(values) for values in (batch.marked, batch.advantage, batch.mask)
     )
-    # One vote for each pair: that of its chosen side.
+    # Each pair counts once, by the row of its chosen completion.
     margin, chosen = row_mean(margin.nan_to_num(nan=0.0), mask), (advantage > 0) & mask
     votes = (chosen & ~rollouts.join(batch.marked).isnan()).any(dim=1, keepdim=True)
     values = {"pairs/margin": margin, "pairs/accuracy": (margin > 0).double()}
@@ -197,7 +197,7 @@ def observe_pairs(meter: Meter, objective: Objective, batch: Batch) -> None:
 
 
 def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
-    """Count what a micro-batch did to the critic."""
+    """Record the metrics of the critic's loss on a micro-batch."""
     assert batch.values is not None
     assert batch.targets is not None
     values = {

@@ -4,7 +4,7 @@
     A_t = task A_i - scale sum_{u >= t} discount^(u-t) d_u        over trained tokens
 
 Only this estimator (k1) may be a reward, because with k3 the gradient would be that of another
-divergence. A is not normalised, because its size is the KL.
+divergence. A is not normalised, because its scale is that of the KL.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from covey.types import Batch
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Mark the tokens to drop so that the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the tokens that the update would move further away: A > 0 and r > 1, or A < 0
-    and r < 1. The tokens with the largest (log r)^2 are dropped first; among equal ones, the
-    earlier.
+    The mean is over the tokens whose ratio the update would move further from 1: A > 0 and r > 1,
+    or A < 0 and r < 1. The tokens with the largest (log r)^2 are dropped first; of equal values,
+    the earlier token.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -47,11 +47,11 @@ def balanced_bounds(
     high_step: float = 0.05,
     measure: Literal["gradient", "value"] = "gradient",
 ) -> torch.Tensor:
-    """Return the bound of each token's ratio, wide enough for the share of positive tokens. BAPO.
+    """Return the bound of each token's ratio: the upper bound if A > 0, else the lower one. BAPO.
 
-    arXiv 2510.18927, algorithm 1. The upper bound rises first, then the lower one, until tokens
-    with A > 0 make up at least the share `target` of the step's surrogate, or both bounds are at
-    their maximum.
+    arXiv 2510.18927, algorithm 1. The upper bound rises first, then the lower bound, until tokens
+    with A > 0 make up at least the fraction `target` of the step's surrogate, or both bounds are
+    at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
@@ -66,9 +66,9 @@ def balanced_bounds(
 
 
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
-    """Return the share of r |A| with A > 0 among tokens that are not clipped; 1 if there are none.
+    """Return what fraction of the sum of r |A| over unclipped tokens comes from A > 0.
 
-    The share grows with both bounds.
+    The fraction is 1 if there are no such tokens. It grows with both bounds.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -79,9 +79,10 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
 def positive_value_share(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
 ) -> float:
-    """Return the share of |min(r A, clip(r) A)| with A > 0: equation 8 of BAPO as printed.
+    """Return what fraction of the sum of |min(r A, clip(r) A)| comes from A > 0: BAPO's equation 8.
 
-    Clipped tokens count at their bound, so a higher lower bound makes the share smaller.
+    A clipped token counts with its bound instead of its ratio. So raising the lower bound increases
+    the part from A < 0, and lowers the fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

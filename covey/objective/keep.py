@@ -31,7 +31,7 @@ def kept_rows(
     keep: int,
     metric: Metric = "length",
 ) -> torch.Tensor:
-    """Mark the `keep` best rows [B] of each group: the shortest, or the most reward per token.
+    """Return a mask [B] of each group's `keep` best rows: shortest, or most reward per token.
 
     Ties go to the shorter completion, then to the earlier one. A completion that could not be
     scored is never kept.

@@ -3,7 +3,7 @@
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
-This module knows nothing about models, configuration, micro-batches or ranks. Advantages are
+This module does not depend on models, configuration, micro-batches or ranks. Advantages are
 computed over the batch of a training step; weights, corrections and marks over an optimizer step.
 The loss of a micro-batch is then a plain sum.
 """
@@ -35,20 +35,20 @@ groups          at least two rollouts of a prompt, which are compared with each 
 success         which rollouts are a success, rather than how much reward they got
 parts           the parts of the reward, one by one
 tokens          the tokens themselves
-old_logp        old_logp even if there is one optimizer step to a batch
+old_logp        old_logp even if there is one optimizer step per batch
 old_entropy     the sampling policy's entropy, which costs a forward pass
 reference       log-probabilities of a reference policy
 teacher         log-probabilities of a teacher
 values          the values of a critic, which is trained beside the policy
-sampler_logp    the log-probabilities of what generated
-sampler_as_old  sampler_logp in the place of old_logp: ratios are to the policy that generated
+sampler_logp    the log-probabilities that the engine had when it generated
+sampler_as_old  sampler_logp in place of old_logp: ratios are to the policy that generated
 entropy         the policy's entropy now, which every forward pass gives
 marks           the log-probabilities of the whole optimizer step first: one more forward pass
 """
 
 
 class ValueLoss(NamedTuple):
-    """What a critic loses on each token, [B, T]."""
+    """The critic's loss on each token, [B, T]."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
@@ -57,16 +57,16 @@ class ValueLoss(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """An algorithm as a value: seven pieces, what goes with them, and what they need."""
+    """An algorithm as a value: its seven pieces, their options, and the inputs they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """[B, T] from the whole batch of a training step, one row for each rollout. If rows without
-    advantage are skipped, old_logp is not known yet unless `reads` names it."""
+    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. If rows
+    without advantage are skipped, old_logp is not known yet unless `reads` names it."""
     ratio: Ratio
     """Log-ratio [B, T] from logp - old_logp and mask."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
-    """[B, T] from rows of one optimizer step and the totals of the whole step."""
+    """Token weights [B, T] from rows of one optimizer step and the totals of the whole step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """Constant factor [B, T] from old_logp - sampler_logp and mask; None means a factor of 1."""
     penalty: Penalty = k3
@@ -77,19 +77,19 @@ class Objective:
     bounds or margins. It is computed from a batch with advantages and the step's logp; None if it
     needs nothing."""
     targets: Callable[[Batch], torch.Tensor] | None = None
-    """[B, T] what the critic should have expected, like `advantage`. None: there is no critic."""
+    """The critic's targets [B, T]; called like `advantage`. None: there is no critic."""
     value_loss: Callable[..., ValueLoss] | None = None
-    """Of values now, values then and targets, each [B, T]. None: there is no critic."""
+    """Loss from new values, old values and targets, each [B, T]. None: there is no critic."""
     kl_in: Literal["loss", "reward", "pair"] = "loss"
     """Where beta times the penalty is subtracted: from each token's gain, or from the reward. In a
-    pair there is no penalty: beta scales the log-ratio to the reference of both sides."""
+    pair there is no penalty: beta scales D, the difference of the log-ratios to the reference."""
     kl_target: float = 0.0
-    """The KL that beta is adapted to keep, step by step. 0: beta is fixed."""
+    """The target KL, to which beta is adapted after each step. 0: beta is fixed."""
     kl_horizon: float = 10_000.0
     """The number of rollouts over which an adaptive beta fully corrects a KL that is off target."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """The share of tokens, those with the highest entropy, whose surrogate counts."""
+    """Only this fraction of tokens, those with the highest entropy, has a surrogate."""
     off_policy_limit: float = 0.0
     """Drop a completion with a negative advantage whose mean log-probability has fallen by more
     than this since it was sampled. 0: keep all."""
@@ -101,7 +101,7 @@ class Objective:
     """Names of the parts of the reward that `advantage` reads, in this order. Empty: all parts, in
     alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """What `advantage` needs. The other pieces and options say theirs by what they are: `needs`."""
+    """The inputs that `advantage` needs. `needs` adds those of the other pieces and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -128,7 +128,7 @@ class Objective:
 
     @property
     def pairs(self) -> bool:
-        """Whether completions of a group are compared in pairs, and the rest are not trained on."""
+        """Whether the loss compares one pair per group; other completions are not trained on."""
         return self.kl_in == "pair"
 
     @property
@@ -159,14 +159,14 @@ class PolicyLoss(NamedTuple):
     penalty: torch.Tensor | None
     """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
-    """bool [B, T]: the token was not dropped by `off_policy_limit`; None if that is off."""
+    """bool [B, T]: the token was not dropped by `off_policy_limit`; None without that limit."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
     """Fill in the advantages of the whole batch of a training step, computed over its rollouts.
 
-    With a critic, also its targets; a rollout that could not be scored then has no trained token,
-    since there is nothing that the critic could learn from it.
+    With a critic, fill in its targets too. Then a rollout that could not be scored gets no trained
+    token, since the critic has nothing to learn from it.
     """
     if objective.targets is not None:
         batch = replace(batch, mask=batch.mask & ~batch.rewards.isnan()[:, None])
@@ -188,7 +188,7 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
 
 
 def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
-    """Check what a piece of an objective, perhaps a user's, has returned."""
+    """Check the tensor that a piece of an objective, perhaps a user's, has returned."""
     if isinstance(value, torch.Tensor) and value.shape == mask.shape:
         return value
     shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -203,13 +203,13 @@ def _name(function: object) -> str:
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
-    """Mark the tokens [B, T] whose entropy is among the largest `share` of the batch."""
+    """Return a mask [B, T] of the tokens in the batch's top `share` by entropy."""
     assert batch.entropy is not None, "a mask by entropy needs old_entropy"
     entropy = batch.entropy.double()
     chosen = entropy[batch.mask & ~batch.rewards.isnan()[:, None]].sort().values
     if len(chosen) == 0:
         return torch.zeros_like(batch.mask)
-    # The quantile with linear interpolation; torch's own stops at 16 million tokens.
+    # A quantile with linear interpolation; torch.quantile is limited to 16 million elements.
     place = (1.0 - share) * (len(chosen) - 1)
     below = int(place)
     above = min(below + 1, len(chosen) - 1)
@@ -267,10 +267,10 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the part of the step's loss that these rows contribute; the parts add up.
+    """Return the contribution of these rows to the step's loss; contributions add up.
 
     A rollout's rows must all be in the same batch, because a ratio may be over the whole rollout.
-    `entropy` is that of the policy now, for an objective with an entropy bonus.
+    `entropy` is the current policy's entropy, for an objective with an entropy bonus.
     """
     assert batch.advantage is not None, "with_advantage comes first"
     assert batch.weight is not None, "with_weight comes first"
@@ -339,7 +339,7 @@ def _loss(
 
 
 class CriticLoss(NamedTuple):
-    """The critic's loss of a micro-batch, and each token's part of it [B, T]."""
+    """The critic's loss on a micro-batch, and each token's contribution [B, T]."""
 
     loss: torch.Tensor
     tokens: ValueLoss
@@ -348,9 +348,9 @@ class CriticLoss(NamedTuple):
 def value_loss(
     objective: Objective, batch: Batch, values: torch.Tensor, totals: Totals | None = None
 ) -> CriticLoss:
-    """Return the part of the critic's loss that these rows contribute: a mean over tokens.
+    """Return the contribution of these rows to the critic's loss, a mean over the step's tokens.
 
-    `totals` are of the optimizer step, if that spans more than `batch`.
+    Give the optimizer step's `totals` if the step spans more than `batch`.
     """
     assert objective.value_loss is not None, "the objective has no critic"
     assert batch.values is not None, "the critic's values come before the optimizer steps"
@@ -363,7 +363,7 @@ def value_loss(
 
 
 def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Mark the tokens [B, T] that have advantage >= 0 or whose completion is still likely enough.
+    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None without that limit.
 
     DeepSeek-V3.2, equation 9.
     """

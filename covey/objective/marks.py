@@ -31,7 +31,7 @@ def random_within_bounds(
 ) -> torch.Tensor:  # fmt: skip
     """Mark at random max(1, share T) of the tokens with cov_low < cov < cov_high. Clip-Cov.
 
-    Tokens that the clip already cuts are not candidates.
+    Tokens that are already clipped are not candidates.
     """
     assert batch.advantage is not None
     mask, advantage = scored_tokens(batch), batch.advantage
@@ -70,7 +70,7 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Ten
 
 
 def _shuffled(batch: Batch) -> torch.Tensor:
-    """Return a pseudorandom number [B, T] for each token, which is always the same.
+    """Return a reproducible pseudorandom number for each token, [B, T].
 
     It is a hash of the sampler's log-probabilities up to the token and of those of the whole
     completion, so that completions with the same prefix differ. So the choice of tokens does not

@@ -18,7 +18,7 @@ def difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Te
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp to +-20, so that its exponential is finite; beyond, the gradient is 0."""
+    """Clamp to +-20, so that the exponential is finite; the gradient of clamped values is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -1,4 +1,4 @@
-"""The options of algorithms and pieces: meaning, type and allowed values. The one table.
+"""The options of algorithms and pieces, in one table: meaning, type and allowed values.
 
 An option means the same wherever it occurs. The signature of an algorithm says which options it
 has.
@@ -150,7 +150,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 )
 
 
-# Of each pair, the first must not exceed the second.
+# In each pair, the value of the first option must not exceed that of the second.
 PAIRS = (
     ("min_weight", "max_weight"),
     ("cov_low", "cov_high"),
@@ -161,7 +161,7 @@ PAIRS = (
 
 
 def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Refuse values that do not have the type in the function's signature."""
+    """Reject values that do not have the type in the function's signature."""
     for key, value in options.items():
         hint, what = hints.get(key), f"objective.{key} = {value!r} of {name}"
         if typing.get_origin(hint) is Literal:
@@ -179,7 +179,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse values outside their bounds and values that contradict each other."""
+    """Reject values outside their bounds and values that contradict each other."""
     numbers = {k: v for k, v in options.items() if k in OPTIONS and _is_number(v, Real)}
     for key, value in numbers.items():
         option = OPTIONS[key]

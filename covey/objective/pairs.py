@@ -3,9 +3,9 @@
     D    = g(chosen) - g(rejected),  g = sum over tokens of logp - ref_logp, or their mean
     loss = mean over pairs of l(D)
 
-A pair couples two rows, which may lie in different micro-batches or ranks. So D is found for the
-whole optimizer step first, by one more forward pass without gradient (`marks`), and each row then
-contributes its half of l(D) and its own side of the gradient:
+A pair couples two rows, which may be in different micro-batches or ranks. So D is computed for the
+whole optimizer step first, by one more forward pass without gradient (`marks`). Each row then
+contributes half of l(D), and the gradient with respect to its own g:
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 
@@ -47,7 +47,7 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
 
 def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
-    """D of each row's pair, [B, T]; NaN in rows without one, or whose other side is not here."""
+    """D of each row's pair, [B, T]; NaN in rows without a pair or without a partner in `batch`."""
     assert batch.advantage is not None
     assert batch.ref_logp is not None, "a pair is compared with the reference"
     gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)
@@ -85,12 +85,12 @@ def squared(tokens: Tokens, *, average: bool = True) -> Gain:
 
 def _margin(tokens: Tokens) -> torch.Tensor:
     assert tokens.marked is not None, "with_marks comes first"
-    # A NaN would pass through the gradient of rows that have no pair.
+    # Otherwise NaN would get into the gradient of rows without a pair.
     return tokens.marked.to(tokens.logp.dtype).nan_to_num(nan=0.0)
 
 
 def _gain(tokens: Tokens, *, loss: torch.Tensor, slope: torch.Tensor, average: bool) -> Gain:
-    """Return each row's part of the loss of its pair, given to all of its tokens."""
+    """Return each row's contribution to the loss of its pair, repeated for all of its tokens."""
     assert tokens.ref_logp is not None
     assert tokens.marked is not None
     side = log_ratio(tokens.logp, tokens.ref_logp, tokens.mask, average=average)

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
 Each estimator takes d = logp - ref_logp and the log-ratio log r = logp - old_logp of each token,
-both [B, T] and clamped to +-20, and the mask. A good value is not a good gradient:
+both [B, T] and clamped to +-20, and the mask. A good estimate of the KL may have a wrong gradient:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|
@@ -49,9 +49,9 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """k3 of whole completions, with d summed over the tokens:
+    """k3 of whole completions, with d summed over the tokens.
 
-    DeepSeek-R1's equation as printed (arXiv 2501.12948).
+    This is DeepSeek-R1's equation as printed (arXiv 2501.12948).
     """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 

@@ -45,7 +45,7 @@ def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """log 1, but with the gradient of x: REINFORCE, as if every step were the first."""
+    """The value 0 with the gradient of x: REINFORCE, as if data were always on policy."""
     return x - x.detach()
 
 

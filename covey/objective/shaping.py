@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Scope = Literal["group", "batch"]
 SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
 WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens"})
-"""What the advantages of this module read."""
+"""The inputs that the advantages of this module read."""
 
 
 class Polarity(NamedTuple):
@@ -126,7 +126,7 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """The other GTPO (arXiv 2508.03772): shared tokens are not pushed down.
+    """The other GTPO (arXiv 2508.03772): shared tokens of bad completions get no gradient.
 
     A_i = R_i - mean_g R - entropy_cost H_i, or 0 where the mean entropy H_i of a completion exceeds
     max_entropy. A conflict token occurs at the same position in a good and a bad completion of the
@@ -161,7 +161,7 @@ def _conflicts(
 
 
 def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
-    """Return an order of columns that puts the last trained token first, [B, T]."""
+    """Return column indices [B, T] that put the last trained token first."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return columns.where(mask, -1).argsort(dim=1, descending=True, stable=True)
 
@@ -169,7 +169,7 @@ def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
 def _conflict_run(
     tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the tokens [B, T] before the first one that good and bad completions do not share."""
+    """Mark the leading tokens [B, T] that occur in both good and bad completions of the group."""
     shared = torch.zeros_like(mask)
     for each in group.unique():
         rows = (group == each).nonzero().squeeze(1)

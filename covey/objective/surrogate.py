@@ -28,9 +28,9 @@ class Tokens(NamedTuple):
     marked: torch.Tensor | None = None
     """The result of the objective's `marks`: tokens, bounds or margins; None without `marks`."""
     ref_logp: torch.Tensor | None = None
-    """For a surrogate that compares with the reference itself. None: there is no reference."""
+    """Log-probs of the reference, for surrogates of pairs. None: there is no reference."""
     beta: float = 0.0
-    """The objective's, for such a surrogate."""
+    """The objective's beta, for surrogates of pairs."""
 
 
 class Gain(NamedTuple):
@@ -129,8 +129,8 @@ def gamma_weight(
 ) -> Gain:
     """sg(phi(r)) A logp, phi(w) = w^power exp(rate (1 - w)). VESPO, arXiv 2602.10693.
 
-    phi(1) = 1, and it vanishes for ratios near 0 and far above 1. The ratio is that of whole
-    completions, so `r` is at least 1e-8.
+    phi(1) = 1, and phi goes to 0 for ratios near 0 and far above 1. The ratio is that of whole
+    completions, so `r` may be tiny; it is clamped to at least 1e-8.
     """
     good = tokens.advantage >= 0
     power = _either(good, power_pos, power_neg, tokens)

@@ -61,7 +61,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Return values [B, T] in their columns [B, count]; values at column `count` are dropped."""
+    """Scatter values [B, T] to their columns [B, count]; values at column `count` are dropped."""
     table = values.new_zeros(len(values), count + 1)
     return table.scatter_(1, place, values)[:, :count]
 
@@ -69,7 +69,7 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 def _compared(
     table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
 ) -> torch.Tensor:
-    """Return the advantages of turns [B, K] among the turns with the same `cell` [B, K]."""
+    """Return the advantages [B, K] of turns relative to the turns with the same `cell` [B, K]."""
     values, cells = table.returns[table.present], cell[table.present]
     if normalize == "std":
         found = standardized(values, cells, ddof=ddof, eps=eps)

@@ -1,9 +1,9 @@
 """Weights: how the gains of single tokens add up to one loss.
 
-Aggregation is data. Each function returns the factor [B, T] of every token, computed once per
-optimizer step from its totals. The loss is then a plain sum, so it does not depend on how the step
-is split into micro-batches or over ranks. Weights are float64, and rounded once to the precision of
-the loss.
+Each function returns the weight [B, T] of every token, computed once per optimizer step from the
+step's totals. The loss is then a plain weighted sum, so it does not depend on how the step is split
+into micro-batches or over ranks. Weights are float64, and rounded once to the precision of the
+loss.
 
 N rollouts, T tokens and P groups in the step; T_i tokens in rollout i, T_g in group g.
 """
@@ -22,7 +22,7 @@ from covey.types import Batch, Totals
 def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """1 / (N T_i): the mean over rollouts of the mean over their tokens. GRPO, arXiv 2402.03300.
 
-    Tokens of short completions weigh more, so long wrong completions are penalised too little
+    Tokens of short completions get more weight, so long wrong completions are penalised too little
     (arXiv 2503.20783). If all tokens of a rollout share one gain, the result is the mean of that
     gain over rollouts.
     """
@@ -56,7 +56,7 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
     """1 / (P T_i): the mean over groups of the sum over rollouts of the mean over their tokens.
 
-    For a gain of pairs, of which a group has one.
+    This is for losses of pairs, where each group has one pair.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 

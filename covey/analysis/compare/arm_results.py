@@ -16,13 +16,13 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""The report gives the time to reach these accuracies. They are shares of the distance from the
+"""The report gives the time to reach these accuracies. Each is a fraction of the distance from the
 starting accuracy to the highest accuracy that every arm reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeToAccuracy:
-    """When an arm reaches an accuracy: medians over seeds, None if half of them do not."""
+    """When an arm reaches an accuracy: medians over seeds; None if half of the seeds never do."""
 
     accuracy: float
     reached: int
@@ -35,7 +35,7 @@ class TimeToAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a run of an arm takes; None where the runs do not say."""
+    """Time and memory of a run of an arm; None where the runs did not record it."""
 
     seconds: float
     """Median over seeds of the time in training steps after the first, without evaluations."""
@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
-    """A seed whose final accuracy is far below an earlier one, by more than chance."""
+    """A seed whose final accuracy is below an earlier accuracy by more than chance explains."""
 
     seed: int
     before: float
@@ -68,8 +68,8 @@ class RewardResult:
 class ArmResult:
     """The results of one arm over its finished seeds.
 
-    Estimates are of accuracies, or of mean rewards if these are compared (`by`). They are None
-    without a finished seed.
+    Estimates are of accuracies, or of mean rewards if arms are compared by reward (`by`). They are
+    None if no seed is finished.
     """
 
     arm: str
@@ -82,7 +82,7 @@ class ArmResult:
     improvement: Estimate | None = None
     """Final minus initial."""
     best: Estimate | None = None
-    """The mean of each seed's highest accuracy, biased upwards: the held-out prompts select it."""
+    """Mean over seeds of the highest accuracy; biased upwards, because it is a maximum."""
     area: Estimate | None = None
     """Mean accuracy over the budget that all runs share; the interval is over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
@@ -97,7 +97,7 @@ class ArmResult:
     above_constant: float | None = None
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """`reward` and `parts/NAME` of the greedy completions, if they differ from success."""
+    """`reward` and `parts/NAME` of the greedy completions, if the reward is not just success."""
     cost: Cost | None = None
 
 
@@ -178,7 +178,7 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return rewards and parts over the prompts that have them at both ends of every run."""
+    """Return rewards and parts over the prompts scored at the start and end of every run."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     rows = [row for pair in ends for point in pair for row in point.rewards.values()]
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -260,7 +260,7 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 
 
 def _collapse(run: RunResult) -> Collapse | None:
-    """Return how a run collapsed, if it did; docs/statistics.md has the definition.
+    """Return the collapse of a run, or None. docs/statistics.md defines a collapse.
 
     A run has collapsed if it lost half of its best accuracy, or ended below its start. In both
     cases the drop must exceed chance on this number of prompts.

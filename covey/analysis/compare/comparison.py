@@ -12,7 +12,7 @@ from typing import Any, Literal
 State = Literal["done", "failed", "unfinished"]
 BudgetKind = Literal["steps", "tokens", "updates"]
 Metric = Literal["success", "reward"]
-"""The metric by which arms are compared: the share of correct completions, or the mean reward."""
+"""The metric by which arms are compared: the fraction of correct completions, or mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Point:
     updates: int
     """Optimizer steps so far."""
     seconds: float
-    """Training time so far, without evaluations and without the first step: its completions are
-    shared, and only one run spent time on them."""
+    """Training time so far, without evaluations and without the first step. The completions of
+    the first step are shared, so only one run spent time on them."""
     correct: Mapping[str, bool]
     """Prompt id -> whether the greedy completion is correct. All runs have the same prompts in the
     same order."""
@@ -58,7 +58,7 @@ class Point:
 
     @property
     def accuracy(self) -> float:
-        """Share of the prompts with a correct completion."""
+        """The fraction of prompts with a correct completion."""
         return sum(self.correct.values()) / len(self.correct)
 
     @property
@@ -88,14 +88,14 @@ class RunResult:
     folder: str = ""
     """Relative to the comparison's folder."""
     weights: str = ""
-    """Digest of the final weights: equal digests are the same policy, bit for bit."""
+    """Digest of the final weights; policies with equal digests are the same, bit for bit."""
     first_rollouts: str = ""
     """The name of the first step's rollouts; runs with the same name share them."""
     memory_gib: float = 0.0
-    """Peak memory: of the GPU's tensors, or without a GPU of the whole process; 0: not known."""
+    """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0: unknown."""
     cpu_seconds: float = 0.0
-    """CPU time of its process, evaluations included; 0: not known. If the run was resumed, both are
-    those of its last process."""
+    """CPU time of the run's process, including evaluations; 0: unknown. If the run was resumed,
+    memory and CPU time are those of its last process."""
 
     @property
     def finished(self) -> bool:
@@ -116,7 +116,7 @@ class Comparison:
     """Size of the budget of each run."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """Findings before training: rows of covey.analysis.plan.findings.Finding."""
+    """Findings before training: each is the `row()` of a covey.analysis.plan.finding.Finding."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
@@ -136,7 +136,7 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Return the metric of a comparison: success, unless the reward never gives one.
+    """Return the metric of a comparison: success, unless no completion was ever a success.
 
     Some rewards only grade and never call a completion correct. If no completion of any evaluation
     is correct and rewards differ, arms are compared by the mean reward.

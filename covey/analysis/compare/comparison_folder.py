@@ -9,7 +9,7 @@
     runs/ARM/seed-S.log                  what the run printed
     report.html, report.md, report.json
 
-No torch here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Design:
     budget: BudgetKind
     amount: int
     threads: int
-    """Of each run.
+    """The number of threads of each run.
 
-    The number of threads; it never changes, because on a CPU the last bits depend on it.
+    It never changes, because the rounding of sums on a CPU depends on it.
     """
     findings: tuple[Mapping[str, str], ...] = ()
 
@@ -143,7 +143,7 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml; if version 0.1 wrote it, its settings get their new names."""
+    """Read comparison.toml; settings written by version 0.1 are renamed to their new names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
@@ -210,7 +210,7 @@ def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
 
 
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
-    """Read one run, which may not have started."""
+    """Read one run. The run may not have started yet."""
     path = run_path(folder, arm, seed)
     ended = asdict(read_outcome(path) or RunOutcome(key="", state="unfinished"))
     del ended["key"]

@@ -69,9 +69,9 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences that count a failed run with its arm's initial accuracy.
+    """Return mean differences in which a failed run counts as its arm's initial accuracy.
 
-    Only pairs with failed runs are returned; their differences indicate how much the failures
+    Only pairs of arms with failed runs are returned. These differences show how much the failures
     matter.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
@@ -203,7 +203,7 @@ def _better(pair: PairResult, tested: int) -> str:
 
 
 def _undecided(pair: PairResult, tested: int) -> str:
-    """Return what was observed, and how many seeds would be needed to decide."""
+    """Return the observed difference, and how many seeds would be needed to decide."""
     if pair.difference is None or pair.detectable is None:
         return f"{_change(pair.mean or 0.0, pair.by)}."
     seeds = len(pair.seeds)
@@ -332,7 +332,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of second minus first, given that of first minus second."""
+    """Return the estimate of second minus first, given the estimate of first minus second."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 

@@ -2,9 +2,9 @@
 
 An arm consists of the common settings as given, with overrides; defaults are filled in afterwards.
 So an arm with another algorithm gets that algorithm's own defaults, not those of the algorithm it
-replaces. No arm may change the budget or the held-out evaluation, because these decide how it is
-measured. The common reward scores the evaluations of all arms, whatever reward an arm is trained
-on.
+replaces. No arm may change the budget or the held-out evaluation, because all arms must be measured
+in the same way. The common reward scores the evaluations of all arms, whatever reward an arm is
+trained on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from covey.training.resolve import resolve
 from covey.training.schedule import total_updates
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""Settings that no arm may change; `seed+=` moves the seeds."""
+"""Settings that no arm may change. To use other seeds in an arm, write `seed+=`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
-"""Settings that decide the rollouts of the first step."""
+"""Settings that affect the rollouts of the first step."""
 NOT_SAMPLING = ("engine.max_concurrent", "model.gradient_checkpointing", "model.deterministic")
-"""... except these."""
+"""Settings that do not affect these rollouts, although their section may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Request:
     budget: BudgetKind = "steps"
     amount: int | None = None
     threads: int = 0
-    """The threads of each run; 0: chosen for this machine."""
+    """The number of threads of each run; 0: chosen for this machine."""
 
     def command(self) -> str:
         """Return the command line of this request."""
@@ -117,7 +117,7 @@ def design_comparison(request: Request) -> Design:
 def _with_budget(
     given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Return the settings with the same budget for every arm, and its size."""
+    """Return the settings with the same budget for every arm, and the size of the budget."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
         kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
@@ -147,7 +147,7 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return the arm of an algorithm, which keeps the given options that the algorithm has."""
+    """Return an arm that trains this algorithm, with the given options that the algorithm has."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -160,7 +160,7 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the given options that mean the same in another algorithm.
 
-    The beta of a pair is another number than the weight of a KL.
+    For example, `beta` in DPO and IPO means something else than the weight of a KL penalty.
     """
     paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
     own = {"name", "beta"} if paired else {"name"}
@@ -249,7 +249,7 @@ def shares_first_rollouts(arm: Arm) -> bool:
 
 
 def same_comparison(old: Design, new: Design) -> bool:
-    """Whether a new design equals an old one or is a part of it."""
+    """Whether a new design equals an old design or is a part of it."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)

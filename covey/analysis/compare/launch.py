@@ -58,9 +58,9 @@ class Job:
     common_toml: str
     """The common configuration, whose reward scores the evaluations of all arms."""
     start: str
-    """Digest of everything that decides the starting policy."""
+    """Digest of everything that determines the starting policy."""
     key: str
-    """Digest of everything that decides the run: finished runs with equal keys are the same."""
+    """Digest of everything that determines the run. Finished runs with the same key are equal."""
     threads: int
 
     @property
@@ -190,7 +190,7 @@ class Running:
 
     jobs: Sequence[Job]
     status: dict[str, Status] = field(default_factory=dict)
-    """By run folder."""
+    """Run folder -> status."""
     stopping: bool = False
 
     def __post_init__(self) -> None:
@@ -202,7 +202,7 @@ class Running:
 
 
 Watch = Callable[[Running], None]
-"""Called several times a second with the state of all jobs."""
+"""A callback; it is called several times a second with the status of all jobs."""
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
@@ -253,7 +253,7 @@ def _collect_and_start(
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
-    """Start the process of a job in its own session: this process forwards Ctrl-C to it."""
+    """Start the process of a job in its own session, so that only we forward Ctrl-C to it."""
     with log_path(job.path).open("ab") as log:
         process = subprocess.Popen(
             module_command("covey.analysis.compare.run_process"),
@@ -268,7 +268,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
         process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # the process has ended already; the next poll finds that
+        pass  # the process has already ended; the next poll notices
     return process
 
 

@@ -16,7 +16,7 @@ AXES: Mapping[str, tuple[str, Callable[[Point], float]]] = MappingProxyType(
         "seconds": ("seconds of training", lambda point: point.seconds),
     }
 )
-"""Possible x axes: name -> label, and its value at a point."""
+"""Possible x axes: name -> label, and a function that returns the x value of a point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Line:
     seed: int
     state: str
     x: Mapping[str, tuple[float, ...]]
-    """By axis."""
+    """Axis -> x values."""
     accuracy: tuple[float, ...]
 
 
@@ -37,13 +37,13 @@ class Curve:
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """The x values of the mean, by axis; they are means over seeds too."""
+    """Axis -> x values of the mean curve, which are means over seeds too."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """The lowest of the finished runs; this is an observed range, not a confidence interval."""
+    """The lowest value over finished runs; `low` and `high` are no confidence interval."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
-    """Accuracies of every run at the steps of the mean; None where it was not evaluated."""
+    """Seed -> accuracies at the steps of the mean; None where the run was not evaluated."""
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:

@@ -1,8 +1,8 @@
 """Results of every pair of arms: which algorithm is better, and which checkpoint.
 
-The two questions need different tests. Which *algorithm* is better is tested over seeds: each seed
-is one more training run, and a difference must exceed the variance between them. Which of two
-*checkpoints* is better is tested over prompts, with the weights fixed.
+The two questions need different tests. To find the better *algorithm*, we test over seeds: each
+seed is one more training run, and a difference must exceed the variance between seeds. To find the
+better of two *checkpoints*, we test over prompts, with the weights fixed.
 docs/statistics.md describes the tests and intervals.
 """
 
@@ -57,7 +57,7 @@ class PairResult:
     differences: tuple[float, ...]
     """Final accuracy, or mean reward, of first minus second, by seed."""
     mean: float | None
-    """Of these. The mean difference; None without a shared seed."""
+    """The mean of `differences`; None if no seed is finished in both arms."""
     difference: Estimate | None
     """The mean with Student's interval over seeds; None with fewer than three seeds."""
     difference_new_prompts: Estimate | None
@@ -71,7 +71,7 @@ class PairResult:
     better: str | None
     """The better arm, if there is one."""
     seeds_needed: int | None
-    """Seeds for 80 % power if the difference is as observed; None if decided or too many."""
+    """Seeds for 80 % power at the observed difference; None if decided, or if too many."""
     detectable: float | None
     """The difference that this number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
@@ -90,20 +90,20 @@ class _Pair:
     second: str
     seeds: tuple[int, ...]
     a: Array
-    """[seeds, prompts]: whether the first is correct, or its reward."""
+    """[seeds, prompts]: whether the first arm's completion is correct, or its reward."""
     b: Array
     same: bool
-    """Whether all weights agree."""
+    """Whether the final weights of the two arms are equal in every seed."""
     by: Metric
 
     @property
     def differences(self) -> Array:
-        """First minus second by seed, from sums, so that equal accuracies differ by exactly 0."""
+        """First minus second by seed. Computed from sums: equal accuracies differ by exactly 0."""
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property
     def span(self) -> float:
-        """The largest distance of two values: 1 for correct and wrong; for rewards, as observed."""
+        """The largest distance between two values: 1 for success; the observed one for rewards."""
         return 1.0 if self.by == "success" else float(np.ptp([self.a, self.b])) or 1.0
 
     @property
@@ -113,7 +113,7 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether there are enough seeds, and the arms have different weights."""
+        """Whether arms can be tested: there are enough seeds, and the final weights differ."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 

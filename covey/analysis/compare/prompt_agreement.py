@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from covey.analysis.compare.comparison import Comparison, RunResult
 
 MOST_DIFFERENT = 12
-"""How many prompts are listed on which arms differ most."""
+"""How many of the prompts on which arms differ most are listed."""
 
 Runs = Mapping[str, Sequence[RunResult]]
 
@@ -30,22 +30,22 @@ class Agreement:
     """
 
     runs: Mapping[str, int]
-    """Number of finished runs of each arm that has any; other arms are left out."""
+    """Arm -> number of finished runs; arms without a finished run are left out."""
     num_prompts: int
     solved_by_all: int
     solved_by_none: int
     solved_by_some: int
-    """Solved by several arms, but not by all."""
+    """The number of prompts solved by several arms, but not by all."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """The share of prompts on which two runs of one arm differ; None without two such runs."""
+    """The fraction of prompts on which two runs of one arm differ; None without two such runs."""
     disagreement_between_arms: float | None
-    """Share of prompts on which two arms differ with the same seed."""
+    """The fraction of prompts on which two arms with the same seed differ."""
     most_different: tuple[SolvedPrompt, ...]
 
 
 def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count over the last evaluations of finished runs; None without a finished run."""
+    """Count prompts in the last evaluations of finished runs; None without a finished run."""
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None
@@ -92,7 +92,7 @@ def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
 
 
 def _most_different(prompts: Sequence[SolvedPrompt], runs: Runs) -> tuple[SolvedPrompt, ...]:
-    """Return the prompts with the largest gap between two arms' shares of solving runs."""
+    """Return the prompts where the fraction of runs that solve them differs most between arms."""
 
     def gap(prompt: SolvedPrompt) -> float:
         shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]

@@ -82,11 +82,11 @@ class ReportContents:
     """The seed of the examples."""
     examples: tuple[Example, ...]
     health: Mapping[str, tuple[Trend, ...]]
-    """By panel."""
+    """Panel -> series of each arm."""
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
-    """Gather what a report shows; `folder` is that of the comparison."""
+    """Gather the contents of a report; `folder` is the comparison's folder."""
     seed = _common_seed(comparison)
     rows = {}
     for arm in comparison.arms:
@@ -112,7 +112,7 @@ def _graded(comparison: Comparison) -> bool:
 
 
 def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed that most arms finished; of several, the first."""
+    """Return the seed that most arms finished; if several tie, the first of them."""
     counts = {
         seed: sum(run.finished for run in comparison.runs if run.seed == seed)
         for seed in comparison.seeds

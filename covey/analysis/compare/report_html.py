@@ -1,4 +1,4 @@
-"""The HTML report: one file that opens offline and loads nothing; page/report.html is its form."""
+"""The HTML report: one file that opens offline and loads nothing. Template: page/report.html."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def page(contents: ReportContents) -> str:
 def render_page(
     template: str, contents: ReportContents, finalize: Callable[[Any], Any], **values: Any
 ) -> str:
-    """Render a template of the page folder; `finalize` escapes what is not markup."""
+    """Render a template of the page folder; `finalize` escapes everything that is not `Markup`."""
     about = json.dumps(dict(contents.comparison.environment), indent=2, default=str)
     made = environment(finalize).from_string(page_file(template, HERE))
     return made.render(

@@ -77,7 +77,7 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the interval; with two seeds, whose interval says little, the value of each seed."""
+    """Return the interval. With two seeds it is too wide to be useful: return each seed's value."""
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)
@@ -132,7 +132,7 @@ def _final_interval(arm: ArmResult) -> str:
 
 
 def speed_table(found: Conclusion) -> TextTable:
-    """Return when each arm reaches certain accuracies."""
+    """Return a table of the time at which each arm reaches certain accuracies."""
     timed = next((arm.time_to_accuracy for arm in found.arms if arm.time_to_accuracy), ())
     levels = [each.accuracy for each in timed]
     rows = []
@@ -328,7 +328,7 @@ def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> T
 
 
 def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
-    """Return the numbers of a learning curve."""
+    """Return the values of a learning curve as a table."""
     return TextTable(
         title=curve.arm,
         head=[*AXES, "mean", "lowest", "highest", *(f"seed {seed}" for seed in curve.seeds)],

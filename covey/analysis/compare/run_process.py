@@ -1,8 +1,8 @@
 """The process that trains one run: `python -m covey.analysis.compare.run_process`.
 
-The job arrives as a line on standard input, which then stays open. When it closes, the parent has
-ended, and this process exits at once; the next attempt resumes from the last checkpoint. Output
-goes to the run's log, the result to outcome.json.
+The job arrives as a line on standard input, which then stays open. When standard input closes, the
+parent has ended, and this process exits at once; the next attempt resumes from the last checkpoint.
+Output goes to the run's log, the result to outcome.json.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _exit_with_parent() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error in one line, with its class unless it is Covey's own."""
+    """Return an error in one line, with the name of its class unless Covey defines the class."""
     text = " ".join(str(error).split())
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -134,7 +134,7 @@ def run_job(job: Job) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process held: on a GPU, or else in main memory."""
+    """Return the peak memory of this process in bytes: on the GPU, or else in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

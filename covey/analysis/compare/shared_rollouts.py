@@ -2,9 +2,9 @@
 
 Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
 same random numbers, so their completions are the same. The first run that needs them stores them,
-and the others read them. So they are the same on a GPU too, where sums in another order may round
-differently. The name of a file is a digest of everything that decides its completions, so a run
-with other settings never reads it.
+and the others read them. So the completions are the same on a GPU too, where sums in another order
+may round differently. The name of a file is a digest of everything that determines its completions,
+so a run with other settings never reads it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedEngine:
     names_file: Path
     """The file that lists the stored completions of the first step."""
     names: list[str] = field(default_factory=list)
-    """Their names."""
+    """The names of the stored completions."""
     version: int = 0
 
     @property
@@ -99,7 +99,7 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A source whose first requests were already taken, and which keeps completions."""
+    """A source whose first requests were already taken; it records the completions."""
 
     source: RequestSource
     ready: Sequence[Request]

@@ -38,11 +38,11 @@ MOST_SEEDS = 1000
 EXACT_FLIPS = 16
 """Up to this many seeds all 2^seeds sign flips are tried; above, a random sample of 2^16."""
 FEW_SEEDS = 3
-"""With fewer seeds arms are not ranked: the interval of two covers nearly every difference."""
+"""With fewer seeds, arms are not ranked: with two, the interval covers nearly any difference."""
 FLIP_SEEDS = 6
 """With fewer seeds the sign flip test cannot reach 5 %: 2 / 2^5 is 6.25 %."""
 COLLAPSE_LEVEL = 0.01
-"""The level of a collapse, below 5 % because the highest of many evaluations is partly luck."""
+"""Significance level for a collapse. Below 5 %: the best of many evaluations is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ def crossed(values: Array) -> Crossed:
     """Decompose the variance of a mean of `values` [..., seeds, prompts].
 
     Two-way analysis of variance with both factors random. A prompt that is hard for every seed adds
-    nothing to the variance between seeds, so per-seed accuracies do not show that component. It is
-    the variance of per-prompt means minus the part that the noise within a seed explains.
+    nothing to the variance between seeds, so per-seed accuracies do not show the variance between
+    prompts. It is the variance of per-prompt means minus the part that noise within seeds explains.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -96,8 +96,8 @@ def _quantile(freedom: int) -> float:
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return mean, low and high of accuracies [..., seeds, prompts]; two seeds or more.
 
-    This is Wilson's interval for the number of independent completions that would give the same
-    standard error. It stays between 0 and 1, and is not empty even if every completion is correct.
+    This is Wilson's interval with the effective sample size: the number of independent completions
+    with the same standard error. The interval stays within [0, 1] and never has width 0.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -147,9 +147,9 @@ def mean_reward(values: Array) -> Estimate:
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    Accuracies are multiples of 1 / items, so equal differences are equal only up to rounding. The
-    result is at least the deviation of that rounding, because a smaller one, as for two equal
-    differences, would make any difference significant. Rewards may differ by `span` instead of 1.
+    Accuracies are multiples of 1 / items, so equal differences are equal only up to this rounding.
+    The result is at least the standard deviation of the rounding error. Otherwise two equal
+    differences would make any difference significant. For rewards the range is `span`, not 1.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -177,7 +177,7 @@ def seed_interval(
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of one number per seed, with Student's interval from two seeds on."""
+    """Estimate the mean of one number per seed; two or more seeds get Student's interval."""
     mean = float(np.mean(values))
     if len(values) == 1:
         return Estimate(mean, mean, mean)
@@ -189,8 +189,8 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the sign flip test over seeds: two-sided, no distribution assumed.
 
     If the arms do not differ, each seed's difference is equally likely to have the other sign. The
-    p-value is the share of all choices of signs whose sum is at least as far from 0. None with too
-    few seeds to reach 5 %.
+    p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed sum.
+    None if there are too few seeds to reach 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -222,11 +222,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
-    """Return the chance that the paired t-test detects a difference of `effect` deviations.
+    """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
-    A difference found with the wrong sign does not count. The noncentral t is computed as a mean
-    over quantiles of the observed deviation. Its series does not converge in the far tail, where
-    the critical value for two seeds lies.
+    A difference found with the wrong sign does not count. The noncentral t distribution is computed
+    as a mean over quantiles of the observed standard deviation, because its series does not
+    converge in the far tail, where the critical value for two seeds lies.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)
@@ -235,7 +235,7 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @cache
 def _observed_deviations(freedom: int) -> Array:
-    """Return quantiles of an observed deviation, as a multiple of the true one."""
+    """Return quantiles of the observed standard deviation, as multiples of the true one."""
     quantiles = (np.arange(2000) + 0.5) / 2000
     return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
 
@@ -293,6 +293,6 @@ def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) ->
 
 
 def fell(before: Array, final: Array) -> bool:
-    """Whether a run solves fewer prompts at its end than before, by more than chance."""
+    """Whether a run solves significantly fewer prompts at its end than at an earlier evaluation."""
     found = paired_difference(final.tolist(), before.tolist())
     return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

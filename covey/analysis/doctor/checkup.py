@@ -21,7 +21,7 @@ from covey.training.build import Parts, assemble
 from covey.types import Group
 
 MOST = {"prompts_per_step": 4, "group_size": 8, "max_tokens": 48}
-"""Of a step that the doctor takes."""
+"""Upper limits for the size of a training step that the doctor takes."""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 

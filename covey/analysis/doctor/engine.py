@@ -24,9 +24,9 @@ from covey.types import Group
 EXACT = 1e-3
 """The largest difference of log-probs, in nats, between engine and trainer in float32."""
 RATE = 1e-3
-"""Learning rate of the step that moves the weights: far enough that old ones are noticed."""
+"""Learning rate of the step that moves the weights, large enough to notice stale weights."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""How far a greedy token's logit may be below the highest; 0.5 in 16 bits."""
+"""How far a greedy token's logit may be below the highest logit; 0.5 with 16-bit weights."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
@@ -61,7 +61,7 @@ def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
     before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), 1)
     policy.optimizer.zero_grad()
     policy.model.model.train()
-    # Any gradient does: that of the mean log-prob is never zero.
+    # Any gradient will do; the gradient of the mean log-prob is never zero.
     torch.autograd.backward(policy.plain_logp(batch).logp[batch.mask].mean())
     policy.step(RATE)
     moved = float((trainer_logp(policy, batch, 1) - before)[batch.mask].abs().max())

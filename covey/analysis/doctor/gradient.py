@@ -1,8 +1,8 @@
 """Invariance of the gradient: it must not depend on how a step is split, padded or ordered.
 
-The gradient of one optimizer step on the run's own completions is computed again and again, each
-time in another way. The reference computes each completion in a separate pass. Rewards are computed
-from the texts, because a model that never succeeds would have no gradient to compare.
+The gradient of one optimizer step on the run's own completions is computed in several ways. They
+are compared with a reference gradient, for which each completion has its own forward pass. Rewards
+are hashes of prompt id and sample, because equal rewards would give no gradient to compare.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.training.step import Learner, backward_passes, filled_batch, filled_m
 from covey.types import Batch, Group, Rollout
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
-"""Relative difference of two gradients, in float32 and in 16 bits."""
+"""Largest allowed relative difference of two gradients, in float32 and in 16 bits."""
 REMEDY = (
     "the loss of a step depends on how it is computed: an own objective must leave denominators to "
     "its weights; set train.graphs = 'off' to rule out CUDA graphs, and report it otherwise"
@@ -30,7 +30,7 @@ REMEDY = (
 
 
 class _OfTwo(World):
-    """One of two ranks. Only its share of the passes is asked for."""
+    """One of two ranks. It does not communicate; it only selects the rank's micro-batches."""
 
     size = 2
 
@@ -39,7 +39,7 @@ class _OfTwo(World):
 
 
 def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
-    """Compare the gradient of an optimizer step with that of completions one at a time."""
+    """Compare the gradient of an optimizer step with the sum over single completions."""
     learner = parts.learner_at(State(beta=parts.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
@@ -68,7 +68,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
 
 
 def _invented(group: Group) -> Group:
-    """Give the completions of a group rewards that differ, whatever they are."""
+    """Give the completions of a group rewards that differ, whatever the completions are."""
 
     def reward(rollout: Rollout) -> float:
         return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000
@@ -116,7 +116,7 @@ def _of_ranks(learner: Learner, batch: Batch) -> torch.Tensor:
 
 
 def _half(batch: Batch) -> int:
-    """Return micro-batch tokens that split a batch in two or more."""
+    """Return a `micro_batch_tokens` that splits the batch into at least two micro-batches."""
     return max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
 
 

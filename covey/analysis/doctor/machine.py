@@ -35,7 +35,7 @@ from covey.training.resolve import reward_of, task_of
 PROMPTS = 8
 """Held-out prompts that the reward is tested on."""
 OVER = 1.5
-"""How many times the forecast a run may need: other parts of the doctor leave memory in use."""
+"""A run may need this many times its forecast, because earlier checks leave memory in use."""
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
 import os, socket
@@ -59,11 +59,11 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""The things that a program in the sandbox must not reach."""
+"""A program that returns which forbidden things it can reach; in the sandbox, there are none."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Run the rewards lab: determinism by itself, all other checks together."""
+    """Run the reward lab; determinism gets its own result, all other checks share one."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring
@@ -97,7 +97,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run a program in the sandbox that tries to reach what it must not."""
+    """Run `PROBE` in the sandbox; it tries to reach files, environment and network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"
@@ -135,7 +135,7 @@ def _needs_sandbox(config: Config) -> bool:
 
 
 def resume_checks(config: Config, folder: Path) -> Iterator[Result]:
-    """Train two steps, and one step resumed for a second; compare every file of the checkpoint."""
+    """Train two steps at once, and again with a resume in between; compare the checkpoints."""
     _reset_peak()
     whole = RunFolder.create(folder / "whole", to_toml(config), {})
     _trained(config, whole)
@@ -152,10 +152,10 @@ def resume_checks(config: Config, folder: Path) -> Iterator[Result]:
 
 
 def _reset_peak() -> None:
-    """Restart the measurement of memory."""
+    """Reset the measured peak of memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # Linux forgets the peak of this process
+    with contextlib.suppress(OSError):  # tells Linux to reset the peak
         Path("/proc/self/clear_refs").write_text("5")
 
 

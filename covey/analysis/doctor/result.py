@@ -1,4 +1,4 @@
-"""Results of the doctor's checks. No torch here."""
+"""Results of the doctor's checks. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 A gradient step moves logp in the opposite direction, so a negative gradient makes the token
 likelier. The gradient of the parameters is the sum over tokens of gradient[i,t] times the gradient
-of logp[i,t], so an algorithm acts only through these numbers.
+of logp[i,t]. So an algorithm affects the parameters only through gradient[i,t].
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
 
 
 def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Return the effect of a batch with advantages as one optimizer step."""
+    """Return the effect of one optimizer step on a whole batch with advantages."""
     batch = with_marks(objective, with_weight(objective, batch), now.logp)
     return effect(objective, batch, now)
 

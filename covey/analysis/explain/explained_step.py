@@ -41,19 +41,19 @@ class ExplainedToken:
     sampler_logp: float | None = None
     """Log-prob in the engine, as recorded."""
     logp: float | None = None
-    """Log-prob in the optimizer step that trains it."""
+    """Log-prob in the optimizer step that trains the token."""
     old_logp: float | None = None
     """Log-prob at the start of the step."""
     ref_logp: float | None = None
     advantage: float | None = None
     ratio: float | None = None
     clipped: str | None = None
-    """The bound that clips its ratio: low, high or dual."""
+    """The bound that clips the token's ratio: low, high or dual."""
     kl: float | None = None
     """The estimate of the KL to the reference."""
     entropy: float | None = None
     weight: float | None = None
-    """The factor of the token's gain in the loss."""
+    """The weight of the token's gain in the loss."""
     gradient: float | None = None
     """d loss / d logp. Negative: the step makes the token likelier."""
 
@@ -70,16 +70,16 @@ class ExplainedRollout:
     success: bool | None
     finish: str
     advantage: float
-    """Mean over tokens."""
+    """Mean of the advantage over tokens."""
     recorded_advantage: float
     update: int
-    """Which optimizer step of the training step trains it, from 1."""
+    """Index, from 1, of the optimizer step that trains the rollout."""
     clipped: float
-    """The share of its tokens whose ratio is clipped."""
+    """The fraction of the rollout's tokens whose ratio is clipped."""
     gradient: float
     """Sum over tokens of |d loss / d logp|."""
     push: float
-    """Minus the sum of d loss / d logp; if it is above 0, the completion becomes likelier."""
+    """Minus the sum of d loss / d logp. Above 0, the step makes the completion likelier."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
     """A line for each turn, and whether it was trained; empty for a single completion."""
@@ -87,7 +87,7 @@ class ExplainedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedGroup:
-    """A prompt, and its group's share in the step."""
+    """A prompt, and how much its group contributes to the step."""
 
     group: int
     prompt: str
@@ -95,9 +95,9 @@ class ExplainedGroup:
     zero_variance: bool
     """Whether all rewards are equal."""
     clipped: float
-    """The share of its tokens whose ratio is clipped."""
+    """The fraction of the group's tokens whose ratio is clipped."""
     share: float
-    """Share of the step's sum of |d loss / d logp|."""
+    """The group's fraction of the step's sum of |d loss / d logp|."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +119,11 @@ class Explanation:
     """Trained tokens with gradient 0."""
     clipped: int
     share_raised: float
-    """Share of the sum of |d loss / d logp| that makes tokens likelier."""
+    """The fraction of the sum of |d loss / d logp| that makes tokens likelier."""
     half_gradient_from: int
     """The fewest rollouts that make up half of the sum of |d loss / d logp|."""
     metrics: dict[str, float]
-    """Metrics of training the step again."""
+    """The metrics when the step was trained again."""
     logged: dict[str, Any]
     """The metrics that the run logged, if `metrics` has them too."""
 

@@ -1,8 +1,8 @@
 """Families of algorithms whose gradients are equal up to a factor, and their length bias.
 
-An algorithm acts on a policy through one vector: the slope of its loss in each token's log-prob.
-Algorithms with equal slopes are the same on this batch. Proportional slopes are a difference in
-learning rate, which Adam and gradient clipping mostly undo.
+An algorithm acts on a policy through one vector, the slopes: d loss / d logp of each token.
+Algorithms with equal slopes are the same on this batch. Algorithms with proportional slopes differ
+only like two learning rates, a difference that Adam and gradient clipping mostly undo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from covey.types import Batch
 
 ROUNDING = 1e-5
-"""The deviation from proportional slopes, relative to the largest, due to float32 rounding."""
+"""The deviation from proportionality, relative to the largest slope, that is float32 rounding."""
 BINS = 4
 """The number of bins; each has the same number of completions."""
 
@@ -44,7 +44,7 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return c > 0 if slopes = c * of up to rounding, else None.
+    """Return c > 0 if `slopes` equals c times `of` up to rounding, else None.
 
     Slopes that are all 0 match only slopes that are all 0, with c = 1.
     """
@@ -75,20 +75,20 @@ def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBin:
-    """Weight of the tokens in completions of similar length."""
+    """The weight of a token in the loss, for completions of similar length."""
 
     shortest: int
     longest: int
     completions: int
     gradient: float
-    """Mean |d loss / d logp| over their tokens."""
+    """Mean |d loss / d logp| over the tokens of these completions."""
     per_advantage: float
     """Sum of |d loss / d logp| divided by the sum of |advantage|: the weight of a token apart from
     its advantage. 0 if there is no advantage."""
 
 
 def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
-    """Bin completions by their number of trained tokens, and measure the weight of those tokens."""
+    """Bin completions by their number of trained tokens, and measure the weight of a token."""
     assert batch.advantage is not None
     lengths = batch.mask.sum(dim=1)
     trained = lengths[lengths > 0].sort().values

@@ -21,7 +21,7 @@ def parameter_gradients(
 
     All effects share a forward pass; each has its own backward pass. All rows are kept in memory.
     """
-    # The optimizer collects gradients as in training, because on a GPU some bypass autograd.
+    # The optimizer collects gradients as in training, because some bypass autograd on a GPU.
     optimizer = policy.optimizer
     size = sum(parameter.numel() for parameter in optimizer.parameters.values())
     totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
@@ -58,9 +58,10 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of forward passes; groups of equal rewards are in separate passes.
+    """Yield the row indices of each forward pass.
 
-    Most algorithms have no gradient for these groups, so the backward pass can be skipped.
+    Groups with equal rewards get forward passes of their own. Most algorithms have no gradient for
+    these groups, so the backward pass can be skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -43,7 +43,7 @@ class RecordedRollout:
     line: int
     """Line in the file of the step's rollouts, from 1."""
     group: int
-    """Number of its group in the step, from 1."""
+    """Index of the rollout's group in the step, from 1."""
     prompt: str
     rollout: Rollout
     advantage: float | None
@@ -101,7 +101,7 @@ def check_trained(recorded: Recorded) -> None:
 
 
 def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Mark with 1 each row that begins a group: a new prompt, or samples numbered from 0 again."""
+    """Return 1 for each row that begins a group (new prompt or lower sample index), else 0."""
     before = [None, *rows[:-1]]
     return [
         int(b is None or b["prompt_id"] != row["prompt_id"] or row["sample"] <= b["sample"])
@@ -156,7 +156,7 @@ def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The weights with which the numbers were computed."""
+    """Which weights an explanation was computed with."""
 
     checkpoint: int
     """Step of the loaded checkpoint; 0: the initial model."""
@@ -164,7 +164,7 @@ class Origin:
     replayed_steps: int
     """Recorded steps that were trained again after loading."""
     steps_behind: int
-    """Steps between these weights and those that generated the rollouts; 0: they are the same."""
+    """Steps between these weights and those that generated the rollouts; 0: the same weights."""
 
     @property
     def exact(self) -> bool:

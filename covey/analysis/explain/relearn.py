@@ -14,8 +14,8 @@ from covey.training.step import Seen, training_step
 from covey.types import Batch
 
 Watched = dict[str, torch.Tensor]
-"""Each token in the last optimizer step that trains it, [B, T]: logp, entropy, weight, and the
-fields of `Effect`. `number` [B]: which optimizer step, from 0."""
+"""Name -> values [B, T] of each token in the last optimizer step that trains it: logp, entropy,
+weight, and the fields of `Effect`. `number` [B] is the index of that optimizer step, from 0."""
 
 
 def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:

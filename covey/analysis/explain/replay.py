@@ -1,10 +1,10 @@
 """Replay of a recorded step with many algorithms: the gradient that each would have had.
 
 Every algorithm takes one optimizer step over the same rollouts with the same policy, at two
-moments. Before the step the policy is the one that generated. After the run's own optimizer steps
-it has moved, and clips have an effect. Algorithms differ only in d loss / d logp of each token; a
-backward pass turns that into the gradient of the parameters. Algorithms with proportional token
-gradients share a backward pass.
+moments. Before the step, the policy is the one that generated the rollouts. After the run's own
+optimizer steps the policy has moved, and clips have an effect. Algorithms differ only in
+d loss / d logp of each token; a backward pass turns these values into the gradient of the
+parameters. Algorithms with proportional token gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Replayed:
     grad_norm: float
     """The norm of the gradient of all parameters, before gradient clipping."""
     clipped: float
-    """Share of tokens whose ratio is clipped."""
+    """The fraction of tokens whose ratio is clipped."""
     zero_gradient: float
-    """Share of tokens with gradient 0."""
+    """The fraction of tokens with gradient 0."""
     per_advantage: float
     """Sum of |d loss / d logp| divided by the sum of |advantage|, over all tokens."""
     lengths: tuple[LengthBin, ...]
@@ -82,7 +82,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms as a run would; each gets those `options` (key=value) that it has."""
+    """Build algorithms as a run would; each gets the `options` (key=value) that apply to it."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]
@@ -101,7 +101,7 @@ def objectives(
             built[name] = objective_of(resolve(changed))
         except ConfigError:
             if not every or name == own:
-                raise  # of all algorithms, only those that this run could have used
+                raise  # with "all", algorithms that do not suit this run are left out
     if every and "parts" not in built[own].needs:
         built = {name: o for name, o in built.items() if "parts" not in o.needs}
     if "values" not in objective_of(resolve(config)).needs:
@@ -123,7 +123,7 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Replay a recorded step with algorithms; in between, the policy trains on the step."""
+    """Replay a recorded step with algorithms, before and after the policy trains on the step."""
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)

@@ -1,7 +1,7 @@
 """One small optimizer step with given numbers, for the step explorer of the web page.
 
-A group of completions with rewards, lengths and ratios goes through the objective code that trains.
-Run as a program, it answers one JSON object per line of input.
+A group of completions with rewards, lengths and ratios goes through the same objective code as in
+training. Run as a program, this module answers each line of input with one JSON object.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MOST_COMPLETIONS, MOST_TOKENS = 16, 16
 OPTIONS = ("clip_low", "clip_high", "beta")
 """Options of algorithms that the explorer has sliders for."""
 LENGTH = 8
-"""The divisor of algorithms that divide by a constant length."""
+"""The constant length by which some algorithms divide."""
 PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
-"""How far each token's log-prob moves at a drift of 1; row i starts at its i-th number."""
+"""How far each token's log-prob moves at a drift of 1. Completion i starts at element i."""
 
 
 def small_step(question: Mapping[str, Any]) -> dict[str, Any]:

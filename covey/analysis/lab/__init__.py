@@ -1,1 +1,1 @@
-"""The reward lab: checks that find out whether a reward can be hacked. No torch here."""
+"""The reward lab: checks whether a reward can be hacked. It does not import torch."""

@@ -42,7 +42,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def read_labelled(path: Path) -> list[Case]:
-    """Read completions that all have a label."""
+    """Read completions; each must have a label."""
     cases = read_cases(path)
     for number, case in enumerate(cases, start=1):
         if case.correct is None:

@@ -26,7 +26,7 @@ from covey.types import Prompt
 
 THROUGHPUT_SECONDS = 2.0
 FEW_SLOW = 16
-"""Prompts on which baselines are scored by a reward that is not quick."""
+"""Number of prompts on which a slow reward scores the baselines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Lab:
         return math.isinf(high) or score.reward >= high - 1e-6 * max(1.0, abs(high))
 
     def works(self, hack: Hack, score: Score) -> bool:
-        """Whether a hack works."""
+        """Whether a score shows that a hack works."""
         if hack.correct_answer:
             return self.full_reward(score)
         low, high = self.reward.bounds
@@ -184,7 +184,7 @@ def check_order(lab: Lab, prompts: Sequence[Prompt], form: Format) -> Check:
 
 
 def check_baselines(lab: Lab, prompts: Sequence[Prompt]) -> Check:
-    """No constant answer, empty completion or copy of the prompt may succeed often."""
+    """Check that no constant answer, empty completion or copy of the prompt succeeds often."""
     lab.progress("baselines")
     found = baselines(prompts, lab.scorer, None if lab.reward.quick else FEW_SLOW)
     return _check("baselines", found.text(), f"shortcuts on this task: {REMEDY}", found.flagged())
@@ -234,7 +234,7 @@ def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]
 
 
 def check_labels(lab: Lab, cases: Sequence[Case], allowed: float) -> list[Check]:
-    """Compare success with people's labels."""
+    """Check that success agrees with people's labels."""
     results = lab.score(cases, "labelled completions")
     checks = []
     for name, label in (("false positives", False), ("false negatives", True)):

@@ -80,7 +80,7 @@ def near(first: int, last: int, joint: str) -> MakeAnswer:
 
 
 def all_options(prompt: Prompt, solution: str) -> str | None:
-    """Return every choice."""
+    """Return an answer that names every choice."""
     options = prompt.info.get("options", prompt.info.get("choices"))
     if kind_of(prompt, solution) != "text":
         return None
@@ -118,7 +118,7 @@ _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def look_alikes(prompt: Prompt, solution: str) -> str | None:
-    """Return the answer in other characters that look like its letters."""
+    """Return the answer with letters replaced by other characters that look the same."""
     changed = solution.translate(_LETTERS)
     return (
         changed if kind_of(prompt, solution) in ("number", "text") and changed != solution else None
@@ -161,7 +161,7 @@ def copied_example(prompt: Prompt, solution: str) -> str | None:
 
 
 def program(text: str) -> MakeAnswer:
-    """Return a program with the name of the tested function."""
+    """Return a program that defines a function with the tested function's name."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "code":

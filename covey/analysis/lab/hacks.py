@@ -36,7 +36,7 @@ class Hack:
 
     name: str
     why: str
-    """The flaw of a reward on which the hack works: `the reward ...`."""
+    """The flaw of a reward that the hack exploits, as the end of a sentence `the reward ...`."""
     make: Make
     correct_answer: bool = False
     """If true, the hack must not get the full reward; if false, it must not succeed."""
@@ -59,7 +59,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """The solution after other thinking, which precedes the text if the format has no thinking."""
+    """Return a `Make` that puts this thinking before the solution, in any format."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)

@@ -79,11 +79,11 @@ class Cause:
     name: str
     gap: Gap
     updates: int = 0
-    """The number of optimizer steps taken, for staleness."""
+    """If the cause is staleness: the number of optimizer steps taken."""
 
     @property
     def title(self) -> str:
-        """Title of its line."""
+        """The title of this line."""
         words = CAUSES[self.name].title
         if self.name != "staleness":
             return words

@@ -16,8 +16,8 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Limits for "harmless": the smallest effective sample size, the largest share outside the clip
-range, and the largest distance of the mean ratio from 1, which shows a bias."""
+"""Limits for "harmless": the smallest effective sample size, the largest fraction of ratios outside
+the clip range, and the largest distance of the mean ratio from 1, which shows a bias."""
 SMALL = (0.95, 0.01, 0.05)
 """The limits for "small" in the same order; any larger difference "matters"."""
 
@@ -33,7 +33,7 @@ class ClipRange:
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio; then completions are counted."""
+        """Whether all tokens of a completion share one ratio; then each completion counts once."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
@@ -54,9 +54,9 @@ class Gap:
     ratio_mean: float
     """Mean of exp(difference)."""
     outside: float
-    """Share of ratios outside the clip range."""
+    """The fraction of ratios outside the clip range."""
     effective: float
-    """Relative effective sample size: (sum of ratios)^2 / (number * sum of their squares)."""
+    """Relative effective sample size: (sum of ratios)^2 / (count * sum of squared ratios)."""
 
     @property
     def severity(self) -> str:

@@ -1,4 +1,4 @@
-"""Variants of the trainer's log-probs: other batch shapes, float32, and truncated mass."""
+"""Variants of the trainer's log-probs: other batch shapes, float32, and truncated sampling."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def upcast(model: LanguageModel) -> LanguageModel:
 def log_kept(
     policy: Policy, batch: Batch, distribution: Distribution, micro_batch_tokens: int
 ) -> torch.Tensor:
-    """Return [B, T] the log of the mass that a truncation keeps at each token; at most 0.
+    """Return [B, T] the log of the probability mass that a truncation keeps at each position.
 
-    sampler_logp = logp - log kept. It is a property of the distribution and not of the token, so it
-    is finite even if rounding would have cut off the token itself.
+    sampler_logp = logp - log(kept mass). The kept mass depends on the distribution and not on the
+    token, so its log is finite even if rounding would have cut off the token itself.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)
@@ -91,7 +91,7 @@ def log_kept(
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return [B, T] the mask of the common prefix of completions that were generated twice."""
+    """Return the mask [B, T] of the prefix that two generations of a completion have in common."""
     mask = torch.zeros_like(like.mask)
     pairs = [
         pair

@@ -8,8 +8,8 @@
     kernel       trainer, alone                     - engine, one slot, without truncation
     staleness    trainer, after optimizer steps     - before
 
-Each difference changes one thing at a time. They need not add up to the total, because rounding
-errors partly cancel, and staleness is not part of the total.
+The two sides of each difference differ in one thing only. The differences need not add up to the
+total, because rounding errors partly cancel, and staleness is not part of the total.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Whether `clip_low` and `clip_high` bound ratios; in trust_mask they bound probabilities."""
+    """Whether `clip_low` and `clip_high` bound ratios, not probabilities as in `trust_mask`."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.objective.surrogate) is not trust_mask
 
 
 def default_updates(config: Config) -> int:
-    """Return the optimizer steps before the last one of a batch, at least 1."""
+    """Return how many optimizer steps a batch has before its last one; at least 1."""
     return max(1, config.train.updates - 1)
 
 
@@ -138,7 +138,7 @@ def _first(groups: Sequence[Group], completions: int) -> list[Group]:
 
 
 def _generated_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]:
-    """Generate the same completions one at a time; random numbers are addressed, so they repeat."""
+    """Generate the same completions one at a time. Each draws the same random numbers as before."""
     model = parts.policy.model
     return generate(
         encode_prompts(model, [group.prompt for group in few]),
@@ -157,7 +157,7 @@ def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure over all completions; the trainer's batch shape only over the few."""
+    """Measure over all completions, but the effect of batch shape only over `few` of them."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -227,7 +227,7 @@ def _stale(
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
     """Take one optimizer step on a batch; after the end of the schedule, at its peak rate.
 
-    At a rate of 0 nothing would become stale.
+    With a learning rate of 0 nothing would become stale.
     """
     peak = parts.config.optimizer.learning_rate
     once = replace(learner.settings, mini_batches=1, epochs=1)

@@ -29,9 +29,9 @@ def page_file(name: str, package: str = HERE) -> str:
 
 
 def environment(finalize: Callable[[Any], Any]) -> Environment:
-    """Return Jinja, whose templates may import those of this folder.
+    """Return a Jinja environment whose templates may import the templates of this folder.
 
-    `finalize` escapes what is not markup.
+    `finalize` escapes everything that is not `Markup`.
     """
     return Environment(
         loader=FunctionLoader(page_file),
@@ -54,7 +54,7 @@ def visible(value: object) -> object:
 
 
 def embedded_json(data: object, name: str) -> Markup:
-    """Return data for a script, escaped so that it cannot end the element."""
+    """Return data as JSON for a script, escaped so that it cannot end the script element."""
     text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{name}">{text}</script>')
 
@@ -68,7 +68,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only these scripts.
 
-    So even a completion that got into the page unescaped could not run anything.
+    So even a completion that got into the page unescaped could not run a script.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -1,9 +1,9 @@
 """Memory of activations, which a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` state how many tensors of which width autograd saves in a layer;
-`kernels_of` chooses among them by model and device. Tests count what autograd saves, and
-benchmarks/memory.py measures whole runs. So for a kernel that keeps less, only one line changes
-here.
+`kernels_of` chooses among them by model and device. Tests count the tensors that autograd saves,
+and benchmarks/memory.py measures whole runs. If a kernel learns to keep fewer tensors, only one
+line here has to change.
 
 Shapes: N tokens in a forward pass; B rows of S columns each, which are B * S cells.
 """
@@ -21,20 +21,20 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Tensors that one Llama layer keeps for its backward pass, per token."""
+    """Numbers of tensors that one Llama layer keeps per token for its backward pass."""
 
     norm_float: int
     """The number of tensors as wide as the hidden state, always float32: inputs of norms."""
     norm: int
     """Tensors as wide as the hidden state: outputs of norms, before and after their weights."""
     norm_frozen: int
-    """The same number if norms are not trained, as with an adapter."""
+    """The number of such tensors if norms are not trained, as with an adapter."""
     inner: int
     """Tensors as wide as the MLP: gate, its activation, up, and the product."""
     inner_adapted: int
-    """The same number with an adapter, whose layers keep their inputs."""
+    """The number of such tensors with an adapter, whose layers keep their inputs."""
     output: int = 1
-    """As wide as the queries: the output projection's input, unless attention keeps it."""
+    """Tensors as wide as the queries: the output projection's input, unless attention keeps it."""
     projections: int = 7
     """Linear layers with LoRA; each keeps a tensor as wide as the rank."""
     fused: bool = False
@@ -52,7 +52,7 @@ FLASH = replace(FUSED, output=0, flash=True)
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return the kind of layers that a model runs with `size` bytes per number."""
+    """Return the kind of layers that a model runs, if it computes with `size` bytes per number."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -73,7 +73,7 @@ class Pass:
 
     @property
     def cells(self) -> int:
-        """The number of positions of attention, for which packed tokens are gathered into rows."""
+        """Positions in attention, for which packed tokens are gathered into padded rows."""
         return self.rows * self.columns
 
 
@@ -89,7 +89,7 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes of attention: scores if it is two products, else inputs and output."""
+    """Return the bytes that attention saves: its inputs, and its scores (if kept) or output."""
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -149,8 +149,8 @@ def training_bytes(
 ) -> int:
     """Return the activations of a forward and backward pass.
 
-    With checkpointing a layer keeps only its input, and one layer at a time is recomputed. `head`
-    is the head's own memory, which is free again when a fused layer's backward pass begins.
+    With gradient checkpointing a layer keeps only its input, and one layer at a time is recomputed.
+    `head` is the memory of the LM head, freed before a fused layer's backward pass begins.
     """
     kernels = kernels_of(shape, size, device)
     layer = layer_bytes(shape, size, batch, kernels, device)

@@ -11,7 +11,7 @@ from covey.training.schedule import total_updates
 
 @rule("idle", "other-settings")
 def critic_without_use(setup: Setup) -> Iterator[Said]:
-    """[critic] where the objective trains none."""
+    """Settings in [critic] although the objective trains no critic."""
     given = changed(setup.config.critic)
     if given and "values" not in setup.objective.needs:
         yield Said(
@@ -46,7 +46,7 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
-    """A clip of values that have not moved yet."""
+    """A value clip in a run where the critic's values cannot move between rollout and update."""
     clip = setup.option("value_clip")
     if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
         yield Said(
@@ -59,7 +59,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "penalty-and-reference")
 def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
-    """Pairs against a reference that is the policy itself."""
+    """Pairs compared with a reference that follows the policy."""
     reference, updates = setup.config.reference, total_updates(setup.config.train)
     moves = reference.kind in ("moving", "renewed") and reference.every < updates
     if setup.objective.pairs and moves:

@@ -23,7 +23,7 @@ STALENESS = 1
 
 
 def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
-    """Return the workload of a training step of a configuration."""
+    """Return the workload of one training step with this configuration."""
     rollout, train = config.rollout, config.train
     recomputed = train.old_logp != "sampler" and train.updates > 1
     return Workload(

@@ -18,7 +18,7 @@ class ModelSize:
     layers: int
     hidden: int
     key_numbers: int
-    """The numbers in the keys and values of one token, for all layers together."""
+    """How many numbers the KV cache holds for one token, over all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Gpu:
     attention_flops: float = 276e12
     """FLOP per second of flash attention in training, forward and backward."""
     layer_seconds: float = 25.8e-6
-    """The seconds of a layer's kernels in one decode step, however few rows there are."""
+    """The minimum seconds of a layer's kernels in one decode step, even for a single row."""
     row_seconds: float = 26.8e-12
     """The seconds of a decode step for each row, layer and element of the hidden state."""
     token_seconds: float = 132e-12
@@ -43,7 +43,7 @@ class Gpu:
     recompute: float = 1.12
     """The factor by which gradient checkpointing lengthens an update."""
     call_seconds: float = 57e-3
-    """The seconds of an engine call besides decoding."""
+    """The seconds of an engine call in addition to decoding."""
     prefill_flops: float = 500e12
     node_link: float = 300e9
     """Bytes per second between GPUs of a node, in each direction: two thirds of the data sheet."""
@@ -58,19 +58,19 @@ H200 = Gpu()
 BYTES = 2
 """The bytes of a weight in bfloat16."""
 STATE_BYTES = 16
-"""The bytes of a trained parameter: weight, gradient, master weight and two moments."""
+"""The bytes for each trained parameter: weight, gradient, master weight and two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A training step."""
+    """The amount of work in a training step."""
 
     rows: int
-    """Completions."""
+    """The number of completions."""
     group: int
     prompt: int
     completion: int
-    """The tokens of a completion; all have the longest length that is allowed."""
+    """The tokens of a completion; every completion is assumed to have the maximum length."""
     updates: int = 1
     """The number of passes over the completions."""
     forwards: int = 0
@@ -104,7 +104,7 @@ def decode_seconds(
 def rollout_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, engines: int = 1, split: int = 1
 ) -> float:
-    """Return the seconds in which engines of `split` GPUs generate the completions of a step."""
+    """Return the seconds that engines of `split` GPUs need to generate a step's completions."""
     rows = work.rows / engines
     waves = max(1, math.ceil(rows / engine_rows(model, work, gpu, split)))
     prompts = rows / work.group * work.prompt
@@ -115,13 +115,13 @@ def rollout_seconds(
 
 
 def engine_rows(model: ModelSize, work: Workload, gpu: Gpu, split: int) -> int:
-    """Return how many completions an engine has memory for."""
+    """Return how many completions at once fit into an engine's memory."""
     free = 0.9 * gpu.memory * split - BYTES * model.parameters
     return max(1, int(free / (work.context * model.key_numbers * BYTES)))
 
 
 def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return the GPUs of an engine: as few as leave 40 % of their memory to keys and values."""
+    """Return the fewest GPUs for an engine that leave 40 % of their memory to the KV cache."""
     need = BYTES * model.parameters / (0.6 * gpu.memory)
     return int(2 ** math.ceil(math.log2(need))) if need > 1 else 1
 
@@ -145,12 +145,12 @@ def update_seconds(
 
 
 def fewest_trainers(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return how many GPUs hold the training state, with a fifth left for activations."""
+    """Return how many GPUs the training state needs if a fifth of memory is for activations."""
     return math.ceil(STATE_BYTES * model.parameters / (0.8 * gpu.memory))
 
 
 def sync_seconds(model: ModelSize, gpu: Gpu = H200, *, gpus: int) -> float:
-    """Return the seconds in which all engines get new weights: a pipelined broadcast."""
+    """Return the seconds to send new weights to all engines by a pipelined broadcast."""
     return BYTES * model.parameters / (gpu.node_link if gpus <= gpu.node else gpu.far_link)
 
 
@@ -189,7 +189,7 @@ def splits(
     sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
     found = []
     for trainers in range(least, gpus + 1):
-        rest = gpus if trainers == gpus else gpus - trainers  # with all GPUs: both, in turn
+        rest = gpus if trainers == gpus else gpus - trainers  # all GPUs train and generate, in turn
         update = update_seconds(model, work, gpu, trainers=trainers)
         for size in sizes:
             engines = min(rest // size, work.rows)

@@ -36,7 +36,7 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "data-over-time")
 def idle_replay(setup: Setup) -> Iterator[Said]:
-    """A replay buffer from which nothing is replayed."""
+    """A replay buffer whose rollouts are never replayed."""
     config, replay = setup.config, setup.config.replay
     given = changed(replay, "size", "max_age")
     if given and not replay.groups:

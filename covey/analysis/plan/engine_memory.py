@@ -22,10 +22,10 @@ from covey.config import Config
 from covey.training.resolve import sampling_of
 
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""How many tensors of the logits' size exist while a token is sampled: from the whole distribution,
-from a truncated one, which is sorted, and greedily."""
+"""How many tensors of the logits' size exist while a token is sampled. There is one number each for
+the whole distribution, a truncated distribution (which is sorted), and greedy decoding."""
 TOKEN_BYTES = FLOAT + FLOAT + 8
-"""The bytes of a token in a slot besides keys and values: random number, log-prob, token id."""
+"""Bytes per token in a slot, besides the KV cache: random number, log-prob and token id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Call:
 
     @property
     def graph_copies(self) -> int:
-        """How many exist for later tokens; a kernel samples these, unless truncated."""
+        """The same count for later tokens: 1, since a kernel samples them, unless truncated."""
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
     @property
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU: the next number for which CUDA graphs are captured."""
+        """Slots on a GPU: `together` rounded up to a number with captured CUDA graphs."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
@@ -65,7 +65,7 @@ class EngineFacts:
 
     shape: Shape
     size: int
-    """Bytes per number."""
+    """Bytes per number in the model's computations."""
     device: str
     prompt: int
     """Tokens of the longest prompt."""
@@ -180,7 +180,7 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
             ALWAYS,
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
-        # They run one after the other, so only the largest counts.
+        # The calls run one after the other, so only the largest counts.
         max(passing, key=lambda part: part.bytes),
     ]
 
@@ -201,7 +201,7 @@ def _prefill(facts: EngineFacts, call: Call) -> Part:
     batch = Pass(
         rows=together, columns=facts.prompt, tokens=tokens, chosen=together, packed=shape.fuses
     )
-    # Keys and values of one prefill are freed once the next has its own.
+    # The KV cache of one prefill is freed once that of the next is allocated.
     held = (1 if together == prompts else 2) * tokens * facts.position
     passing = passing_bytes(shape, facts.size, batch, "cuda")
     return Part(

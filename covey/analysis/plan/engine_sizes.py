@@ -25,11 +25,11 @@ PROMPT_STEP = 128
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """native/shared_prompt_cache.py: numbers of slots that CUDA graphs are captured for."""
 TOKEN_STEP = 256
-"""accel/static_buffers.py: the smallest step between padded numbers of tokens."""
+"""accel/static_buffers.py: the smallest difference between two padded token counts."""
 VOCABULARY_BLOCK = 2048
 """accel/kernels/sample.py: vocabulary entries that one program of the sampling kernel reads."""
 CHUNK_STEP = 128
-"""accel/fused_head.py: a chunk of more logits rows than this is a multiple of it."""
+"""accel/fused_head.py: a chunk with more rows of logits is rounded to a multiple of this."""
 
 
 def width_for(completions: int) -> int:
@@ -40,7 +40,7 @@ def width_for(completions: int) -> int:
 
 
 def padded_tokens(count: int) -> int:
-    """Round a number of tokens up to one that training graphs are captured for."""
+    """Round a token count up to a count for which training captures CUDA graphs."""
     power = max(2, 1 << max(0, count - 1).bit_length())
     step = max(TOKEN_STEP, power // 2 // 16)
     return max(1, -(-count // step)) * step
@@ -52,8 +52,8 @@ def largest_micro_batch(
 ) -> tuple[int, int]:
     """Return rows and prompts of the fullest micro-batch on a GPU, if all lengths are equal.
 
-    This is accel/packing.py's `balanced` for `rows` rows in groups of `group_size`: a group is cut
-    into pieces within the budget, and pieces are spread over as few micro-batches as they fit into.
+    This computes accel/packing.py's `balanced` for `rows` rows in groups of `group_size`. A group
+    is cut into pieces within the token budget; the pieces are spread over the fewest micro-batches.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:
@@ -71,7 +71,7 @@ def largest_micro_batch(
     while True:
         parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         heap = [(0, part) for part in range(count)]
-        for piece in pieces:  # the largest first, to the part with the fewest tokens
+        for piece in pieces:  # the largest piece first, into the micro-batch with the fewest tokens
             tokens, part = heap[0]
             parts[part].append(piece)
             heapq.heapreplace(heap, (tokens + prompt + piece[0] * (completion - 1), part))

@@ -1,8 +1,8 @@
 """Equivalence of algorithms: the normal form of an objective, without parts that have no effect.
 
 With one update per rollout batch every ratio is 1. Then a clip has no effect, every surrogate has
-slope 1, and a sequence-level ratio has the gradient of its tokens' ratios. The advantage, the
-weights of tokens and the penalty remain.
+slope 1, and a sequence-level ratio has the gradient of its tokens' ratios. Algorithms can then
+differ only in the advantage, the weights of tokens and the penalty.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates whose marks have no effect while every ratio is 1."""
+"""Surrogates for which marked tokens make no difference while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -85,7 +85,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
-    drifts = not (setup.one_update and setup.exact)  # from the policy that generated
+    drifts = not (setup.one_update and setup.exact)  # from the policy that sampled
     return {
         "advantage": _advantage(setup),
         **_gain(setup),
@@ -105,10 +105,10 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a form that ignores a constant factor of the loss."""
+    """Return a normal form that ignores constant factors of the loss."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
-        return same  # the factor would not scale the whole loss
+        return same  # a constant factor would not scale the whole loss
     if form["advantage"].function is advantage.against_the_others:
         same["advantage"] = Piece(advantage.group_centered)
     if form["weights"].function is weights.sequence_mean_token_sum_norm:
@@ -122,7 +122,7 @@ def active_penalty(setup: Setup) -> Piece | None:
     if not objective.beta:
         return None
     if objective.pairs:
-        return piece_of(objective.penalty)  # a margin of 0 has a gradient too
+        return piece_of(objective.penalty)  # in a pair, beta also matters at a margin of 0
     if objective.kl_in == "reward" and setup.advantage in IGNORES_REWARD:
         return None
     in_loss = objective.kl_in == "loss"
@@ -144,7 +144,7 @@ def reference_is_policy(setup: Setup) -> bool:
 
 
 def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return what decides how a critic is trained."""
+    """Return everything that determines how a critic is trained."""
     targets, loss = setup.objective.targets, setup.objective.value_loss
     return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 
@@ -156,7 +156,7 @@ def _advantage(setup: Setup) -> Piece:
         options = {"ddof": 1, "eps": options["eps"], "of": "centered"}
         found = Piece(advantage.standardized_by_batch, tuple(sorted(options.items())))
     if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:
-        options.pop("of")  # with one group, the deviation of the batch is that of the group
+        options.pop("of")  # with one group, the std of the batch equals the std of the group
         found = Piece(advantage.group_standardized, tuple(sorted(options.items())))
     if found.function is kept_standardized and options["keep"] >= config.rollout.group_size:
         kept = {"ddof": options["ddof"], "eps": options["eps"]}

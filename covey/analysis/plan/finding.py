@@ -21,7 +21,7 @@ UNKNOWN = TaskFacts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A finding about a configuration that the user should know."""
+    """Something about a configuration that the user should know."""
 
     kind: Kind
     """`same`: several names for one algorithm.
@@ -59,7 +59,7 @@ class Said(NamedTuple):
     remedy: str
 
     def finding(self, kind: Kind, section: str) -> Finding:
-        """Return the finding, explained in a section of docs/plan.md."""
+        """Return the finding, with a link to the section of docs/plan.md that explains it."""
         return Finding(kind=kind, docs=f"{PAGE}#{section}", **self._asdict())
 
 
@@ -75,7 +75,7 @@ class Setup:
     def one_update(self) -> bool:
         """Whether a rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        This is not the case with rollouts of older weights.
+        False if rollouts may come from older weights.
         """
         return self.config.train.updates == 1 and not self.config.stale
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# These modules add rules when they are imported.
+# Importing these modules registers their rules.
 from covey.analysis.plan import (  # noqa: F401
     baseline_settings,
     data_settings,
@@ -85,7 +85,7 @@ def _proportional_runs(names: list[str]) -> Finding:
 
 
 def _other_settings(setup: Setup) -> dict[str, Any]:
-    """Return all settings outside of the objective that can change a gradient."""
+    """Return all settings outside the [objective] section that can change a gradient."""
     config = setup.config
     rest = config.model_dump(
         exclude={

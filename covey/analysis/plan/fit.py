@@ -1,4 +1,4 @@
-"""Settings that make a run fit its device, cheapest first."""
+"""Settings that make a run fit on its device, cheapest first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.config import Config, parse_config, toml_value
 from covey.training.resolve import objective_of
 
 LEAST_CONCURRENT = 64
-"""The fewest completions at once that are suggested; fewer save little and make generation slow."""
+"""The smallest suggested engine.max_concurrent; less saves little and makes generation slow."""
 RANK = 16
 """LoRA rank of a suggested adapter."""
 
@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 def memory_findings(
     config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int = 1
 ) -> Iterator[Finding]:
-    """Yield a finding if a resolved configuration does not fit the device of its forecast."""
+    """Yield a finding if a resolved configuration does not fit on the device of its forecast."""
     if found.fits:
         return
     if ranks > 1:
@@ -55,7 +55,7 @@ def memory_findings(
 def _more_ranks(
     config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int
 ) -> Finding:
-    """Return the finding of a run that does not fit on each of its ranks."""
+    """Return the finding of a run with several ranks, each of which needs too much memory."""
     needed = ranks_that_fit(config, found.device, facts, shape)
     remedy = f"use devices with {size_text(found.peak / (1 - MARGIN))}, a tenth of it to spare"
     if needed is not None:
@@ -72,10 +72,10 @@ def _more_ranks(
 
 
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
-    """Return the fewest devices on which the sharded run fits, with a tenth of each free.
+    """Return the smallest number of devices on which the sharded run fits, with a tenth free.
 
-    None means that it fits on none of the numbers that are tried, because the engine needs the
-    whole weights on each device.
+    None means that the run fits with none of the numbers tried. That is possible because the engine
+    needs all weights on each device.
     """
     changes = {"parallel.strategy": "fsdp", "optimizer.state": "float32"}
     sharded = changed(config, changes)
@@ -95,7 +95,7 @@ def _largest(found: Forecast) -> str:
 def settings_that_fit(
     config: Config, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return the fewest changes, cheapest first, that leave a tenth of the device's memory free."""
+    """Return the cheapest changes that leave a tenth of the device's memory free."""
     chosen: dict[str, Any] = {}
     for change in _changes(config):
         chosen |= change
@@ -111,7 +111,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield growing sets of changes; those that do not change the result come first."""
+    """Yield the changes to try; changes that do not affect the trained weights come first."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
@@ -128,7 +128,7 @@ def _changes(config: Config) -> Iterator[Settings]:
 def _fitting(
     config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return the changes with a micro-batch that fits; None if no micro-batch fits."""
+    """Return the changes together with a micro-batch size that fits; None if none fits."""
     same_shape = shape if "adapter.rank" not in changes else None
     found = forecast(changed(config, changes), device, facts, same_shape)
     tokens = found.suggested_micro_batch_tokens

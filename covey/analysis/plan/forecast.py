@@ -15,7 +15,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""The bytes in use before any tensor exists, and what uses them.
+"""Memory in use before any tensor exists: bytes, and a description.
 
 Measured by benchmarks/memory.py.
 """
@@ -42,7 +42,7 @@ class Device:
 
     kind: Literal["cpu", "cuda"]
     memory: int
-    """Bytes."""
+    """The memory of the device in bytes."""
     name: str
 
     @staticmethod
@@ -83,7 +83,7 @@ class Part(NamedTuple):
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """The phases in which it is allocated."""
+    """The phases in which this memory is allocated."""
     why: str
     """A description of the tensors in this part."""
 
@@ -96,9 +96,9 @@ class Forecast:
     parts: tuple[Part, ...]
     micro_batch_tokens: int
     suggested_micro_batch_tokens: int | None
-    """The largest value that fits, or above which nothing changes; None if no value fits."""
+    """The largest micro_batch_tokens that fits, or that has an effect; None if none fits."""
     notes: tuple[str, ...]
-    """Assumptions."""
+    """The assumptions of the forecast, one sentence each."""
 
     def during(self, phase: Phase) -> int:
         """Return the bytes allocated in a phase."""
@@ -121,7 +121,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much memory as the peak."""
+        """Whether the peak fits into the device's memory."""
         return self.peak <= self.device.memory
 
     def row(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Forecast:
         return f"memory: peak {size_text(self.peak)}, {share:.0%} of the {device}: {fits}"
 
     def text(self) -> str:
-        """Return a table of the fullest phase, largest part first."""
+        """Return a table of the memory in the phase with the peak, largest part first."""
         phase = self.peak_phase
         lines = [self.line(), f"fullest phase: {PHASES[phase]}"]
         parts = sorted(self.parts, key=lambda p: -p.bytes if phase in p.phases else math.inf)

@@ -24,9 +24,9 @@ from covey.rewards.length import Soft
 from covey.training.resolve import reward_of
 
 UPDATES = ("train.mini_batches", "train.epochs")
-"""Settings that decide how many optimizer steps a rollout batch is used for."""
+"""Settings that determine the number of optimizer steps per rollout batch."""
 TOKEN_SIZED_CLIP = 0.1
-"""The smallest clip range that suits token ratios and is too wide for a sequence-level ratio ..."""
+"""A clip range from here on suits token ratios, and is too wide for a sequence-level ratio ..."""
 FEW_UPDATES = 4
 """... if an epoch has at most this many updates ..."""
 SMALL_RATE = 1e-5
@@ -44,7 +44,7 @@ def changed(section: Section, *names: str) -> dict[str, str]:
 
 
 def changed_options(setup: Setup, *names: str) -> dict[str, str]:
-    """Return the same for the objective's options."""
+    """Return the objective's options that differ from their default, in the same form."""
     options = setup.config.objective.options
     parameters = inspect.signature(algorithm(setup.config.objective.name, options)).parameters
     return {
@@ -144,7 +144,7 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def penalty_settings(setup: Setup) -> Iterator[Said]:
-    """Settings of a KL penalty or its reference without effect."""
+    """Settings of a KL penalty or of its reference that have no effect."""
     if not setup.objective.beta:
         idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
         if idle:
@@ -301,7 +301,7 @@ def length_penalty_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def keeps_all(setup: Setup) -> Iterator[Said]:
-    """A filter of completions that is as large as the group."""
+    """A filter that keeps as many completions as the group has."""
     size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
     if keep >= size:
         yield Said(

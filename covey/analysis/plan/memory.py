@@ -2,8 +2,8 @@
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
 backward passes, the optimizer step. Each part of the memory is allocated in some of these phases,
-and the peak is that of the fullest phase. Everything is counted at its worst: all completions as
-long as `rollout.max_tokens`, all prompts as long as the longest of a sample.
+and the phase that needs the most memory determines the peak. The forecast assumes the worst case:
+all completions have `rollout.max_tokens`, all prompts the longest length in a sample of prompts.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from covey.objective import Objective
 from covey.training.resolve import objective_of, resolve
 
 MARGIN = 0.1
-"""The share of a device's memory that a suggestion leaves free."""
+"""The fraction of a device's memory that suggested settings leave free."""
 ASSUMED_PROMPT = 256
-"""The assumed tokens of a prompt if prompts cannot be measured."""
+"""The assumed prompt length in tokens if prompts cannot be measured."""
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
-"""The share of the activations that malloc wastes on a CPU as holes between freed and kept tensors.
-Measurements were between 0 and 0.7, because later allocations may fill the holes."""
+"""On a CPU, malloc wastes memory in holes between freed and kept tensors. This is the waste as a
+fraction of the activations. Measured values are 0 to 0.7: later allocations may fill the holes."""
 
 
 def forecast(
@@ -53,9 +53,9 @@ def forecast(
     shape: Shape | None = None,
     ranks: int = 1,
 ) -> Forecast:
-    """Forecast the peak memory of a run on `device`, by default the one it would use here.
+    """Forecast the peak memory of a run on `device`; default: the run's device on this machine.
 
-    With several ranks, it is the memory of one rank on its own device. `facts` and `shape` are
+    With several ranks, the forecast is for one rank on its own device. `facts` and `shape` are
     those of the configuration's task and model, if they are already known.
     """
     config = resolve(config)
@@ -78,7 +78,7 @@ def forecast(
 
 
 def _suggest(run: _Run) -> int | None:
-    """Return the largest micro-batch that fits with a margin; a whole batch is the largest."""
+    """Return the largest micro-batch that fits with a margin, up to the whole batch."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
@@ -110,26 +110,26 @@ class _Run:
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks divide the parameters among them."""
+        """Whether parameters are sharded over the ranks."""
         return self.config.parallel.strategy == "fsdp"
 
     @property
     def shards(self) -> int:
-        """The number of ranks that share one whole model."""
+        """The number of ranks over which one model is sharded."""
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
     @property
     def trainer(self) -> Shape:
-        """The model as training passes see it: fused passes need whole parameters."""
+        """The model in training passes; it is not fused if sharded: fusion needs whole tensors."""
         return replace(self.shape, fuses=False) if self.sharded else self.shape
 
     def share(self, count: int) -> int:
-        """Return a rank's share of some prompts or completions."""
+        """Return how many of `count` prompts or completions one rank gets, at most."""
         return -(-count // self.ranks)
 
     @property
     def size(self) -> int:
-        """The bytes of a number in the model's computations."""
+        """Bytes per number in the model's computations."""
         dtype = self.config.model.dtype
         bfloat16 = dtype == "bfloat16" or (dtype == "auto" and self.on_gpu)
         return 2 if bfloat16 else FLOAT
@@ -146,7 +146,7 @@ class _Run:
 
     @property
     def rows(self) -> int:
-        """The completions of one rank in a mini-batch."""
+        """The number of completions of one rank in a mini-batch."""
         rollout = self.config.rollout
         rows = rollout.prompts_per_step * rollout.group_size
         return self.share(-(-rows // self.config.train.mini_batches))
@@ -166,7 +166,7 @@ class _Run:
         return self.gradient_sinks and self.shape.fuses and self.config.records_passes
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the largest forward pass with this many tokens, in rows of full length."""
+        """Return the largest forward pass within this many tokens, if all rows have full length."""
         completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
         if self.on_gpu:
             rows, prompts = largest_micro_batch(
@@ -210,7 +210,7 @@ class _Run:
         )
 
     def _own_config(self) -> Config:
-        """Return the configuration with the share of rollouts that one rank generates."""
+        """Return the configuration with only the rollouts that one rank generates."""
         rollout = self.config.rollout
         own = {"prompts_per_step": self.share(rollout.prompts_per_step)}
         return self.config.model_copy(update={"rollout": rollout.model_copy(update=own)})
@@ -297,7 +297,7 @@ class _Run:
             ),
             Part(
                 "no-grad pass",
-                # A pass that is not fused was measured to take twice the counted bytes.
+                # In measurements, a pass that is not fused took twice the counted bytes.
                 (1 if self.on_gpu and shape.fuses else 2) * passing if no_grad else 0,
                 ("prepare",),
                 "the same tokens without gradient, for the reference or old_logp",
@@ -334,14 +334,14 @@ class _Run:
         ]
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the output layer's gradient beyond those in `gradients`."""
+        """Return the bytes for the output layer's gradient that `gradients` does not count."""
         if self.gradient_sinks or self.sharded:
             return 0
         return self.shape.head * self.size * self.shape.head_trained
 
     def _logits(self, batch: Pass) -> int:
         vocabulary, megabytes = self.shape.vocabulary, self.config.train.logits_megabytes
-        if self.on_gpu:  # logits, and their gradient if it is rounded
+        if self.on_gpu:  # logits, and their gradient if it is a rounded copy
             token = vocabulary * (FLOAT + self.size if self.size < FLOAT else FLOAT)
             rows = max(1, int(megabytes * 2**20 / token))
             rows -= rows % CHUNK_STEP if rows > CHUNK_STEP else 0
@@ -352,7 +352,7 @@ class _Run:
         return rows * vocabulary * FLOAT * copies
 
     def notes(self) -> tuple[str, ...]:
-        """Return the assumptions."""
+        """Return the assumptions of the forecast."""
         prompts = f"prompts of {self.prompt} tokens"
         if self.facts.longest_prompt is None:
             prompts += f", which could not be measured ({self.facts.problem})"

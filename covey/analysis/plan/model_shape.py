@@ -1,8 +1,8 @@
 """Sizes of a model from its configuration. No weights are read.
 
 For the common decoder families this module computes the sizes from config.json alone. Any other
-model is built by transformers on torch's meta device, where tensors have shapes but no memory. For
-that, importing transformers' model code takes two seconds.
+model is built by transformers on torch's meta device, where tensors have shapes but no memory. That
+is slower, because importing transformers' model code takes two seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
 """The values of model_type whose layers are those of `_llama_modules`."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
-"""Required keys of config.json; without them transformers' defaults would decide."""
+"""Required keys of config.json; if one is missing, transformers would use its own default."""
 
 Adapter = tuple[int, Sequence[str], Sequence[str]]
 """LoRA rank, target modules, and modules that are trained in full."""
@@ -86,7 +86,7 @@ class Shape:
 def source_of(path: str) -> tuple[str, dict[str, str]]:
     """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
 
-    Of a GGUF file only the header is read, because an import would take as long as loading the
+    Of a GGUF file only the header is read, because converting it would take as long as loading the
     weights.
     """
     path = adapter_base(path) or path
@@ -142,7 +142,7 @@ def _llama_config(source: str) -> Any:
     if not known or unusual or (kind == "qwen3" and "head_dim" not in data):
         return None
     rope = {**rope, "rope_type": rope.get("rope_type") or rope.get("type", "default")}
-    # Qwen's configurations give a window even if it is not used.
+    # Qwen's configurations have a sliding window even if it is not used.
     return SimpleNamespace(**{**data, "rope_parameters": rope, "sliding_window": None})
 
 
@@ -222,7 +222,7 @@ def measure(
         model.config.get_text_config(),
         (rank, targets, also_train),
         fused_attention=fused_attention,
-        # On a GPU the fused pass is also compared with the model's own: see accel/parity.py.
+        # On a GPU the fused pass is also compared with the model's own pass: see accel/parity.py.
         fuses=llama
         and hasattr(layers[0].input_layernorm, "variance_epsilon")
         and _fuses(model.config),

@@ -13,11 +13,11 @@ from covey.models.adapter import adapter_base
 from covey.objective import Objective
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""By optimizer.state: bytes of the master weight beyond bfloat16, and of two moments."""
+"""optimizer.state -> bytes of the master weight in addition to bfloat16, and of two moments."""
 
 
 class RunFacts(Protocol):
-    """The facts of a run that the memory of its models depends on."""
+    """Facts about a run that determine the memory of its models."""
 
     @property
     def config(self) -> Config:
@@ -33,7 +33,7 @@ class RunFacts(Protocol):
 
     @property
     def size(self) -> int:
-        """The bytes of a number in the model's computations."""
+        """Bytes per number in the model's computations."""
 
     @property
     def on_gpu(self) -> bool:
@@ -41,11 +41,11 @@ class RunFacts(Protocol):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks divide the parameters among them."""
+        """Whether parameters are sharded over the ranks."""
 
     @property
     def shards(self) -> int:
-        """The number of ranks that share one whole model."""
+        """The number of ranks over which one model is sharded."""
 
 
 def teacher_parts(run: RunFacts) -> list[Part]:
@@ -86,10 +86,10 @@ def reference_part(run: RunFacts, weights: int) -> Part:
 
 
 def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
-    """Return what a critic holds; its passes take turns with the policy's, without logits.
+    """Return the memory that a critic holds. Its passes never overlap with the policy's.
 
-    `size` is the bytes of a number that it computes with, `state` those that complete a weight to
-    its master, and those of two moments.
+    `size` is the bytes per number in its computations. `state` has the bytes per weight that a
+    master weight needs in addition, and the bytes of two moments.
     """
     path, (master, moments) = config.critic.path, state
     model = config.model.model_copy(update={"path": path})

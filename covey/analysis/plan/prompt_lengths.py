@@ -1,7 +1,7 @@
 """Token counts of prompts and solutions, measured while another process imports torch.
 
 A tokenizer needs transformers, and everything else in a plan needs torch. Each takes a second to
-import, so `covey plan` measures in a separate process. No torch here.
+import, so `covey plan` measures prompts in a separate process. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from covey.models.template_process import start_rendering
 from covey.subprocesses import module_command
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""Errors of reading data or a tokenizer; the plan is then made without these facts."""
+"""Errors while reading data or a tokenizer. After one, the plan goes on without these facts."""
 
 Job = Mapping[str, Any]
-"""`path`, `source` and `options` of the tokenizer, `template`, and what to measure: `solutions`
-(texts) and `prompts` (lists of messages)."""
+"""Keys: `path`, `source` and `options` of the tokenizer, the chat `template`, and the inputs to
+measure: `solutions` (texts) and `prompts` (lists of messages)."""
 Measure = Callable[[Job], Mapping[str, Any]]
 
 
@@ -34,7 +34,7 @@ def first_line(error: Exception) -> str:
 
 
 def measure(job: Job) -> Mapping[str, Any]:
-    """Return the token counts of `solutions` and `prompts`; `problem`: why some are missing."""
+    """Return the token counts of `solutions` and `prompts`; `problem` says why any are missing."""
     found: dict[str, Any] = {}
     try:
         tokenizer = _tokenizer(job["source"], job["options"])

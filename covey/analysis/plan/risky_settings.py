@@ -14,16 +14,16 @@ from covey.training.prompt_limit import longest_prompt
 from covey.training.schedule import total_updates
 
 COLD = 0.3
-"""At this temperature and below, the completions of a prompt are mostly equal."""
+"""At this temperature or below, most completions of a prompt are equal."""
 TIGHT_CLIP = 0.01
-"""Bounds below this suit a sequence-level ratio; a token's ratio exceeds them immediately."""
+"""Clip bounds below this suit a sequence-level ratio; token ratios exceed them immediately."""
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to show."""
 FEWEST_PAIRS = 6
-"""The fewest prompts that are significant if all change one way: 2 / 2^6 < 0.05."""
+"""The fewest prompts whose change is significant if all change one way: 2 / 2^6 < 0.05."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""The share of truncated solutions from which max_tokens is reported."""
+"""The finding about max_tokens appears from this fraction of truncated solutions on."""
 
 FORMAT_REWARDS = frozenset(
     {

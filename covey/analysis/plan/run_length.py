@@ -16,7 +16,7 @@ def step_tokens(config: Config) -> int:
 
 
 def least_steps(config: Config) -> int:
-    """Return the fewest steps of a run: with a token budget, if all completions are longest."""
+    """Return the fewest steps of a run; with a token budget, if every completion is longest."""
     train = config.train
     if train.budget == "tokens":
         return math.ceil(train.amount / step_tokens(config))
@@ -24,7 +24,7 @@ def least_steps(config: Config) -> int:
 
 
 def most_steps(config: Config) -> int:
-    """Return the most steps: with a token budget, if every completion has one token.
+    """Return the most steps of a run; with a token budget, if every completion has one token.
 
     With a budget of optimizer steps, dynamic sampling may drop all groups until the run gives up.
     """
@@ -43,7 +43,7 @@ def most_tokens(config: Config) -> int:
 
 
 def most_evaluations(config: Config) -> int:
-    """Return the most evaluations: at the start, at every interval of the budget, at the end."""
+    """Return the most evaluations of a run: at the start, at every interval, and at the end."""
     every, steps = config.evaluate.every, config.train.steps
     marks = math.ceil(steps / every) if every else 0
     return 1 + min(marks, most_steps(config)) if every else 0

@@ -1,8 +1,8 @@
 """Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
 
-A rank has its part of the float32 weights, moments and gradients. Whole tensors on a rank are the
-engine's copy of the weights and, during a pass, the weights of the current and the next block, with
-embedding, head and last norm.
+A rank has its shard of the float32 weights, moments and gradients. Some tensors are whole on every
+rank: the engine's copy of the weights and, during a pass, the weights of the current and the next
+block, the embedding, the head and the last norm.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sharded_parts(shape: Shape, size: int, shards: int, *, whole_copy: bool = Tr
 
 
 def block_parameters(shape: Shape) -> int:
-    """Return the parameters of one block, with those of its adapter."""
+    """Return the number of parameters of one block, including its adapter."""
     if not shape.fuses:
         return (shape.parameters + shape.added - shape.head) // shape.layers
     attention = 2 * shape.hidden * (shape.query + shape.key)
@@ -55,14 +55,14 @@ def block_parameters(shape: Shape) -> int:
 
 
 def end_parameters(shape: Shape) -> int:
-    """Return the parameters outside of the blocks."""
+    """Return the number of parameters outside the blocks."""
     whole = shape.parameters + shape.added
     return max(shape.head, whole - shape.layers * block_parameters(shape))
 
 
 def _gradients(shape: Shape, size: int) -> int:
-    """Return the memory of whole gradients: those of a block before the sum and as the float32 copy
-    that is sent, and those of the output layer if it is trained."""
+    """Return the memory of unsharded gradients: those of a block, their float32 copy for the
+    reduce-scatter, and those of the output layer if it is trained."""
     per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
     sent = FLOAT if size < FLOAT else 0
     return per_block * (size + sent) + shape.head * size * shape.head_trained

@@ -32,8 +32,8 @@ class Plan:
     algorithm: str
     steps: int
     at_least: bool
-    """Whether there may be more steps: with short completions a token budget lasts longer, and
-    dynamic sampling may leave steps without an optimizer step."""
+    """Whether there may be more steps than `steps`: with short completions a token budget lasts
+    longer, and dynamic sampling may leave steps without an optimizer step."""
     prompts_per_step: int
     group_size: int
     rounds: int
@@ -51,23 +51,23 @@ class Plan:
     penalty: str
     """Weight, KL estimate, reference and place of the penalty; empty without a penalty."""
     held_out: int | None
-    """None: not known."""
+    """The number of held-out prompts; None if it is unknown."""
     evaluations: int
     """The number of evaluations; with a token budget, the most that are possible."""
     evaluation_samples: int
     prompt_lengths: str = ""
-    """A sentence about the prompts' numbers of tokens. Empty: not known."""
+    """A sentence about the prompts' token counts; empty if they are unknown."""
     staleness: int = 0
-    """How many training steps generation may be ahead."""
+    """How many training steps generation may be ahead of training."""
     baselines: Mapping[str, Any] = field(default_factory=dict)
-    """Scores that need no skill: `constant`, `empty`, `copy`."""
+    """The scores of baselines that need no skill: `constant`, `empty`, `copy`."""
     baselines_text: str = ""
     learning_rate: str = ""
-    """Peak, schedule and warm-up."""
+    """The learning rate: peak, schedule and warm-up."""
 
     @property
     def completions(self) -> int:
-        """Completions that a step trains on."""
+        """The number of completions that a step trains on."""
         return self.prompts_per_step * self.group_size
 
     @property

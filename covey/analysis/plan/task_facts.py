@@ -26,7 +26,7 @@ from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
-"""How many prompts are measured, from the whole task."""
+"""How many prompts are measured; they are spread over the whole task."""
 LONGEST = 32
 """How many prompts are measured in addition: those with the most characters."""
 BASELINE_PROMPTS = 256
@@ -35,12 +35,12 @@ BASELINE_PROMPTS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """Known facts about the data. Rules that need an unknown fact find nothing."""
+    """Known facts about the data. A rule that needs an unknown fact yields no finding."""
 
     held_out: int | None = None
-    """Held-out prompts of an evaluation."""
+    """The number of held-out prompts in an evaluation."""
     solution_tokens: tuple[int, ...] = ()
-    """Tokens of the solutions of some training prompts, each with its end token."""
+    """Token counts of some training prompts' solutions, each including its end token."""
     prompt_tokens: tuple[int, ...] = ()
     """Token counts of some prompts of the whole task, with the chat template, shortest first."""
     long_prompts: tuple[int, ...] = ()
@@ -48,15 +48,15 @@ class TaskFacts:
     context: int | None = None
     """The model's context length."""
     longest_prompt: int | None = None
-    """Tokens of the longest of all these prompts."""
+    """The token count of the longest measured prompt."""
     measured: int = 0
-    """Number of prompts that were rendered, of all."""
+    """The number of prompts whose tokens were counted."""
     prompts: int = 0
-    """Training prompts of the task."""
+    """The number of training prompts of the task."""
     problem: str = ""
     """The reason why prompts could not be measured."""
     overlap: int = 0
-    """Held-out prompts that are training prompts too, where all prompts are in memory."""
+    """The number of held-out prompts that are also training prompts, if all are in memory."""
     baselines: Baselines | None = None
     """The scores of baselines that need no skill on the held-out prompts, with a quick reward."""
 
@@ -111,7 +111,7 @@ def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
 
 
 def _overlap(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-    """Count shared prompts of data; tasks that make prompts on demand keep their splits apart."""
+    """Count held-out prompts in the training data; tasks that generate prompts have none."""
     return len(shared_prompts(prompts, held_out)) if isinstance(prompts, list | tuple) else 0
 
 
@@ -121,7 +121,7 @@ def facts_of(
     held_out: Sequence[Prompt],
     encode: Callable[..., Sequence[int]],
 ) -> TaskFacts:
-    """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
+    """Return facts about prompts that are already loaded; `encode` is the tokenizer's."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
     return TaskFacts(
@@ -144,7 +144,7 @@ def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
-    """Return prompts from the whole task, because a data file may be sorted by length."""
+    """Return prompts spread over the whole task, because a data file may be sorted by length."""
     stride = max(1, len(prompts) // most)
     return [prompts[at] for at in range(0, len(prompts), stride)][:most]
 

@@ -16,7 +16,7 @@ from covey.run.resume import Start
 from covey.stopping import StopSignal
 
 WARM_UP, MEASURED = 1, 2
-"""Steps that run first and are not counted, to make kernels and caches; and counted steps."""
+"""The number of steps that only warm up kernels and caches, and of steps that are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

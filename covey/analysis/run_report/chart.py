@@ -27,7 +27,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def svg(title: str, trend: Trend, *, style: bool = False) -> Markup:
-    """Return the chart of a metric; with `style`, its own colours, for a file of its own."""
+    """Return the chart of a metric as SVG. A separate file needs `style` for its colours."""
     x0, x1 = _range(trend.steps, 0.0)
     y0, y1 = _range(trend.values, 0.06)
     across = (WIDTH - LEFT - RIGHT) / (x1 - x0)
@@ -66,7 +66,7 @@ STYLE = (
     ".curve .line { fill: none; stroke: var(--arm-0); stroke-width: 1.8; } "
     ".curve .dot { fill: var(--arm-0); }"
 )
-"""In the colours of the page around it."""
+"""Style sheet of a chart that takes its colours from the surrounding page."""
 
 
 def sheet(charts: Sequence[tuple[str, Trend]]) -> str:

@@ -37,9 +37,9 @@ PANELS = MappingProxyType(
 )
 """Panel of the report -> metrics; the panel shows the first that the run has."""
 SAMPLES = 3
-"""Rollouts with the highest rewards that are shown, and with the lowest."""
+"""How many rollouts with the highest rewards are shown, and how many with the lowest."""
 READ_SECONDS = 60.0
-"""Time to read the rollouts of the last step; of a very large file only the beginning is read."""
+"""Time limit for reading the last step's rollouts; the rest of a very large file is skipped."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -58,7 +58,7 @@ class RunReport:
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """By panel."""
+    """Panel -> curve of its metric."""
     evaluations: TextTable
     examples: Sequence[Example]
     """Held-out prompts with the greedy completions before and after training."""
@@ -70,7 +70,7 @@ class RunReport:
     environment: str
     config: str
     notes: Sequence[str]
-    """What could not be read."""
+    """Notes about records that could not be read."""
 
 
 def run_report(run: RunFolder) -> RunReport:
@@ -115,9 +115,9 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
 
 
 def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the estimate that a run is judged by, and its name in words.
+    """Return the field of the evaluations with the main result, and its name in words.
 
-    It is accuracy, unless no completion was ever correct and there are rewards.
+    The result is the accuracy, or the mean reward if no completion was ever correct.
     """
     correct = any(row["greedy"]["value"] for row in evaluations)
     if correct or not all("reward" in row for row in evaluations):
@@ -153,7 +153,7 @@ def _trends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Trend]:
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return accuracy by step, beside what the best constant answer would get."""
+    """Return accuracy by step, beside the accuracy of the best constant answer."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],

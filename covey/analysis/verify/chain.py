@@ -2,8 +2,8 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each link is checked with the next one. This module does not import torch; it reads the task to find
-the prompts that a step had to draw.
+Each record is checked against the next one. This module does not import torch; it reads the task to
+find the prompts that a step had to draw.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from covey.training.changed_settings import CHANGES
 from covey.training.resolve import task_of
 
 SHOWN = 3
-"""Problems that a result names."""
+"""The most problems that a result lists."""
 COUNTED = {"episode": "episode", "tokens": "tokens", "version": "updates"}
-"""Numbers of a checkpoint's state, and the metrics that they must equal."""
+"""Counter in a checkpoint's state -> the metric that it must equal."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -70,7 +70,7 @@ def _gaps(rows: Rows) -> list[str]:
 
 
 def _rollouts(config: Config, rows: Rows, per_step: Mapping[int, Rows]) -> Result:
-    """Check that the rollouts of each step are those that its counters count, once each."""
+    """Check that each step has exactly the rollouts that its counters imply, each once."""
     if not per_step:
         return Result(name="rollouts", passed=None, figure="save.rollouts = false keeps none")
     problems, last = [], {"episode": 0, "tokens": 0, "updates": 0}
@@ -90,13 +90,13 @@ def _rollouts(config: Config, rows: Rows, per_step: Mapping[int, Rows]) -> Resul
 
 
 def _versions(rollouts: Rows) -> set[int]:
-    """Return the versions of single-turn rollouts, which one policy generates."""
+    """Return the policy versions that generated the single-turn rollouts."""
     found = (r.get("policy_version") for r in rollouts if not r.get("segments"))
     return {version for version in found if isinstance(version, int)}
 
 
 def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
-    """Check that each step drew the prompts that seed and step say, as the task has them."""
+    """Check that each step drew the prompts that follow from the seed, as they are in the task."""
     if config.curriculum.active:
         return Result(name="data", passed=None, figure="a curriculum draws prompts by results")
     try:
@@ -131,7 +131,7 @@ def _reward(run: RunFolder, rows: Rows) -> Result:
 
 
 def _config(run: RunFolder) -> Result:
-    """Check that every difference to the settings at the start was made by a resume."""
+    """Check that every setting that differs from the start was changed by a resume."""
     start = run.environment().get("config")
     if start is None:
         return Result(name="config", passed=None, figure="the run does not record its start")

@@ -18,16 +18,16 @@ def grpo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-clip_low, 1+clip_high) A) - beta k3 ]
         r    = exp(logp - old_logp),  k3 = exp(-d) - 1 + d,  d = logp - ref_logp
 
-    The paper does not specify these: ddof 1, eps 1e-6, clip 0.2.
+    Choices: ddof 1, eps 1e-6, clip 0.2; the paper does not specify them.
 
     Departure: a group whose rewards are all equal has advantage exactly 0. Otherwise the rounding
     error of the mean would be divided by eps: six float32 rewards of 0.3 with eps 1e-8 give an
     advantage of 0.7.
 
-    Worth knowing: k3 in the loss has the gradient of KL(reference, policy), which is the other
-    direction; `kl = "k2"` has the gradient of KL(policy, reference). With beta 0, which most users
-    want today, no reference model is loaded. With one optimizer step per rollout batch the ratio is
-    1 and the clip has no effect.
+    Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the forward KL.
+    `kl = "k2"` has the gradient of KL(policy, reference), the reverse KL. With beta 0, which most
+    users want today, no reference model is loaded. With one optimizer step per rollout batch the
+    ratio is 1 and the clip has no effect.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -109,8 +109,8 @@ def opo() -> Objective:
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The baseline weighs completions by their length, which minimises the variance if the squared
-    norm of a completion's gradient grows with its length. So every token has the same weight.
+    The baseline weights each completion by its length, so every token has the same weight. This
+    minimises the variance if the squared norm of a completion's gradient grows with its length.
 
     Departure: the paper takes one optimizer step per batch, so that a clip would have no effect. We
     keep the clip for runs with several optimizer steps per batch.
@@ -131,8 +131,8 @@ def reinforce_pp() -> Objective:
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Because the baseline is that of the batch, most completions of an easy prompt and few of a hard
-    prompt are reinforced; `reinforce_pp_baseline` corrects that.
+    Because the baseline is the mean of the batch, most completions of an easy prompt and few of a
+    hard prompt are reinforced; `reinforce_pp_baseline` corrects that.
     """
     return Objective(
         advantage=advantage.returns_whitened,
@@ -153,10 +153,10 @@ def reinforce_pp_baseline() -> Objective:
         C_i  = R_i - mean_g R;   A_i = C_i / (std_batch C + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Libraries disagree on the deviation: it is over tokens in verl and OpenRLHF, over completions in
-    ms-swift. We take it over completions, so that the mean of C stays 0 and does not depend on
-    lengths; `weighting = "token"` takes it over tokens. A KL in the loss is k2, as the paper
-    recommends.
+    Libraries disagree on the standard deviation: it is over tokens in verl and OpenRLHF, and over
+    completions in ms-swift. We take it over completions, so that the mean of C stays 0 and does not
+    depend on lengths; `weighting = "token"` takes it over tokens. A KL in the loss is k2, as the
+    paper recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

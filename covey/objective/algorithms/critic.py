@@ -19,19 +19,20 @@ def ppo() -> Objective:
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         critic  = 1/T sum_i sum_t 1/2 max((V - U)^2, (clip(V, V_old +- value_clip) - U)^2)
 
-    r_t is -beta (old_logp - ref_logp)_t, plus the reward at the last trained token. V is what the
-    critic expected before token t, at the start of the step; after the last token it is 0. U is A +
-    V with `value_lam` in the place of lam, before whitening. The critic is a model of its own, with
-    an optimizer of its own: the section [critic].
+    r_t is -beta (old_logp - ref_logp)_t, plus the reward at the last trained token. V_t is the
+    critic's value before token t, computed at the start of the step; after the last token it is 0.
+    The target U is A + V before whitening, with `value_lam` instead of lam. The critic is a
+    separate model with its own optimizer: see the section [critic].
 
-    Groups are not compared: any number of completions of a prompt will do.
+    Groups are not compared, so a prompt may have any number of completions.
 
-    Choices: value_lam 1, the returns themselves, as in VC-PPO (arXiv 2503.01491); TRL and verl take
-    lam for both. The KL is k1 in the reward, as in RLHF. A completion that was cut off ends with
-    the value 0 too. One that could not be scored is in neither loss, nor in any denominator.
+    Choices: value_lam is 1, so that targets are the returns, as in VC-PPO (arXiv 2503.01491); TRL
+    and verl use lam for both. The KL is k1 in the reward, as in RLHF. A truncated completion ends
+    with the value 0 too. A completion that could not be scored counts in neither loss nor in any
+    denominator.
 
-    Worth knowing: with V = 0, lam 1 and no whitening A is the reward; with V the mean of the group
-    it is Dr.GRPO's.
+    Worth knowing: with V = 0, lam 1 and no whitening, A is the reward. If V is the mean reward of
+    the group, A is the advantage of Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

@@ -21,14 +21,14 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     A part with a small spread has as much influence as a part with a large spread. The weights
     multiply advantages, not rewards: half the weight is half the influence, whatever the part's
-    scale. With `gate`, the other parts count only where part number `gate` reaches `gate_at`
-    (equation 8). In a run, `parts` names the parts that count and their order; without it all parts
-    count, with weight 1. Then scores that only describe a completion count as parts too; many
-    rewards report such scores.
+    scale. `gate` is the index of a part; the other parts count only where that part reaches
+    `gate_at` (equation 8). In a run, `parts` names the parts that count and their order; without
+    it all parts count, with weight 1. Then scores that only describe a completion count as parts
+    too; many rewards report such scores.
 
-    Choices: the last line is over completions, as in the paper and in TRL; in verl it is over
-    tokens, so that long completions count more. If a part of a completion could not be scored, the
-    completion is left out of all statistics.
+    Choices: mean a and std a are over completions, as in the paper and in TRL. In verl they are
+    over tokens, so that long completions count more. If a part of a completion could not be scored,
+    the completion is left out of all statistics.
 
     Worth knowing: with one part this is GRPO times a factor that is the same for the whole step. A
     KL in the reward is refused, because it belongs to no part; put it into the loss.
@@ -50,12 +50,12 @@ def maxrl() -> Objective:
         A_i  = (R_i - mean_g R) / mean_g R,  and 0 where every reward is 0
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    A group's weight is 1 / (pass rate). With binary rewards this is the unbiased gradient of
-    log(pass rate) expanded to order G - 1; `all_wrong = "minus_one"` gives A = -1 to groups without
-    success, which makes the order G but adds much noise.
+    A group's weight is 1 / (pass rate). With binary rewards this is an unbiased estimate of the
+    gradient of log(pass rate), expanded to order G - 1. `all_wrong = "minus_one"` gives A = -1 to
+    groups without success; this makes the expansion one of order G, but adds much noise.
 
-    Choice: token sums are divided by a constant, as in Dr.GRPO; the authors' code takes the mean
-    over tokens, which is a biased estimate. Rewards must not be negative.
+    Choice: token sums are divided by a constant, as in Dr.GRPO. The authors' code takes the mean
+    over tokens, which makes the estimate biased. Rewards must not be negative.
 
     Worth knowing: with binary rewards and groups of two this is RLOO.
     """
@@ -74,10 +74,10 @@ def pkpo() -> Objective:
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The expected gradient is that of max@k, which is pass@k for binary rewards. Each baseline is
-    unbiased. With `loo1`, the paper's choice with the least variance, A_i is the gain of the
-    completion over k - 1 others, which is never negative. With `centred` the advantages of a group
-    add up to 0. `loo` is equation 29.
+    The expected gradient is that of max@k, which is pass@k for binary rewards. Each baseline gives
+    an unbiased gradient. With `loo1`, the paper's choice with the least variance, A_i is the gain
+    of the completion over k - 1 others, which is never negative. With `centred` the advantages of a
+    group add up to 0. `loo` is the paper's equation 29.
 
     Choices: we do not divide by a standard deviation, and divide by a constant length, because
     otherwise the gradient would be biased. A group whose rewards are all equal has advantage 0.
@@ -98,16 +98,16 @@ def pkpo() -> Objective:
 def gfpo() -> Objective:
     """Group Filtered Policy Optimization, arXiv 2508.09726: sample more, train on the best k.
 
-        S    = the `keep` best of the group: shortest, or with most reward per token
+        S    = the `keep` best completions of a group: the shortest, or most reward per token
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     T counts the tokens of all completions, as in equation 2; TRL counted only the kept completions.
     Completions outside S need no forward pass (filter.skip_zero_gradient). Choice: ddof 1 and eps
-    as in `grpo`; the paper has ddof 0. A good default is to keep half the group: 4 of 8.
+    as in `grpo`; the paper has ddof 0. Keeping half the group (4 of 8) is a good default.
 
-    Worth knowing: the shortest completions of a mixed group may all be wrong; then the group has no
-    gradient. With keep >= G this is `grpo` with a token mean.
+    Worth knowing: in a group with correct and wrong completions, the shortest may all be wrong;
+    then the group has no gradient. With keep >= G this is `grpo` with a token mean.
     """
     return Objective(
         advantage=keep.kept_standardized,
@@ -121,14 +121,14 @@ def gfpo() -> Objective:
 def scalerl() -> Objective:
     """The loss of ScaleRL, arXiv 2510.13786: truncated importance weights, mean over prompts.
 
-        A_i  = (R_i - mean_g R) / (std (R - mean_g R) + eps),  the deviation over mixed groups
+        A_i  = (R_i - mean_g R) / (std (R - mean_g R) + eps),  the std over mixed groups
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
-        r    = exp(logp - sampler_logp),  P mixed groups
+        r    = exp(logp - sampler_logp),  P = number of mixed groups
 
-    The rest of the recipe is not a loss: groups with equal rewards are dropped and not replaced
-    (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
-    float32 in both the engine and the trainer. The paper does not say over which advantages the
-    standard deviation is taken; here it is taken over those of mixed groups.
+    A mixed group has rewards that differ. The rest of the recipe is not part of the loss: groups
+    with equal rewards are dropped and not replaced (filter.drop_flat), solved prompts are no longer
+    drawn (curriculum), and the LM head runs in float32 in both the engine and the trainer. The
+    paper does not say over which completions the std is taken; here it is over mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

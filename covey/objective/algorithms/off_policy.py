@@ -21,13 +21,14 @@ def bapo() -> Objective:
         share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
         loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
 
-    In stale batches, tokens with a negative advantage dominate. The bounds widen until tokens with
-    a positive advantage make up the share `target` of the step's surrogate. The bounds are computed
-    once per optimizer step, over all micro-batches and ranks, which costs one more forward pass.
+    In stale batches, tokens with a negative advantage dominate. The bounds c_low and c_high rise
+    until tokens with a positive advantage make up the fraction `target` of the step's surrogate.
+    The bounds are computed once per optimizer step, over all micro-batches and ranks, which costs
+    one more forward pass.
 
-    Choices: only tokens with a gradient count in the share. Equation 8 as printed (`measure =
-    "value"`) counts clipped tokens at their bound; then raising c_low lowers the share, contrary to
-    the paper's text. The authors' code raises c_low first and works per micro-batch.
+    Choices: only tokens with a gradient count in `share`. In equation 8 as printed (`measure =
+    "value"`), the ratio of a clipped token counts as its bound; then raising c_low lowers `share`,
+    contrary to the paper's text. The authors' code raises c_low first and works per micro-batch.
 
     Worth knowing: on policy nothing is clipped, and this is `grpo` with a token mean.
     """
@@ -50,8 +51,8 @@ def m2po() -> Objective:
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
     T counts all tokens. A few outliers are dropped; all other tokens have unclipped importance
-    weights. The tokens are chosen over a whole optimizer step, which costs one more forward pass.
-    The authors' code chooses per micro-batch, also clips, and bounds a different mean.
+    weights. The outliers are chosen over a whole optimizer step, which costs one more forward pass.
+    The authors' code chooses them per micro-batch, also clips, and bounds a different mean.
 
     Worth knowing: on policy nothing is dropped, and this is `grpo` with a token mean, unclipped.
     """
@@ -72,10 +73,10 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
-    The behaviour policy is the one that generated the token, of any version. The proximal policy is
-    the trainer's policy at the start of the batch, the same for every token. So the clip is centred
-    on the policy that is updated, and w corrects for stale tokens. With one optimizer step per
-    batch r is 1, and only w corrects.
+    The behaviour policy is the policy that generated the token; its version may differ from token
+    to token. The proximal policy is the trainer's policy at the start of the batch, the same for
+    every token. So the clip is centred on the policy that is updated, and w corrects for stale
+    tokens. With one optimizer step per batch r is 1, and only w corrects.
 
     Choice: tokens whose weight exceeds the cap are dropped, as in AReaL's paper;
     `objective.correction` offers other treatments. AReaL's code now leaves w out by default.

@@ -29,20 +29,20 @@ def dpo() -> Objective:
         D    = sum_t (logp - ref_logp)[chosen] - sum_t (logp - ref_logp)[rejected]
         loss = - 1/pairs sum log sigmoid(beta D)
 
-    The chosen completion is the best of its group, the rejected one the worst; ties go to the
-    shorter completion, then to the earlier one. A group of equal rewards has no pair, and is
-    counted (`pairs/ties`). Only the two are trained on. Pairs may also come from a file: the
-    section [preferences].
+    The chosen completion is the best of its group, and the rejected completion is the worst. Ties
+    go to the shorter completion, then to the earlier one. The other completions of the group are
+    not trained on. A group with equal rewards has no pair; the metric `pairs/ties` counts such
+    groups. Pairs may also come from a file: see the section [preferences].
 
-    The two sides of a pair may be in different micro-batches or ranks: D is found for the whole
-    optimizer step first, at the cost of one more forward pass over the pairs.
+    The two sides of a pair may be in different micro-batches or ranks. So D is computed for the
+    whole optimizer step first, at the cost of one more forward pass over the pairs.
 
-    Choice: the mean is over the pairs of a training step; every pair counts the same, whichever
-    optimizer step takes it. `average` divides the sums by the lengths.
+    Choice: the mean is over the pairs of a training step, so every pair has the same weight in
+    whichever optimizer step it is. `average` divides the sums by the lengths.
 
-    Worth knowing: where policy and reference agree the gradient is that of REINFORCE with
+    Worth knowing: where policy and reference agree, the gradient is that of REINFORCE with
     advantages of beta / 2 and -beta / 2. There is no ratio, so stale pairs are not corrected for.
-    TRL's online DPO makes pairs of equal rewards too.
+    TRL's online DPO also makes pairs from equal rewards.
     """
     return _of_pairs(pairs.logistic)
 
@@ -54,10 +54,10 @@ def ipo() -> Objective:
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
-    Pairs are those of `dpo`. Unlike there, D has a goal, 1 / (2 beta), beyond which it is pulled
-    back, so that a policy that separates a pair for certain stays near the reference.
+    Pairs are chosen as in `dpo`. Unlike in `dpo`, D has a target, 1 / (2 beta), and a larger D is
+    pulled back. So even a policy that separates every pair stays near the reference.
 
-    Choice: means over tokens, as in TRL's DPO trainer after asking the authors; the paper's formula
-    and OpenRLHF add up: `average = false`.
+    Choice: D has means over tokens, as in TRL's DPO trainer after asking the authors. The paper's
+    formula and OpenRLHF have sums over tokens: `average = false`.
     """
     return _of_pairs(pairs.squared)

@@ -95,8 +95,8 @@ def rloo() -> Objective:
 
     A completion is one action, so its ratio is the product over its tokens and the gradient of each
     token has weight 1/N, whatever the length. The paper takes one step per batch, where the ratio
-    is 1; the clip for several steps is TRL's. For long completions the product soon leaves the clip
-    range, so take few optimizer steps.
+    is 1; the clip for several steps comes from TRL. For long completions the product soon leaves
+    the clip range, so take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,

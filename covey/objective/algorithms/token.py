@@ -30,10 +30,10 @@ def gtpo() -> Objective:
         A       = (rp - mean rp) / (std rp + eps), and the same for rn
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    d_t and h_t count the correct and wrong completions that reach position t. Not to be confused
-    with `gtpo_trajectory`, which has the same initials.
+    d_t and h_t count the correct and wrong completions that reach position t. Do not confuse this
+    algorithm with `gtpo_trajectory`, which has the same initials.
 
-    Choices: mean and deviation are over all tokens of the batch; rp is 0 for tokens of wrong
+    Choices: mean and std are over all tokens of the batch; rp is 0 for tokens of wrong
     completions, and rn is 0 for tokens of correct ones. The paper can also be read as "over tokens
     of the same polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and about half
     the tokens of correct completions get a negative advantage. The sums over k are over the group,
@@ -68,7 +68,7 @@ def gtpo_trajectory() -> Objective:
 
     Departures: H_i is computed once, when the batch is collected, and not in every optimizer step,
     so that the advantage is a constant of the batch. A group with equal rewards has advantage 0; in
-    the authors' code its advantage is negative, by its entropy.
+    the authors' code its advantage is -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
@@ -88,8 +88,8 @@ def clip_cov() -> Objective:
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
     Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes one more
-    forward pass. The random tokens are picked by a hash of what was sampled, so the choice does not
-    depend on the order of rows or on the micro-batches.
+    forward pass. The random tokens are picked by a hash of the sampler's log-probabilities, so the
+    choice does not depend on the order of rows or on the micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,

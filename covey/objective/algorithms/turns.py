@@ -14,15 +14,15 @@ def gigpo() -> Objective:
     """Group-in-Group Policy Optimization, arXiv 2505.10978: turns in equal states are compared too.
 
         A_E  = (R_i - mean_g R) / (std_g R + eps)
-        U_k  = sum_{j>=k} gamma^(j-k) r_j,  the last turn earns what turn rewards leave of R
+        U_k  = sum_{j>=k} gamma^(j-k) r_j,  r_last includes R minus the sum of turn rewards
         A_S  = (U_k - mean U) / (std U + eps)  over the turns of the group in the same state
         A    = A_E + step_weight A_S
         loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Worth knowing: this is for multi-turn rollouts; the environment must report its states. A state
     that occurs only once adds nothing, so without repeated states this is GRPO. With `normalize =
-    "mean"` neither term is divided by its deviation. Statistics of episodes are over rollouts; the
-    released code takes them over turns, so that long episodes count more.
+    "mean"` neither term is divided by its standard deviation. The mean and std of A_E are over
+    rollouts; the released code takes them over turns, so that long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

@@ -74,8 +74,9 @@ def vespo() -> Objective:
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/T sum_i sum_t sg(phi(q)) A logp,  phi(w) = w^power exp(rate (1 - w))
 
-    with (power, rate) = (2, 3) for A >= 0 and (3, 2) otherwise. phi is 1 on policy and vanishes on
-    both sides. Choice: the correction for the sampler is a separate factor and not part of q.
+    with (power, rate) = (2, 3) for A >= 0 and (3, 2) otherwise. phi is 1 on policy, and goes to 0
+    for small and large q. Choice: the correction for the sampler is a separate factor, not part of
+    q.
     """
     return Objective(
         advantage=advantage.group_standardized,
