@@ -39,7 +39,7 @@ def is_trusted(module: str) -> bool:
 
 @contextmanager
 def scoped_trust() -> Iterator[None]:
-    """Restore the previous trust on exit."""
+    """Restore the previously trusted modules on exit."""
     before = os.environ.get(VARIABLE)
     try:
         yield

@@ -64,7 +64,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`, and remove what is there if anything fails."""
+    """Yield a temporary path beside `path`. If anything fails, remove the file or folder there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)
