@@ -254,7 +254,7 @@ def _factory(environment: Any) -> Any:
 def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
-    """Return the configuration with names for the objects that were passed from Python."""
+    """Return the configuration, in which objects passed from Python have a name."""
     from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET

@@ -40,7 +40,7 @@ class ModelError(CoveyError):
 
 
 class EngineError(CoveyError):
-    """An engine cannot be started or reached, or generates something wrong."""
+    """An engine cannot be started or reached, or returns invalid results."""
 
 
 class DataError(CoveyError):

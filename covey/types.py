@@ -359,7 +359,7 @@ class Batch:
 
 
 def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
-    """Whether a CPU index selects all rows in order, as if a step is one micro-batch."""
+    """Whether a CPU index selects all rows in order, as when a step is one micro-batch."""
     count = len(rows.lengths)
     return len(index) == count and index.device.type == "cpu" and index.tolist() == [*range(count)]
 

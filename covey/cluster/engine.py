@@ -32,7 +32,7 @@ CALLS = 4
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """An actor."""
+    """An engine actor and its state."""
 
     number: int
     handle: Any

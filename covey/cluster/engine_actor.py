@@ -131,7 +131,7 @@ class EngineActor:
             return rows
 
     def end(self) -> None:
-        """End a run: no more requests will come."""
+        """End a run, after which no more requests are added."""
         source = self._source()
         with source.changed:
             source.ended = True

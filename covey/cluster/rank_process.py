@@ -19,15 +19,14 @@ WATCH_SECONDS = 0.5
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
-    os.killpg(0, signal.SIGKILL)  # engines and scoring workers too: the rank leads a session
+    # The rank leads a session, so this also ends its engines and scoring workers.
+    os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
     """Watch the parent, and run the command."""
     parent, *arguments = sys.argv[1:]
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGINT}
-    )  # Ray blocks this signal in its processes
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks SIGINT
     threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
     sys.argv = ["covey", *arguments]
     runpy.run_module("covey", run_name="__main__", alter_sys=True)

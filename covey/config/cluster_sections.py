@@ -51,7 +51,7 @@ class Cluster(Section):
     address: str = ""
     """Address of a Ray cluster; 'local' starts Ray here, 'auto' finds a cluster. Empty: no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Number of trainer ranks that Ray starts; 0: this process, or the ranks of torchrun, train."""
+    """Number of trainer ranks that Ray starts; 0: this process or torchrun's ranks train."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per trainer rank that Ray starts."""
     engines: Annotated[int, Field(ge=0, le=10_000)] = 1
@@ -71,7 +71,7 @@ class Cluster(Section):
     reference_actor: bool = False
     """Whether a frozen reference runs in its own actor, with the resources of an engine."""
     restarts: Count = 3
-    """Number of actor deaths after which a run still continues."""
+    """Maximum number of actor deaths in a run; one more ends the run."""
     patience: Seconds = 300.0
     """Seconds to wait for the resources of an actor."""
 

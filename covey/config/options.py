@@ -88,7 +88,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
         kind, config=ConfigDict(strict=True, allow_inf_nan=False)
     )
     if isinstance(value, list) and typing.get_origin(kind) is tuple:
-        value = tuple(value)  # TOML has only arrays
+        value = tuple(value)  # TOML has arrays but no tuples
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -300,7 +300,7 @@ class Save(Section):
     """[save]"""
 
     every: Count = 50
-    """Steps between checkpoints; 0: only after the last."""
+    """Steps between checkpoints; 0: only after the last step."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     best: str = ""

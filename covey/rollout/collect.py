@@ -33,7 +33,7 @@ class Sharing(Protocol):
         """Return the item of every rank."""
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the results of all ranks for their shares, in the order of the items."""
+        """Return all ranks' results for the items that `share` divided, in the items' order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ class PromptChoice:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each part of a mixed task in the prompts of a step."""
+        """Return, for each part of a mixed task, its expected fraction of a step's prompts."""
         names = dict.fromkeys(self.block)
         if self.settings.mixture == "fixed":
             return {name: self.block.count(name) / len(self.block) for name in names}

@@ -111,7 +111,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """Why the episode ended. It has no meaning until then."""
+    """Why the episode ended. The value is not used while the episode runs."""
     version: int = 0
 
     @property

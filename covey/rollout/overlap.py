@@ -127,9 +127,7 @@ class CopySource:
             waited = time.perf_counter() - idle
             try:
                 found = self._collect(self.working, snapshot)
-            except (
-                BaseException
-            ) as error:  # the trainer raises this error when it asks for the rollouts
+            except BaseException as error:  # `take` raises this error in the trainer
                 with self.changed:
                     self.failure = error
                     self.changed.notify_all()
@@ -162,7 +160,7 @@ class RolloutQueue:
     """The choice of prompts by a curriculum. None if seed and step choose them."""
 
     def take(self, step: int, share: float) -> StepRollouts:
-        """Start steps that may start before `step` is trained; return the rollouts of `step`."""
+        """Start the steps allowed before `step` is trained; return the rollouts of `step`."""
         policy = self.parts.policy
         self.newest = max(self.newest, step - 1, *self.held)
         tickets = [

@@ -126,7 +126,7 @@ class SynchronousSource:
         """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Collect the groups of a step with the policy's present weights, and report its notes."""
+        """Collect the groups of a step with the policy's current weights, and log its notes."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
         self.publish(policy.weights, policy.version)

@@ -48,7 +48,7 @@ class Best:
         return True
 
     def line(self) -> str:
-        """Return the best step and its value in words."""
+        """Return a text with the best step and its value."""
         return f"step {self.step} with {self.metric} {self.value:.4g}"
 
 

@@ -20,7 +20,7 @@ def check_free(path: Path, instead: str = "choose another folder") -> None:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON line. If that fails, truncate the file to its earlier length."""
+    """Append one JSON line. If the write fails, truncate the file to its earlier length."""
     data = (json.dumps(row) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:

@@ -113,7 +113,7 @@ def _uniform_groups(history: History) -> str | None:
 
 
 def entropy_collapse(history: History) -> str | None:
-    """Find an entropy that fell to nearly 0 while success does not rise."""
+    """Find an entropy that fell to nearly 0 while the success rate does not rise."""
     name = "policy/entropy_avg"
     now, start = history.mean(name, 3), history.start(name)
     rises = history.mean(SUCCESS, BLOCK) > history.mean(SUCCESS, BLOCK, before=BLOCK) + 0.01
@@ -179,9 +179,7 @@ def mismatch(history: History) -> str | None:
     """Find an engine whose log-probabilities drift away from those of the trainer."""
     name = "debug/sampler_k3"
     values, start = history.last(name, 3), history.start(name)
-    if not values or history.row.get(
-        "data/replayed_groups"
-    ):  # replayed groups come from older weights
+    if not values or history.row.get("data/replayed_groups"):  # sampled by older weights
         return None
     grew = min(values) > 1e-4 and min(values) > 10 * start
     if min(values) <= high(name) and not grew:
@@ -216,7 +214,7 @@ def collapse(history: History) -> str | None:
 
 
 def few_answers(history: History) -> str | None:
-    """Find a policy that uses few of the answers that its prompts ask for."""
+    """Find a policy whose answers are much less varied than the targets of its prompts."""
     answers = history.last("rollout/effective_answers", 5)
     targets = history.last("rollout/effective_targets", 5)
     if not answers or not targets or collapse(history) is not None:

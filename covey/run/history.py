@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any, TypeGuard
 
 KEPT = 60
-"""Maximum number of steps that checks look back."""
+"""Maximum number of recent steps that checks can read."""
 START = 5
 """Number of steps at the start of a run that are averaged into a metric's initial value."""
 BLOCK = 5

@@ -191,7 +191,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
-    """Read all JSON lines, valid and invalid. An unfinished last line is left out."""
+    """Read all JSON lines, both valid and invalid. An unfinished last line is left out."""
     if is_missing(path):
         return []
     *whole, last = read_bytes(path).split(b"\n")

@@ -258,9 +258,7 @@ class Pool:
         except (EOFError, OSError):
             self._lost(waiting, worker.how_ended())
             return False
-        except (
-            Exception
-        ) as error:  # a reward could find the connection and send anything through it
+        except Exception as error:  # a reward may send anything on the connection
             why = f"the scoring process sent an invalid message: {type(error).__name__}"
             self._give_up(waiting, why)
             return False

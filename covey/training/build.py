@@ -62,7 +62,7 @@ class Components:
     config: Config
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
-    """One line for every row of the data that was skipped."""
+    """A message for each data row that was skipped."""
     notes: tuple[str, ...] = ()
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer

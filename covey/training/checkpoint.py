@@ -239,7 +239,7 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
-    """Return the weights in a checkpoint, by the names of the optimizer."""
+    """Return the weights in a checkpoint, by the parameter names that the optimizer uses."""
     model = policy.model.model
     if policy.model.adapter is not None:
         saved = load_file(folder / WEIGHTS_FILE)

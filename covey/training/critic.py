@@ -1,4 +1,4 @@
-"""The critic of PPO: a model of its own with a value head, its optimizer, and its checkpoint.
+"""The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
 The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
 mix the two gradients, whose scales are unrelated. A head on detached hidden states could only use

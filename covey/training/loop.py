@@ -4,7 +4,7 @@
 
 An error saves the last complete step.
 
-The step of reinforcement learning is in rl.py, that of supervised training in sft.py. Random
+The step of reinforcement learning is in rl.py, the step of supervised training in sft.py. Random
 numbers depend only on an address such as (seed, step), so the loop has little state beside the
 policy. Checkpoints contain both, so a resumed run gives the same results as an uninterrupted one.
 """
@@ -40,7 +40,7 @@ def train(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train with RL until the budget is used up or a signal comes; return the last saved step."""
+    """Train with RL until the budget is used up or a signal arrives; return the last saved step."""
     return run_loop(Reinforcement(parts), run, trackers, stop, start)
 
 

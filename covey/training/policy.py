@@ -19,7 +19,7 @@ from covey.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """A model, its log-probabilities and its optimizer."""
+    """A model with its optimizer, which computes log-probabilities."""
 
     model: LanguageModel
     optimizer: Optimizer

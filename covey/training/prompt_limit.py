@@ -48,7 +48,7 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
 def fitting_prompts(
     config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
 ) -> tuple[Sequence[Prompt], list[str]]:
-    """Return the prompts to use, and a note if some are too long; or raise DataError for those.
+    """Return the prompts to use, and a note if some are too long, or raise DataError.
 
     `split` is "training" or "held-out".
     """

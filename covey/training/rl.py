@@ -105,7 +105,7 @@ class Reinforcement:
             self.replay.save(folder)
 
     def close(self) -> None:
-        """End generation in the background, and the processes of the engine."""
+        """End background generation and the engine's processes."""
         if hasattr(self, "queue"):
             self.queue.source.close()
         self.parts.engine.close()

@@ -44,7 +44,7 @@ class Schedule:
     warmup_steps: int
     total_steps: int
     start: float = 0.0
-    """Position in the schedule at the version `since`. Each version advances it by one."""
+    """Position in the schedule at version `since`. Each later version advances it by one."""
     since: int = 0
 
     def __call__(self, version: int) -> float:

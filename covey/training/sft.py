@@ -2,7 +2,7 @@
 
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
-The loop is that of every run (loop.py). The solutions of a step depend only on seed and step. The
+The training loop is in loop.py. The solutions of a step depend only on seed and step. The
 loss is the mean cross-entropy over all tokens of an optimizer step. As in RL, each token's weight
 in this mean is computed once per step, and the loss is a weighted sum. So the loss does not depend
 on how the step is split into micro-batches.
@@ -197,7 +197,7 @@ class Supervised:
 
 
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
-    """Return the examples of a step, counted from 1, and the lengths of solutions left out.
+    """Return the examples of a step (from 1), and the lengths of the solutions left out.
 
     Solutions that are too long are left out, so a small step may have no examples.
     """
@@ -279,7 +279,7 @@ def learn(
     micro_batch_tokens: int,
     world: World = World(),  # noqa: B008 - without state
 ) -> SftLearned:
-    """Take one optimizer step on a batch; every rank computes its share."""
+    """Take one optimizer step on a batch; every rank computes some of the rows."""
     policy.model.model.train()
     batch = with_token_mean(batch)
     passes = rank_passes(batch, micro_batch_tokens, world)

@@ -71,7 +71,7 @@ class StepSettings:
 
     @property
     def off_policy(self) -> bool:
-        """Whether some optimizer step starts from other weights than those that sampled."""
+        """Whether some optimizer step starts from weights that did not sample the rollouts."""
         return self.stale or self.mini_batches * self.epochs > 1
 
 
@@ -242,7 +242,7 @@ def in_passes(
     world: World = World(),  # noqa: B008 - without state
     count: int = 1,
 ) -> torch.Tensor:
-    """Compute `count` tensors [B, T] micro-batch by micro-batch, stacked.
+    """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
 
     Exactly one rank computes each row, so that the sum over ranks is exact.
     """

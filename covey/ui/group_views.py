@@ -27,7 +27,7 @@ PAGE = 40
 SHOWN = 64
 """Maximum number of a group's rollouts that are sent with their text."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
-"""Fields of a token that are known only after the step was trained again."""
+"""Fields of a token that are known only after `covey explain` trains the step again."""
 
 
 def groups(site: Site, query: Query) -> dict[str, Any]:

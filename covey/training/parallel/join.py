@@ -181,9 +181,7 @@ def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
             loss = Loss(**json.loads(store.get("failed")))
             if here.rank == 0:
                 store.set("told", "")
-                time.sleep(
-                    0.5
-                )  # this process hosts the store that other ranks read, unless torchrun does
+                time.sleep(0.5)  # let ranks read the store, which may end with this process
             raise loss.error(here.rank == 0)
         if time.monotonic() > limit:
             missing = [str(r) for r in range(here.size) if not store.add(f"rank/{r}", 0)]

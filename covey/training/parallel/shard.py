@@ -62,7 +62,7 @@ def shard_model(
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
-    """Return the device mesh: all ranks share one model copy, or each `shard_ranks` ranks do."""
+    """Return the device mesh. All ranks, or every `shard_ranks` ranks, share one model copy."""
     from torch.distributed.device_mesh import init_device_mesh
 
     size = settings.shard_ranks or world.size

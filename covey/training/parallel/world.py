@@ -32,11 +32,11 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share of the items."""
+        """Return the items that this rank processes."""
         return list(items)
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the results of all ranks for their shares, in the order of the items."""
+        """Return all ranks' results for the items that `share` divided, in the items' order."""
         return list(done)
 
     def gather(self, item: _T) -> list[_T]:
