@@ -18,6 +18,7 @@ from covey.cli.startup import (
     resolved,
     settings_of,
     source_of,
+    tell_defaults,
     waiting,
 )
 from covey.config import Config, load_config
@@ -81,11 +82,12 @@ def plan_command(
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that asks it
     with waiting(STARTING) as say, measuring() as measure:
         config = resolved(label, settings, model=False)
+        tell_defaults(label, config)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
-        from covey.training.build import over_epochs
+        from covey.training.resolve import over_epochs
 
         say("reading the task")
         facts = task_facts(config, measure)
@@ -99,8 +101,7 @@ def plan_command(
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
-        typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
-        return
+        return typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_engine(config, console)

@@ -17,6 +17,7 @@ from covey.cli.startup import (
     resolved,
     settings_of,
     source_of,
+    tell_defaults,
     waiting,
 )
 from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
@@ -59,6 +60,7 @@ def sft_command(
     label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke)
+    tell_defaults(label, config)
     sft.start(config, run, f"{Path(label or config.task.name.replace(':', '.')).stem}-sft")
 
 

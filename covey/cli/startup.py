@@ -84,12 +84,6 @@ def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
     config = load_config(None, overrides)
     if (config.model.path, config.task.name) == ("embedded", DEFAULT_RECIPE):
         return DEFAULT_RECIPE
-    echo(
-        "no CONFIG given: other settings have their defaults, such as "
-        f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens = "
-        f"{config.rollout.max_tokens} (docs/settings.md)",
-        err=True,
-    )
     return None
 
 
@@ -123,6 +117,17 @@ def resolved(
     from covey.training.resolve import resolve
 
     return resolve(config, imports=imports)
+
+
+def tell_defaults(source: str | None, config: Config) -> None:
+    """Say which values a run without a CONFIG has for the settings that matter most."""
+    if source is None:
+        echo(
+            "no CONFIG given: other settings have their defaults, such as "
+            f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens "
+            f"= {config.rollout.max_tokens} (docs/settings.md)",
+            err=True,
+        )
 
 
 def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:

@@ -18,6 +18,7 @@ from covey.cli.startup import (
     resolved,
     settings_of,
     source_of,
+    tell_defaults,
     tell_findings,
     waiting,
 )
@@ -87,6 +88,7 @@ def train_command(
     label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke, imports=not print_config)
+    tell_defaults(label, config)
     if print_config:
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()

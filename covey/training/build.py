@@ -44,6 +44,7 @@ from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
     held_out_of,
     objective_of,
+    over_epochs,
     reward_of,
     sampling_of,
     task_of,
@@ -178,12 +179,6 @@ def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Pro
 
 def _length_penalty(config: Config) -> LengthPenalty:
     return LENGTH_PENALTIES[config.length_penalty.name](**config.length_penalty.options)
-
-
-def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration; `train.stop_after.epochs`, if set, decides `train.steps`."""
-    train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
-    return config if train is config.train else config.model_copy(update={"train": train})
 
 
 def check_ranks(config: Config, world: World, digest: str) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from covey.config import Config
 from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
-from covey.models.language_model import LanguageModel
 from covey.rng import prompt_indices
 from covey.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from covey.models.language_model import LanguageModel
 
 MOST_DRAWN = 2048
 """Number of prompts that are checked if a task generates them on demand."""

@@ -81,6 +81,12 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     return resolved
 
 
+def over_epochs(config: Config, prompts: int) -> Config:
+    """Return the configuration; `train.stop_after.epochs`, if set, decides `train.steps`."""
+    train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
+    return config if train is config.train else config.model_copy(update={"train": train})
+
+
 def _check_groups(resolved: Config, objective: Objective) -> None:
     """Reject an objective that needs larger groups than rollout.group_size."""
     from covey.objective.compose import option

@@ -6,14 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from covey.config import Config
 from covey.errors import ConfigError, DataError, ModelError
-from covey.models.language_model import LanguageModel
 from covey.tasks import Task
 from covey.tasks.jsonl import json_lines
 from covey.tasks.rows import RowReader
 from covey.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from covey.models.language_model import LanguageModel
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
 AS_IT_IS = "{answer}"
