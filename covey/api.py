@@ -36,7 +36,7 @@ Source = Config | Mapping[str, Any] | str | Path | None
 """A configuration, a dict of settings, a TOML file, the name of a recipe, or None."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""Called with the metrics of every training step. To end the run, it returns the reason as text."""
+"""Called with the metrics of every training step. If it returns a text, the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class TrainResult:
     interrupted: bool
     """Whether a signal ended the run early; `covey.train(resume=folder)` resumes it."""
     stopped: str | None = None
-    """Why the run ended itself early: a health finding, train.patience, or a callback."""
+    """Why the run stopped early: a health finding, train.patience, or a callback."""
     best: Path | None = None
     """The checkpoint with the best value of the metric `save.best`."""
 
@@ -109,7 +109,7 @@ def train(
     """Train a model, and return its metrics, its evaluation and the model.
 
     Args:
-        config: a `Config`, a dict, a file or a recipe. Default: `arithmetic`; none with a dataset.
+        config: a `Config`, dict, file or recipe. Default: the recipe `arithmetic` if no dataset.
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
         dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
             messages), optionally `target`, and columns that reward functions get by name.
@@ -118,7 +118,7 @@ def train(
             that maps functions to weights; or a reward object.
         environment: an environment class, with Covey's protocol or in TRL's style.
         trackers: names, such as "wandb", and objects. Without objects: the console, unless `quiet`.
-        callbacks: functions of the metrics of a step; one that returns a text ends the run.
+        callbacks: called with the metrics of each step; a returned text ends the run.
         run: the run folder to create. Default: the next free `runs/NAME-N`.
         resume: a run folder to resume with its own settings and `overrides`; pass dataset and
             rewards again.
@@ -254,7 +254,7 @@ def _factory(environment: Any) -> Any:
 def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
-    """Return the configuration with names for the objects that were passed from Python."""
+    """Return the configuration, in which objects passed from Python have a name."""
     from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
-"""Why a rollout ended: by itself; a completion reached its token limit; the episode reached its
-limit of turns, tool calls or tokens; or the environment failed."""
+"""Why a rollout ended: it stopped by itself; a completion reached its token limit; the episode
+reached its limit of turns, tool calls or tokens; or the environment failed."""
 TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
-"""Finishes of rollouts that were cut off at a token limit."""
+"""Values of `Finish` for rollouts that were truncated at a token limit."""
 Message = Mapping[str, Any]
-"""`role` and `content`; an assistant's message may have `tool_calls`."""
+"""A message with `role` and `content`; an assistant's message may have `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Errors that a user can fix, and hints for misspelled names.
 
-    CoveyError                 what the user can fix; the command line prints one line
+    CoveyError                 a mistake that the user can fix; printed as one line
     ├── ConfigError            a wrong key, value or flag (exit code 2)
     ├── ModelError             a model or tokenizer that cannot be loaded or used
     ├── EngineError            an engine that cannot be started, reached or trusted
@@ -40,7 +40,7 @@ class ModelError(CoveyError):
 
 
 class EngineError(CoveyError):
-    """An engine cannot be started or reached, or generates something wrong."""
+    """An engine cannot be started or reached, or returns invalid results."""
 
 
 class DataError(CoveyError):
@@ -65,7 +65,7 @@ def reason(error: Exception) -> str:
 
 
 NEAR = 0.5
-"""Minimum similarity (of `difflib`) at which a name is suggested."""
+"""Minimum `difflib` similarity at which a name is suggested."""
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:

@@ -61,7 +61,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages are over a critic's values"),
     }
 )
-"""For each need of an objective: the argument that provides it, and why it is needed."""
+"""The argument that provides each need of an objective, and why it is needed."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
@@ -74,13 +74,13 @@ class LossOutput(NamedTuple):
     loss: torch.Tensor
     """The loss to minimise."""
     advantage: torch.Tensor
-    """[B, T], constant."""
+    """[B, T], without gradient."""
     weight: torch.Tensor
     """[B, T]: the factor of each token's gain; the loss is minus the sum of gain * weight."""
     metrics: Mapping[str, float]
     """Named as in docs/metrics.md."""
     value_loss: torch.Tensor | None = None
-    """Of the critic, to be minimised by an optimizer of its own; None without `new_values`."""
+    """Loss of the critic, for the critic's own optimizer. None without `new_values`."""
 
 
 def loss(
@@ -110,18 +110,18 @@ def loss(
         logp: [B, T] log-probabilities under the current policy, with gradient.
         old_logp: [B, T] log-probabilities when the batch was collected.
         mask: [B, T] true, or not 0, for the tokens that are trained.
-        rewards: [B]; NaN for a completion that could not be scored: statistics leave it out.
-        group: [B] number of each completion's group; completions of a prompt share it.
+        rewards: [B]; NaN for a completion that could not be scored; statistics leave it out.
+        group: [B] index of each completion's group; completions of a prompt share it.
         ref_logp: [B, T] under the reference; needed if the algorithm's beta is not 0.
         sampler_logp: [B, T] under the sampled distribution; needed for a sampler correction.
-        entropy: [B, T] of the policy that sampled; for an entropy bonus, of the current policy.
-        success: [B] which rollouts succeed, if the algorithm uses it; by default, reward > 0.
+        entropy: [B, T] of the sampling policy; for an entropy bonus, of the current policy.
+        success: [B] whether each rollout succeeds, if the algorithm uses it; default: reward > 0.
         tokens: [B, T] token ids, if the algorithm uses them.
         parts: [B, K] parts of the reward, if the algorithm uses them; NaN like rewards.
         teacher_logp: [B, T] under the teacher, for distillation.
-        values, new_values: [B, T] of the critic then and now; the latter give `value_loss`.
-        rollout: [B] which rows are segments of one rollout; by default every row is a rollout.
-        options: options of the algorithm; an unknown one is an error.
+        values, new_values: [B, T] critic values at collection and now; the latter for `value_loss`.
+        rollout: [B] index of each row's rollout; by default every row is its own rollout.
+        options: options of the algorithm; an unknown option raises an error.
     """
     objective = build(algorithm, **options)
     _check_shapes(mask, {"logp": logp, "new_values": new_values})
@@ -165,7 +165,7 @@ def _loss(
     metrics = summary(meter)
     if batch.targets is not None and batch.values is not None:
         explained = explained_variance(batch.values, batch.targets, batch.mask)
-        if math.isfinite(explained):  # not if all targets are equal
+        if math.isfinite(explained):  # it is not finite if all targets are equal
             metrics["critic/explained_variance"] = explained
     return LossOutput(output.loss, batch.advantage, batch.weight, metrics, of_critic)
 

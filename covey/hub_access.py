@@ -1,6 +1,6 @@
-"""Access to the Hugging Face Hub: without a network, libraries use their cache and fail at once.
+"""Access to the Hugging Face Hub. Without a network, hub libraries use only their local cache.
 
-Their own retries take most of a minute, and end with the same error.
+Otherwise they would retry for most of a minute and then fail with the same error.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0
-"""Time that the hub has to accept a connection."""
+"""Seconds that the hub has to accept a connection."""
 OFFLINE = "HF_HUB_OFFLINE"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """Switch hub libraries to their cache if the hub cannot be reached; return whether it is so."""
+    """If the hub cannot be reached, let its libraries use their cache, and return True."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():
@@ -44,7 +44,7 @@ def reachable(endpoint: str = "") -> bool:
         except OSError:
             pass
 
-    # A name lookup has no time limit of its own, so that it gets a thread.
+    # A DNS lookup has no time limit of its own, so it runs in a thread.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(SECONDS)

@@ -22,7 +22,7 @@ _WORD = "<u4"
 
 
 def encode_kept(sets: Sequence[np.ndarray]) -> str:
-    """Return sets of token ids, each in ascending order, as text.
+    """Encode sets of token ids, each in ascending order, as text.
 
     Ids are written as differences and compressed. A small set takes a few bytes, and a set of
     nearly the whole vocabulary takes less than a bit mask.
@@ -51,7 +51,7 @@ class KeptIds(NamedTuple):
     ids: torch.Tensor
     """All ids, on the device of the logits."""
     row: torch.Tensor
-    """For each id, the number of its token among the M tokens."""
+    """For each id, the index of its token among the M tokens."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
         """Set the logits [m, V] of the tokens in `part` to `nothing` outside their sets."""
@@ -85,7 +85,7 @@ class KeptSets:
     def of(segments: Sequence[tuple[Sequence[bool], Sequence[str]]], width: int) -> KeptSets:
         """Read the sets of segments, each with its mask of sampled tokens.
 
-        ValueError if a segment has more or fewer sets than sampled tokens.
+        Raise ValueError if a segment has more or fewer sets than sampled tokens.
         """
         counts = np.zeros((len(segments), width), dtype=np.int64)
         ids = [np.zeros(0, dtype=np.int64)]
@@ -105,7 +105,7 @@ class KeptSets:
         return KeptSets(self.starts[rows, :width], self.counts[rows, :width], self.ids)
 
     def at(self, cells: torch.Tensor) -> KeptIds:
-        """Return the sets of the given cells [M] of [B, T], flattened."""
+        """Return the kept sets of M tokens, given by their flat indices in [B, T]."""
         import torch
 
         starts, *found = self._ragged(cells.cpu().numpy())
@@ -113,7 +113,7 @@ class KeptSets:
         return KeptIds(starts, ids, row)
 
     def lacking(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the cells [B, T] of sampled tokens whose set does not contain the token."""
+        """Return a mask [B, T] of the sampled tokens that are not in their own kept set."""
         kept = self._ragged(np.arange(self.counts.size))
         has = np.zeros(self.counts.size, dtype=bool)
         has[kept.row[kept.ids == tokens.ravel()[kept.row]]] = True

@@ -32,7 +32,7 @@ def _hash(name: str) -> int:
 
 
 class Address(NamedTuple):
-    """What the random numbers of one completion depend on. Positions count from 0."""
+    """The address of one completion's random numbers. Positions count from 0."""
 
     seed: int
     step: int
@@ -42,7 +42,7 @@ class Address(NamedTuple):
 
 
 def world_seed(*, seed: int, step: int, prompt: str) -> int:
-    """Return the seed of an environment, the same for all rollouts of a group: 63 bits."""
+    """Return an environment's 63-bit seed, which is the same for all rollouts of a group."""
     words = f"{seed}/{step}/{prompt}"
     return _hash(words) >> 1
 
@@ -65,7 +65,7 @@ def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
         counter[1], counter[2], counter[3] = sample, _hash(prompt), _TOKENS | turn << 32
         generator.state = state
         bits[row] = generator.random_raw(count)
-    # 24 bits: as many as float32 holds, so that no uniform is ever rounded up to 1.
+    # 24 bits are float32's precision, so no uniform is ever rounded up to 1.
     bits >>= np.uint64(40)
     uniforms: np.ndarray = bits.astype(np.float32)
     uniforms *= np.float32(2.0**-24)
@@ -89,7 +89,7 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
 
 
 def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
-    """Return the indices of SFT solutions number `start` to `stop` - 1, out of `size`.
+    """Return the data indices of the SFT solutions at positions `start` to `stop` - 1.
 
     Each epoch has a new order of all solutions, and epochs follow each other without a gap.
     """
@@ -98,7 +98,7 @@ def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
 
 
 def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:
-    """Return the order of all prompts from which a refill round of dynamic sampling takes them."""
+    """Return the order in which a refill round of dynamic sampling takes the prompts."""
     generator = np.random.Generator(_philox(seed, step, _REFILL, index=round_number))
     return [int(index) for index in generator.permutation(size)]
 
@@ -106,8 +106,8 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     """Return a random order of all items with a weight above 0, drawn in proportion to weights.
 
-    By a race: item i arrives after an exponential time of rate `weights[i]` (Efraimidis and
-    Spirakis). A change of one weight then leaves the order of the others.
+    Each item i draws an exponential variable of rate `weights[i]`, and items are sorted by it
+    (Efraimidis and Spirakis). So a change of one weight does not change the order of the others.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

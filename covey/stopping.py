@@ -17,7 +17,7 @@ from types import FrameType
 GRACE_SECONDS = 3.0
 """Seconds that a wait may last after a signal."""
 POLL_SECONDS = 0.25
-"""Seconds between checks whether the step is in a wait."""
+"""Seconds between checks whether the main thread is in a wait."""
 
 _waits = 0
 """Number of nested waits of the main thread, the only thread that signals reach."""
@@ -29,7 +29,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait of the main thread for another process; a signal ends it with GivenUp."""
+    """Mark a wait for another process in the main thread; after a signal, it raises GivenUp."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +43,7 @@ def may_be_given_up() -> Iterator[None]:
 
 @dataclass(slots=True)
 class StopSignal:
-    """Stop request by Ctrl-C or SIGTERM: the loop finishes the step, saves it and ends."""
+    """A stop request by Ctrl-C or SIGTERM. The loop finishes the step, saves it and ends."""
 
     received: str | None = None
     """The name of the signal, or why the run itself asked to stop."""

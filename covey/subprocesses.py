@@ -28,7 +28,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def pickled(thing: Any, what: str) -> bytes:
-    """Return an object as bytes for another process; an error names it as `what`."""
+    """Pickle an object for another process. An error message calls the object `what`."""
     why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)
@@ -42,7 +42,7 @@ def pickled(thing: Any, what: str) -> bytes:
 
 
 def how_ended(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Describe how a process that closed its connection ended; wait `seconds` for its end."""
+    """Wait `seconds` for a process that closed its connection; describe how it ended."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -17,17 +17,17 @@ class Totals:
     """The denominators of one optimizer step, over all its micro-batches and ranks."""
 
     sequences: int
-    """Rollouts."""
+    """Number of rollouts."""
     tokens: int
     groups: int
     group_tokens: Mapping[int, int]
-    """Tokens of each group, by its id: a group may lie in several micro-batches or ranks."""
+    """Trained tokens of each group, by id. Micro-batches and ranks may split a group."""
     rollout_tokens: Mapping[int, int] | None = None
-    """Tokens of each rollout, by its id. None: every rollout is one row, which knows its own."""
+    """Trained tokens of each rollout, by id. None if every rollout is one row."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count a batch. A rollout without trained tokens counts: it shrinks the step."""
+        """Count a batch. A rollout without trained tokens still counts in the denominator."""
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 
@@ -35,7 +35,7 @@ class Totals:
     def counted(
         group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
     ) -> Totals:
-        """Count rows [B] by their trained tokens, their group and, if not one each, rollout."""
+        """Count rows, given each row's group, trained tokens and rollout (None: one row each)."""
         groups = _sums(group, tokens)
         rollouts = None if rollout is None else _sums(rollout, tokens)
         return Totals(
@@ -48,7 +48,7 @@ class Totals:
 
 
 def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
-    """Return the sum of the values [B] of each id [B]."""
+    """Return, for each id, the sum of its values; `ids` and `values` are [B]."""
     found, place = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     sums = values.new_zeros(len(found)).index_add(0, place, values)
     return dict(zip(found.tolist(), sums.tolist(), strict=True))

@@ -23,7 +23,7 @@ from typing import Any
 from covey.errors import ConfigError
 
 VARIABLE = "COVEY_TRUST"
-"""The environment variable with trusted module names. A package includes all modules in it."""
+"""The environment variable with trusted module names. Trusting a package trusts all its modules."""
 
 
 def trust(modules: Iterable[str]) -> None:
@@ -39,7 +39,7 @@ def is_trusted(module: str) -> bool:
 
 @contextmanager
 def scoped_trust() -> Iterator[None]:
-    """Restore the previous trust on exit."""
+    """Restore the previously trusted modules on exit."""
     before = os.environ.get(VARIABLE)
     try:
         yield

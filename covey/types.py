@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 EQUAL_REWARDS = 1e-8
-"""Rewards of a group count as equal if they differ by less than this share of the largest."""
+"""Rewards of a group count as equal if they differ by less than this fraction of the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Segment:
     sampler_logp: tuple[float, ...]
     """Log-probability of each token under the distribution it was drawn from; 0 if not trained."""
     versions: tuple[VersionSpan, ...]
-    """The policy version of each sampled span: weights may change during a rollout."""
+    """The policy version of each sampled span, because weights may change during a rollout."""
     kept: tuple[str, ...] = ()
     """The kept sets of each sampled span (kept_sets.py). Empty if sampling was not truncated."""
 
@@ -105,14 +105,14 @@ class Rollout:
 
     prompt_id: str
     sample: int
-    """Number of the rollout in its group, from 0. Its random numbers depend on it."""
+    """Index of the rollout in its group, from 0. Its random numbers depend on this index."""
     segments: tuple[Segment, ...]
     """The token sequences of the rollout: one, unless the chat template rewrote earlier text."""
     turns: tuple[Turn, ...]
     text: str
     finish: Finish
     reward: float | None = None
-    """None until the rollout is scored. If scoring fails, it stays None and never becomes 0.0."""
+    """None until the rollout is scored. If scoring fails, the reward stays None, not 0.0."""
     success: bool | None = None
     """Whether the completion is correct, whatever the reward is. None if `reward` is None."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class Batch:
     Collate fills the first block of fields. The policy fills the second, as far as the objective
     needs it. The objective fills the third. It computes `token_penalty`, `advantage` and `targets`
     over the whole batch, because their statistics may span it. It computes `weight`, `correction`
-    and `marked` over the rows of one optimizer step, because that is the scope of a denominator.
+    and `marked` over one mini-batch, because the denominators of the loss are per optimizer step.
     Micro-batches only split these rows.
     """
 
@@ -247,27 +247,27 @@ class Batch:
     tokens: torch.Tensor
     """[B, T] int64, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64: completion tokens of each row, trained or not."""
+    """[B] int64: number of completion tokens of each row, trained or not."""
     mask: torch.Tensor
     """[B, T] bool: the tokens that are trained."""
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
-    """[B] float64, the reward of the row's rollout. NaN if scoring failed: statistics leave such a
-    rollout out."""
+    """[B] float64: the reward of the row's rollout. NaN if scoring failed; statistics leave out
+    such a rollout."""
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
-    """[B] int64: number of the row's group. Groups may have any order and size."""
+    """[B] int64: index of the row's group. Groups may have any order and size."""
     truncated: torch.Tensor
-    """[B] bool: the completion reached the length limit."""
+    """[B] bool: whether the completion reached the length limit."""
     parts: torch.Tensor | None = None
     """[B, K] float64: unweighted parts of the reward, NaN like `rewards`. None if not needed."""
     rollout: torch.Tensor | None = None
-    """[B] int64: number of the row's rollout, counted over the batch in the order of its groups.
-    None if every row is its own rollout."""
+    """[B] int64: index of the row's rollout in the batch, in the order of the groups. None if every
+    row is its own rollout."""
     turn: torch.Tensor | None = None
-    """[B, T] int64: number of the turn in which the policy sampled a token, from 0. None if no
+    """[B, T] int64: index of the turn in which the policy sampled a token, from 0. None if no
     rollout has several turns."""
     turn_reward: torch.Tensor | None = None
     """[B, T] float64: the environment's reward for the token's turn; 0 if it gave none."""
@@ -290,11 +290,12 @@ class Batch:
     advantage: torch.Tensor | None = None
     """[B, T]."""
     targets: torch.Tensor | None = None
-    """[B, T]: what the critic should have expected. None: there is no critic."""
+    """[B, T]: the critic's target values (returns). None if there is no critic."""
     weight: torch.Tensor | None = None
     """[B, T]: factor of each token's gain; the loss is minus the sum of gain * weight."""
     correction: torch.Tensor | None = None
-    """[B, T]: constant factor of each token's surrogate that corrects for the sampler. None: 1."""
+    """[B, T]: factor of each token's surrogate, without gradient, that corrects for the sampler.
+    None means 1."""
     marked: torch.Tensor | None = None
     """[B, T]: tokens that the objective's `marks` selected over the optimizer step. None if the
     objective has no marks."""
@@ -320,7 +321,7 @@ class Batch:
         return rollout is None or len(rollout.unique()) == len(rollout)
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """Return the given rows, without padding that they no longer need."""
+        """Return the given rows, and remove padding columns that none of them needs."""
         known = self if self.host is None else self.host
         here = index if self.host is None else index.cpu()
         width = max(1, int(known.lengths[here].max()))
@@ -358,7 +359,7 @@ class Batch:
 
 
 def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
-    """Whether an index on the CPU is all rows in their order, as when a step is one micro-batch."""
+    """Whether a CPU index selects all rows in order, as when a step is one micro-batch."""
     count = len(rows.lengths)
     return len(index) == count and index.device.type == "cpu" and index.tolist() == [*range(count)]
 

@@ -1,4 +1,4 @@
-"""The trainer's side of engines in Ray actors: one engine that spreads requests over the actors.
+"""The trainer's side of engines in Ray actors: one engine that distributes requests over actors.
 
 All requests of a prompt go to the same actor. If an actor dies, a new actor replaces it and
 generates all of its requests again. If the cluster has no room for a new actor, the remaining
@@ -27,12 +27,12 @@ from covey.engines.protocol import (
 from covey.errors import EngineError
 
 CALLS = 4
-"""How many calls an actor serves at once: one waits for completions, the others bring requests."""
+"""Number of concurrent calls to an actor: one waits for completions, the others add requests."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """An actor."""
+    """An engine actor and its state."""
 
     number: int
     handle: Any
@@ -48,7 +48,7 @@ class RayEngine:
     """Builds the engine inside an actor."""
     engines: int
     most: int
-    """The largest number of engines: more are started while the cluster has room."""
+    """The maximum number of engines. Engines are added while the cluster has free resources."""
     need: Need
     threads: int
     restarts: int
@@ -125,7 +125,7 @@ class RayEngine:
         try:
             _Run(self, requests).run()
         except BaseException:
-            self.close()  # they would go on with requests that are no longer wanted
+            self.close()  # otherwise actors would continue with requests that are no longer needed
             raise
 
     def _grow(self) -> None:
@@ -258,7 +258,7 @@ class _Run:
             thread.join()
 
     def _hear(self) -> None:
-        """Wait for completions, or until the source must be asked for requests."""
+        """Wait for completions, or until it is time to ask the source for requests."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:
@@ -287,7 +287,7 @@ class _Run:
         self._spread([r for r in lost.requests if r.number in self.waiting])
 
     def _accept(self, rows: Sequence[Row]) -> None:
-        """Hand new completions to the source; drop those that a restart generated twice."""
+        """Pass new completions to the source; drop duplicates, generated again after a restart."""
         new = [
             Completion(
                 request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,

@@ -1,6 +1,6 @@
-"""An engine in a Ray actor. It generates in a thread, while calls bring requests and fetch results.
+"""An engine in a Ray actor. It generates in a thread, while calls add requests and fetch results.
 
-Every call names the version of the weights that it wants. A restarted actor has no weights and
+Every run names the version of the weights that it needs. A restarted actor has no weights and
 fetches that version, so it never generates with other weights.
 """
 
@@ -16,7 +16,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights as Ray stores them, by name: bytes that all processes of a node map, and the dtype."""
+"""Weights in Ray's object store, by name: bytes in a node's shared memory, and the dtype."""
 Row = tuple[Any, ...]
 
 
@@ -31,7 +31,7 @@ def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
 
 
 def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
-    """Return packed weights as tensors, which must not be written to."""
+    """Return packed weights as tensors. They are read-only, because they share memory."""
     return [
         (name, torch.from_numpy(array.copy()).view(getattr(torch, dtype)))
         for name, (array, dtype) in packed.items()
@@ -86,7 +86,7 @@ class EngineActor:
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights. Their reference is in a list so that Ray fetches them only if needed."""
+        """Load weights. The object reference is in a list, so that Ray fetches only if needed."""
         if version != self.version:
             import ray
 
@@ -131,7 +131,7 @@ class EngineActor:
             return rows
 
     def end(self) -> None:
-        """End a run: no more requests will come."""
+        """End a run, after which no more requests are added."""
         source = self._source()
         with source.changed:
             source.ended = True

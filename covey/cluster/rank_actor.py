@@ -20,9 +20,9 @@ from covey.errors import ConfigError
 from covey.subprocesses import module_command
 
 LAST_OUTPUT_SECONDS = 2.0
-"""How long to read after a rank has ended, because its child processes may keep the pipes open."""
+"""Seconds to read output after a rank has ended; its child processes may keep the pipes open."""
 Output = tuple[str, bytes] | int
-"""The name of a stream and the bytes that the rank wrote to it; at the end, its exit code."""
+"""A stream's name and the bytes that the rank wrote to it, or at the end the exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Place:
     port: int
     """A free port, in case this becomes rank 0."""
     gpus: tuple[str, ...]
-    """The actor's GPUs, with Ray's numbers."""
+    """The actor's GPUs, by Ray's indices."""
 
 
 class RankActor:
@@ -97,7 +97,7 @@ class RankActor:
             self.written.put((name, data))
 
     def output(self) -> Output:
-        """Wait for output, or for the exit code: that of subprocess.Popen."""
+        """Wait for output, or for the exit code as in subprocess.Popen."""
         return self.written.get()
 
     def send(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """A trainer rank that ends with the actor that started it: `rank_process PARENT ARGUMENTS`.
 
-The arguments are those of the `covey` command. Without this, a killed actor would leave a rank that
-continues to train and occupies its GPU.
+The arguments are those of the `covey` command. Without this module, the rank of a killed actor
+would continue to train and occupy its GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ WATCH_SECONDS = 0.5
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
-    os.killpg(0, signal.SIGKILL)  # engines and scoring workers too: the rank leads a session
+    # The rank leads a session, so this also ends its engines and scoring workers.
+    os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
     """Watch the parent, and run the command."""
     parent, *arguments = sys.argv[1:]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it in its processes
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks SIGINT
     threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
     sys.argv = ["covey", *arguments]
     runpy.run_module("covey", run_name="__main__", alter_sys=True)

@@ -45,8 +45,8 @@ def check_ray() -> None:
 def connect(address: str, trainer_gpus: int = 0) -> None:
     """Connect to a Ray cluster, or start one on this machine.
 
-    Actors never get the trainer's GPUs. These are the first GPUs of this machine if Ray is started
-    here, else GPUs that Ray reserves for the trainer.
+    Actors never get the trainer's GPUs. If Ray is started here, the trainer uses the first GPUs of
+    this machine. Otherwise it uses GPUs that Ray reserves for it.
     """
     check_ray()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs
@@ -65,12 +65,12 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
         ray.init(address=address, **quiet)
     except Exception as error:  # Ray raises a plain Exception if its processes start too slowly
         raise _unreachable(address, error) from None
-    if trainer_gpus and "RANK" not in os.environ:  # torchrun gives its ranks their GPUs
+    if trainer_gpus and "RANK" not in os.environ:  # torchrun assigns GPUs to its ranks
         _set_aside(trainer_gpus)
 
 
 def _check_address(address: str) -> None:
-    """Refuse an address where nothing listens: Without this check Ray would wait for minutes."""
+    """Refuse an address where nothing listens, because Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -112,7 +112,7 @@ class Holder:
     """An actor that reserves GPUs of its node for a process that is not an actor."""
 
     def gpus(self) -> list[str]:
-        """Return the numbers of the reserved GPUs."""
+        """Return the indices of the reserved GPUs."""
         import ray
 
         return [str(number) for number in ray.get_gpu_ids()]
@@ -123,7 +123,7 @@ _held: list[Any] = []
 
 
 def _set_aside(count: int) -> None:
-    """Let Ray choose the trainer's GPUs on this machine, before torch has seen any."""
+    """Let Ray choose the trainer's GPUs on this machine, before torch initializes CUDA."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -141,7 +141,7 @@ def _set_aside(count: int) -> None:
 
 
 def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
-    """Refuse to ask for more than the whole cluster has: such actors would wait for ever."""
+    """Refuse to request more resources than the cluster has; such actors would wait for ever."""
     import ray
 
     total = ray.cluster_resources()

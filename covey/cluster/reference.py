@@ -1,4 +1,4 @@
-"""A reference policy in a Ray actor, which takes no memory on the trainer's device."""
+"""A reference policy in a Ray actor, so that it uses no memory on the trainer's device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReferenceActor:
         self.reference = build()
 
     def identity(self) -> str:
-        """A short description."""
+        """A short description of the reference."""
         return self.reference.identity
 
     def logp(self, batch: Batch) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Scoring in Ray actors: each runs a scoring pool, with limits of time and memory, on its node.
+"""Scoring in Ray actors. Each runs a scoring pool, with time and memory limits, on its node.
 
 If an actor dies, its job is scored again by another actor. The result is the same, because a reward
 depends only on the completion.
@@ -17,7 +17,7 @@ from covey.scoring.job import Job, ScoreResult
 from covey.scoring.pool import Pool
 
 CALLS = 256
-"""How many jobs an actor accepts at once."""
+"""Maximum number of jobs that an actor accepts at once."""
 
 
 class ScoringActor:

@@ -19,10 +19,10 @@ from covey.cluster.ray_client import STARTED_BY, Need, translated
 from covey.errors import EngineError
 
 CALLS = 3
-"""How many calls an actor serves at once: one waits for output, others start or signal the rank."""
+"""Number of concurrent calls to an actor: one waits for output, others start or signal the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
-"""How long the other ranks may take to notice that a rank has died, to report it, and to end."""
+"""Seconds that the other ranks have to notice that a rank has died, to report it, and to end."""
 
 
 def run_ranks(
@@ -133,7 +133,7 @@ class _Ranks:
         ray.get(started)
 
     def followed(self) -> int:
-        """Print what the ranks print until all have ended; return the exit code of the run."""
+        """Print the output of the ranks until all have ended; return the exit code of the run."""
         for rank in range(len(self.actors)):
             threading.Thread(target=self._follow, args=(rank,), daemon=True).start()
         limit = float("inf")
@@ -152,13 +152,13 @@ class _Ranks:
             try:
                 found: Output = ray.get(self.actors[rank].output.remote())
             except ray.exceptions.RayError:
-                found = -signal.SIGKILL  # its actor, or its node, is gone
+                found = -signal.SIGKILL  # the rank's actor or node is gone
             self.said.put((rank, found))
             if isinstance(found, int):
                 return
 
     def _hear(self) -> None:
-        """Wait some time for output, and print it."""
+        """Wait a short time for output, and print it."""
         try:
             rank, found = self.said.get(timeout=POLL_SECONDS)
         except Empty:
@@ -168,7 +168,7 @@ class _Ranks:
             return
         stream = sys.stdout if found[0] == "stdout" else sys.stderr
         stream.flush()
-        stream.buffer.write(found[1])  # a character may be cut in two
+        stream.buffer.write(found[1])  # the output may end in the middle of a multi-byte character
         stream.buffer.flush()
 
     def _code(self) -> int:

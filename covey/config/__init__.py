@@ -1,4 +1,4 @@
-"""Configuration: plain data, validated with errors that name the field."""
+"""Configuration: plain data, with validation errors that name the field."""
 
 from covey.config.load import (
     load_config,

@@ -17,20 +17,20 @@ class Vllm(Section):
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of servers to start on this machine."""
     urls: list[Annotated[str, Field(min_length=1)]] = []
-    """Addresses of running servers, such as http://127.0.0.1:8000; then covey starts none."""
+    """Addresses of running servers, such as http://127.0.0.1:8000; if set, covey starts none."""
     colocated: bool = False
     """Run vLLM in this process, on the trainer's GPU, instead of a server. vLLM sleeps while the
     trainer trains."""
     memory: Annotated[float, Field(gt=0)] = 0.5
-    """Share of a GPU's memory for a server; on a CPU, the size of its KV cache in GiB."""
+    """Fraction of a GPU's memory that a server uses; on a CPU, its KV cache size in GiB."""
     tensor_parallel: Positive = 1
-    """GPUs of a server."""
+    """Number of GPUs per server."""
     first_gpu: Count = 1
     """Index of the first server's first GPU; other servers use the GPUs after it. The trainer uses
     the GPUs before it."""
     transfer: Literal["file", "nccl"] = "file"
-    """How weights are sent: file (in shared memory, or engine.vllm.folder) or nccl (from GPU to
-    GPU)."""
+    """How weights are sent to servers: file (in shared memory, or engine.vllm.folder) or nccl (from
+    GPU to GPU)."""
     folder: str = ""
     """file: a folder that trainer and servers share; empty: shared memory."""
     host: str = "127.0.0.1"
@@ -42,7 +42,7 @@ class Vllm(Section):
     restarts: Count = 3
     """How often a dead server is started again, or waited for, before the run ends."""
     arguments: list[str] = []
-    """More arguments of the command that starts vLLM."""
+    """Additional arguments for the command that starts vLLM."""
 
 
 class Cluster(Section):
@@ -51,27 +51,27 @@ class Cluster(Section):
     address: str = ""
     """Address of a Ray cluster; 'local' starts Ray here, 'auto' finds a cluster. Empty: no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Number of trainer ranks that Ray starts; 0: this process, or the ranks of torchrun, train."""
+    """Number of trainer ranks that Ray starts; 0: this process or torchrun's ranks train."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs of a trainer rank that Ray starts."""
+    """CPUs per trainer rank that Ray starts."""
     engines: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Number of engine actors per trainer rank, each with a copy of the model; 0: the ranks
     generate."""
     max_engines: Count = 0
-    """Number of engines to grow to while the cluster has free resources; 0: cluster.engines."""
+    """Maximum number of engines; more start if the cluster has room. 0: cluster.engines."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs of an engine."""
+    """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs of an engine."""
+    """GPUs per engine."""
     trainer_gpus: Count = 0
-    """GPUs of this machine that actors do not use; with cluster.trainers, GPUs per rank."""
+    """GPUs of this machine reserved for the trainer; with cluster.trainers, GPUs per rank."""
     scoring_actors: Count = 0
-    """Number of scoring actors, each with scoring.workers processes; 0: the trainer's machine
-    scores."""
+    """Number of scoring actors, each with scoring.workers processes; 0: scoring runs on the
+    trainer's machine."""
     reference_actor: bool = False
     """Whether a frozen reference runs in its own actor, with the resources of an engine."""
     restarts: Count = 3
-    """Number of actor deaths that a run survives."""
+    """Maximum number of actor deaths in a run; one more ends the run."""
     patience: Seconds = 300.0
     """Seconds to wait for the resources of an actor."""
 

@@ -1,4 +1,4 @@
-"""The [critic] and [preferences] sections: what PPO and DPO need beside groups."""
+"""The [critic] section for PPO, and the [preferences] section for DPO and IPO."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from covey.config.section import Count, Section
 
 
 class Critic(Section):
-    """[critic]. For an objective with a critic: a model that is trained to expect the reward."""
+    """[critic]. For an objective with a critic, a model that is trained to predict the reward."""
 
     path: str = ""
-    """The model it begins from, as in model.path, with the policy's tokenizer; empty: the policy's
-    own first weights."""
+    """The critic's initial model, as in model.path. It must have the policy's tokenizer. Empty: the
+    policy's initial weights."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
-    """Of its own AdamW, constant; the rest is as in [optimizer]."""
+    """Constant learning rate of the critic's AdamW. Its other options come from [optimizer]."""
     warmup_steps: Count = 0
-    """Training steps at the beginning that train the critic alone and leave the policy as it is."""
+    """Number of training steps at the start that train only the critic, not the policy."""
     initial_value: float = 0.0
-    """What it expects at first, everywhere: best the mean reward before training."""
+    """The critic's initial prediction for every token. A good choice is the initial mean reward."""
 
 
 class Preferences(Section):
     """[preferences]. For an objective that compares pairs."""
 
     file: str = ""
-    """JSON Lines of prompt, chosen and rejected: train on these pairs instead of sampled groups."""
+    """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""
     max_tokens: Count = 0
-    """Leave out pairs with a longer completion; 0: longer than rollout.max_tokens."""
+    """Leave out pairs with a completion of more tokens than this; 0: rollout.max_tokens."""

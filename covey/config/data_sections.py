@@ -1,4 +1,4 @@
-"""The sections [curriculum] and [replay], which choose prompts and earlier groups of a step."""
+"""The sections [curriculum] and [replay], which choose a step's prompts and replayed groups."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class Curriculum(Section):
     """[curriculum]. Prompts of a step are chosen by the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
-    """How likely a prompt is drawn, by its running pass rate p; uniform: all alike; hard: 1 - p;
-    uncertain: p (1 - p). Prompts without results count as p = 0.5."""
+    """Weight of a prompt in the draw, from its running pass rate p. uniform: equal weights; hard:
+    1 - p; uncertain: p (1 - p). Prompts without results count as p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in a running pass rate."""
     floor: Share = 0.01
     """Smallest weight of a prompt or part, so that each is drawn sometimes."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Draw no prompt again whose pass rate over all its completions is at least this, such as 0.9;
-    0: keep all."""
+    """Stop drawing a prompt once its pass rate over all its completions is at least this, such as
+    0.9; 0: keep all."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """Shares of the parts of a mixed task; fixed: their weights; progress: by how much the pass
-    rate of a part has changed lately."""
+    """How the parts of a mixed task share a step's prompts. fixed: by the parts' weights; progress:
+    by the recent change of each part's pass rate."""
 
     @property
     def active(self) -> bool:
@@ -40,4 +40,4 @@ class Replay(Section):
     size: Positive = 64
     """Number of groups to keep: the newest ones with both correct and incorrect completions."""
     max_age: Positive = 16
-    """Maximum age of a replayed group, in optimizer steps since its weights."""
+    """Maximum age of a replayed group: optimizer steps since the weights that sampled it."""

@@ -21,13 +21,13 @@ class Environment(Named):
     max_tokens: Positive = 2048
     """Maximum number of tokens of a conversation, prompt included; at most the model's context."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
-    """Format of calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3), or
-    <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
+    """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
+    or <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
     parallel_calls: bool = True
-    """Whether a turn may have several calls; otherwise it stops at the end of the first."""
+    """Whether a turn may have several tool calls; if not, it ends after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Number of worker processes for environments that are not quick; 0: one per core."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds for one step of an environment. After that its rollout ends with an error."""
+    """Time limit of one environment step, in seconds. After it, the rollout ends with an error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""

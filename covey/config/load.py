@@ -46,14 +46,14 @@ def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Con
 def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of the settings with `key=value` overrides."""
     changed = copy.deepcopy(dict(data))
-    # Names come first: another task, reward or algorithm drops the options of the old one.
+    # Names are set first, because a new task, reward or algorithm drops the old one's options.
     for override in sorted(overrides, key=_order):
         _apply(changed, override)
     return changed
 
 
 def _order(override: str) -> tuple[bool, int]:
-    """Sort names first, outer names before inner ones."""
+    """Return the sort key: `name` keys first, and outer keys before inner ones."""
     key = override.partition("=")[0].strip()
     is_name = key.endswith(".name")
     return not is_name, key.count(".") if is_name else 0
@@ -78,7 +78,7 @@ def read_settings(source: str) -> dict[str, Any]:
             # utf-8-sig: some editors write a byte order mark.
             settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
             _check_depth(settings, f"config: {source}")
-            # Run folders may be of version 0.1; files that users write must have the new keys.
+            # Run folders may come from version 0.1; files that users write must use the new keys.
             of_run = (path.parent / "environment.json").is_file()
             return translated(settings) if of_run else settings
         if source in recipe_names():

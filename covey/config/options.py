@@ -1,4 +1,4 @@
-"""Options of a section that names a function, checked against that function's signature."""
+"""Check the options of a section that names a function against the function's signature."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options, or none if they cannot be resolved, so none is checked."""
+    """Return the types of the options. If they cannot be resolved, return none and skip checks."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only
@@ -88,7 +88,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
         kind, config=ConfigDict(strict=True, allow_inf_nan=False)
     )
     if isinstance(value, list) and typing.get_origin(kind) is tuple:
-        value = tuple(value)  # TOML has only arrays
+        value = tuple(value)  # TOML has arrays but no tuples
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -7,7 +7,7 @@ from covey.errors import ConfigError
 
 
 def check_overlap(config: Config) -> None:
-    """Reject a setting of overlap or engine without the settings that it needs."""
+    """Reject a setting of [overlap] or [engine] if settings that it needs are missing."""
     overlap, engine = config.overlap, config.engine
     if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
         raise ConfigError(

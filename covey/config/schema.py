@@ -35,7 +35,7 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     deterministic: bool = False
-    """On a GPU, compute the same bits every time, which is slower. A CPU always does."""
+    """Make results on a GPU bitwise reproducible, which is slower. On a CPU they always are."""
     template: str = "auto"
     """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
     auto: the tokenizer's chat template, or plain if it has none."""
@@ -142,7 +142,7 @@ class Rollout(Section):
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
     """Prompts in a training step."""
     group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
-    """Completions sampled for each prompt; 1 only for objectives that compare none, such as opd."""
+    """Completions sampled per prompt; 1 only for objectives that compare none, such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
@@ -155,9 +155,9 @@ class Rollout(Section):
     top_k: Count = 0
     """Sample from the k likeliest tokens; 0: from all."""
     top_p: Share = 1.0
-    """Sample from the likeliest tokens, up to this total probability."""
+    """Sample from the likeliest tokens whose total probability reaches this value."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens less likely than this share of the likeliest token's probability."""
+    """Drop tokens whose probability is below this fraction of the likeliest token's."""
     mask_replay: bool = False
     """Compute training log-probs over the tokens that top_k, top_p and min_p kept, so that the
     trained distribution is the sampled one."""
@@ -176,7 +176,7 @@ class Engine(Section):
     device: Device = "auto"
     """process: the engine's device; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
-    """Completions generated at the same time."""
+    """Maximum number of completions generated at the same time."""
 
 
 class Scoring(Section):
@@ -185,14 +185,14 @@ class Scoring(Section):
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Worker processes for slow rewards; 0: one per core. Quick rewards use none."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. After that it counts as unscored."""
+    """Time limit for scoring one completion, in seconds. After it, the completion is unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Stop the run if more than this share of a step cannot be scored."""
+    """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
-    """None from a reward function; error: that completion could not be scored. skip, as in TRL: the
-    other functions count, and a completion without any reward is not trained on."""
+    """If a reward function returns None; error: the completion counts as unscored; skip, as in TRL:
+    only the other functions count, and a completion without any reward is not trained on."""
 
 
 class Filter(Section):
@@ -207,7 +207,7 @@ class Filter(Section):
     mask_truncated: bool = False
     """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0. The gradient is the same; token metrics leave them out."""
+    """Skip completions with advantage 0. Gradients do not change; token metrics leave them out."""
 
 
 class Overlap(Section):
@@ -245,7 +245,7 @@ class Optimizer(Section):
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of all optimizer steps that is warm-up, instead of warmup_steps."""
+    """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state; float32: moments, and master weights for bfloat16 models;
     compact: bfloat16 moments with stochastic rounding, and half of each master weight."""
@@ -273,11 +273,11 @@ class Sft(Section):
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     max_tokens: Count = 0
-    """Leave out solutions with more tokens; 0: with more than rollout.max_tokens."""
+    """Leave out solutions with more tokens than this; 0: more than rollout.max_tokens."""
     template: str = "<think>{worked}</think><answer>{answer}</answer>"
     """Format of a solution, with {worked}, {solution} and {answer}."""
     file: str = ""
-    """JSON Lines of prompts and completions, instead of the task's solutions."""
+    """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50
     """Steps between evaluations; also before the first and after the last. 0: none."""
 
@@ -288,7 +288,7 @@ class Evaluate(Section):
     every: Count = 20
     """Steps between evaluations; also before the first and after the last. 0: none."""
     prompts: Count = 0
-    """Held-out prompts; 0: all."""
+    """Number of held-out prompts to evaluate; 0: all."""
     samples: Annotated[int, Field(ge=0, le=10**5)] = 0
     """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -300,18 +300,18 @@ class Save(Section):
     """[save]"""
 
     every: Count = 50
-    """Steps between checkpoints; 0: only after the last."""
+    """Steps between checkpoints; 0: only after the last step."""
     keep: Positive = 2
-    """Checkpoints kept, newest first."""
+    """Number of newest checkpoints to keep."""
     best: str = ""
     """Also keep the checkpoint with the best value of this metric: of evaluations, such as greedy
     or pass@4, or of steps, such as objective/scores, which is checked every `every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which value of that metric is the best."""
+    """Whether the highest or the lowest value of that metric is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps between pages of the highest and lowest rewards; 0: none."""
+    """Steps between sample pages with the highest and lowest rewards; 0: no pages."""
     samples_shown: Positive = 20
     """Number of highest-reward and of lowest-reward completions on a page."""
 
@@ -356,7 +356,8 @@ class Config(Section):
 
     @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs. A resumed run records others, with other bits."""
+        """Whether training may use CUDA graphs. A resumed run captures new ones, which may round
+        differently."""
         return self.train.graphs == "auto" and not self.model.deterministic
 
     @model_validator(mode="after")

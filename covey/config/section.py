@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MOST = 10**9
-"""Upper bound of steps, prompts and tokens; a larger number is probably a typo."""
+"""Upper bound for numbers of steps, prompts and tokens; a larger number is probably a typo."""
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -39,8 +39,8 @@ ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},
-    "evaluate.every": 2,  # at the start and at the end
-    "save.every": 0,  # at the end
+    "evaluate.every": 2,  # evaluate at the start and at the end
+    "save.every": 0,  # save only at the end
     "sft.evaluate_every": 2,
     "sft.max_tokens": 256,  # solutions are longer than rollout.max_tokens above
     "filter.dynamic_sampling": False,  # completions this short are hardly ever correct

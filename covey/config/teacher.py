@@ -13,7 +13,7 @@ class Teacher(Section):
     """[teacher]. An objective that needs a teacher takes it from `path` or from `url`."""
 
     path: str = ""
-    """A model, as in model.path, or the folder of an adapter, with the policy's tokenizer."""
+    """A model, as in model.path, or an adapter folder. It must have the policy's tokenizer."""
     offload: bool = False
     """path: keep the teacher's weights in main memory between training steps."""
     url: str = ""

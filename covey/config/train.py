@@ -10,7 +10,7 @@ from covey.config.section import Count, Names, Positive, Section
 
 
 class StopAfter(Section):
-    """[train.stop_after]: the limit that ends a run, in one of four units."""
+    """[train.stop_after]: the limit at which a run ends, in one of four units."""
 
     steps: Count = 0
     """Training steps."""
@@ -41,15 +41,15 @@ class Train(Section):
     stop_after: StopAfter = StopAfter()
     """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
     over the training prompts; {steps = n} is the same as `steps`. The learning rate and
-    evaluations follow the share of this limit that is used, as if the run took `steps` steps."""
+    evaluations follow the used fraction of this limit, as if the run took `steps` steps."""
     mini_batches: Positive = 1
-    """Number of mini-batches, and so of optimizer steps, in one epoch of a training step."""
+    """Mini-batches in one epoch of a training step. Each takes one optimizer step."""
     epochs: Positive = 1
-    """Passes over the completions of a step."""
+    """Epochs: passes over the completions of a training step."""
     micro_batch_tokens: Positive = 16_384
-    """Padded tokens in one forward and backward pass."""
+    """Maximum number of padded tokens in one micro-batch (a forward and backward pass)."""
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
-    """Maximum memory of logits, which are computed for a few tokens at a time."""
+    """Maximum memory for logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
     """Source of old_logp if a step has several optimizer steps: the trainer (recompute) or the
     engine (sampler); auto: the engine if its log-probs are exact (float32, no truncation)."""
@@ -60,7 +60,7 @@ class Train(Section):
     stop_on: Names = Field(default_factory=list)
     """Health findings that end the run, such as nan or collapse; docs/health.md lists them."""
     patience: Count = 0
-    """End the run after this many measurements of save.best without a new best; 0: never."""
+    """End the run if the metric save.best has no new best in this many measurements; 0: never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -77,7 +77,8 @@ class Train(Section):
     def over_prompts(self, prompts: int, per_step: int) -> Train:
         """Return the settings with the number of steps that `stop_after.epochs` needs, if set.
 
-        A step lies within one epoch, so prompts that do not fill a last step are left out of it.
+        Every step lies within one epoch. If the last prompts of an epoch do not fill a step, that
+        epoch leaves them out.
         """
         if not self.stop_after.epochs:
             return self

@@ -30,7 +30,7 @@ from covey.types import Batch, Group, Prompt, Rollout
 
 SEED, DIGITS = 0, 3
 CALLS, WRONG_CALLS = 0.125, 0.2
-"""Shares of solutions that call the calculator, and of calls with a wrong digit."""
+"""Fraction of solutions that call the calculator, and fraction of calls with a wrong digit."""
 TAGS = ("<calculator>", "</calculator>", "<result>", "</result>", "<answer>", "</answer>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}<result>"

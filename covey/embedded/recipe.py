@@ -9,10 +9,10 @@ solutions:
    larger digits). One in five also breaks the format:
        47+8-6?  <think>47+8=45;45-6=41</think><answer>41
 
-So reinforcement learning has two things to teach: to carry, also on number pairs that were never
-trained, and to keep to the format. It builds on the arithmetic that the first stage taught. The
-recipe is seeded, but another processor or number of threads rounds differently and gives a slightly
-different model. The checkpoint in the package is therefore fixed.
+So reinforcement learning has two things to teach: the carry, also for number pairs that were never
+trained, and the format. It builds on the arithmetic that the first stage taught. The recipe is
+seeded, but rounding depends on the processor and the number of threads, so another machine gives a
+slightly different model. The package therefore contains one fixed checkpoint.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def correct_working(sums: Sequence[Sum]) -> list[Worked]:
 
 
 def careless_result(sum: Sum, random: Random) -> int:
-    """Return the result of a careless student: the tens stay the same, whatever the units give.
+    """Return the result of a careless student, who may leave the tens unchanged at a carry.
 
     In additions the carry is forgotten: 47+8=45. In subtractions the smaller digit is subtracted
     from the larger: 55-6=51. This happens in 67 % of the sums with 3 that carry, and in 91 % of

@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step that addresses the random numbers of all evaluations, so that they can be paired."""
+"""The step in the random-number address of all evaluations, so that they can be paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """`greedy`, with samples `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`, and of the greedy
-    completions `reward` and `parts/NAME`."""
+    """`greedy`; with samples also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`; and the means
+    `reward` and `parts/NAME` over the greedy completions."""
     parts: Mapping[str, float]
     """Means of the reward's parts over the greedy completions."""
     mean_tokens: float
@@ -35,8 +35,8 @@ class Evaluation:
     first_failure: str | None = None
     """The error of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer, as scored, or else the share of the most frequent
-    target. None if targets are too long to be answers."""
+    """Accuracy of the best constant answer. If none was scored, this is the frequency of the most
+    frequent target, or None if targets are too long to be answers."""
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copy of the prompt, if known."""
     distinct_answers: int = 0

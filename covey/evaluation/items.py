@@ -89,9 +89,9 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Return each metric over the prompts, with Wilson's interval for greedy, else a bootstrap.
+    """Estimate each metric over the prompts: Wilson's interval for greedy, bootstrap for others.
 
-    The mean reward and its parts are over the completions that were scored.
+    The mean reward and its parts include only completions that were scored.
     """
     values = [item.values() for item in items]
     correct = sum(item[GREEDY] for item in values)
@@ -133,7 +133,7 @@ def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
 
 
 def _category_order(name: str) -> tuple[bool, float, str]:
-    """Sort numbers by size, before other names."""
+    """Return the sort key of a category: numbers by size, then other names."""
     try:
         return False, float(name), name
     except ValueError:
@@ -174,7 +174,7 @@ def compare(first: Sequence[Item], second: Sequence[Item]) -> Comparison:
 
 
 def _reward_differences(first: Sequence[Item], second: Sequence[Item]) -> dict[str, Difference]:
-    """Compare rewards and parts on the prompts whose two completions were scored."""
+    """Compare rewards and parts on the prompts for which both completions were scored."""
     rows = [(one.rewards(), other.rewards()) for one, other in zip(first, second, strict=True)]
     names = list(dict.fromkeys(name for a, b in rows for name in a if name in b))
     pairs = {

@@ -1,1 +1,1 @@
-"""Rollouts: episodes, collecting and scoring of groups, filters, and sources for the loop."""
+"""Rollouts: episodes, collecting and scoring of groups, filters, and rollout sources."""

@@ -47,7 +47,7 @@ def target_counts(targets: Sequence[str]) -> AnswerCounts | None:
 
 
 def best_constant(targets: Sequence[str]) -> float | None:
-    """Return the accuracy of the best constant answer: the share of the most frequent target.
+    """Return the accuracy of the best constant answer: the most frequent target's frequency.
 
     >>> best_constant(["1", "1", "2", "3"]), best_constant(["a long text " * 9])
     (0.5, None)

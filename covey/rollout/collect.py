@@ -27,13 +27,13 @@ class Sharing(Protocol):
         """The number of ranks."""
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share of the items."""
+        """Return the items that this rank processes."""
 
     def gather(self, item: _T) -> list[_T]:
         """Return the item of every rank."""
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the results of all ranks for their shares, in the order of the items."""
+        """Return all ranks' results for the items that `share` divided, in the items' order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Collected:
         )
 
     def split(self, counts: Sequence[int]) -> list[Collected]:
-        """Return parts with these numbers of groups, in order, each with its share of the time."""
+        """Split into parts with the given numbers of groups; divide the time among the parts."""
         parts, start = [], 0
         for count in counts:
             share, here = count / len(self.groups), slice(start, start + count)
@@ -104,7 +104,7 @@ class Collected:
 
 @dataclass(slots=True)
 class _Scoring:
-    """Rollouts that are being scored, by the number of their prompt."""
+    """Rollouts that are being scored, by the index of their prompt."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -115,7 +115,7 @@ class _Scoring:
     rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
     """Rollouts to score, by prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
-    """Submitted jobs, by prompt and sample. The job of a whole group is under sample 0."""
+    """Submitted jobs, by prompt and sample. A job for a whole group is stored as sample 0."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
     """Errors of environments, by prompt and sample. A rollout with an error is not scored."""
 
@@ -173,9 +173,9 @@ class Collector:
     interaction: Interaction | None = None
     """The interaction with an environment. None if every rollout is one completion."""
     ranks: Sharing | None = None
-    """The ranks, each of which collects its share and gets all groups. None if there is one."""
+    """The ranks. Each collects some groups and then receives all. None if there is one rank."""
     max_steps: int = 0
-    """Number of training steps of the run, which reward functions may ask for."""
+    """Number of training steps of the run, which a reward function may take as an argument."""
 
     def collect(
         self,
@@ -188,8 +188,8 @@ class Collector:
         """Generate and score `sampling.group_size` rollouts of every prompt.
 
         Rollouts go to the scorer as they end, so scoring and generation overlap. Groups are in the
-        order of the prompts, whichever ends first. `share` is the share of the run that is done,
-        0 to 1; the weights of a reward may depend on it.
+        order of the prompts, whichever ends first. `share` is the fraction of the run that is
+        done, 0 to 1; the weights of a reward may depend on it.
         """
         if self.ranks is None or self.ranks.size == 1:
             return self._collect(prompts, sampling, step, share)
@@ -251,7 +251,7 @@ def _failure(rollout: Rollout) -> str:
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
-    """Fill in the score. Without a score the reward stays None."""
+    """Fill in the score. If scoring failed, the reward stays None."""
     if result.score is None:
         return replace(rollout, reward_id=identity)
     return replace(

@@ -1,7 +1,7 @@
-"""Curriculum: per-prompt statistics, and the prompts of a step that are drawn by them.
+"""Curriculum: per-prompt statistics, and the draw of a step's prompts that depends on them.
 
-Statistics change when a step has been trained, and are saved with every checkpoint. The draw has
-the address (seed, step). So a resumed run draws what it would have drawn without the interruption.
+Statistics change when a step has been trained, and are saved with every checkpoint. Random numbers
+depend on (seed, step). So a resumed run draws the same prompts as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 FILE = "prompts.json"
 NEW = 0.5
-"""The pass rate of a prompt without results."""
+"""The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""The slow mean of a part has a memory that is this many times longer than that of the fast one."""
+"""A part's slow running mean averages over this many times as many groups as its fast one."""
 MOST_PROMPTS = 10**7
 
 
@@ -34,16 +34,16 @@ class PromptRecord:
     """The results of a prompt so far."""
 
     number: int
-    """Number of the prompt in the training data."""
+    """Index of the prompt in the training data."""
     completions: int = 0
-    """Scored ones."""
+    """Number of scored completions."""
     successes: int = 0
     rate: float = NEW
     """Running pass rate: newer groups count more."""
 
     @property
     def pass_rate(self) -> float:
-        """The share of correct completions among all so far."""
+        """The fraction of all completions so far that are correct."""
         return self.successes / self.completions if self.completions else NEW
 
 
@@ -87,7 +87,7 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """The parts of a mixed task, by place in a block of prompts. Empty for other tasks."""
+        """The part of a mixed task at each position in a block. Empty for other tasks."""
         return tuple(getattr(self.prompts, "block", ()))
 
     def weights(self) -> np.ndarray:
@@ -105,11 +105,11 @@ class PromptChoice:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each part of a mixed task in the prompts of a step."""
+        """Return, for each part of a mixed task, its expected fraction of a step's prompts."""
         names = dict.fromkeys(self.block)
         if self.settings.mixture == "fixed":
             return {name: self.block.count(name) / len(self.block) for name in names}
-        # A part without results is drawn as often as one that changes by a tenth.
+        # A part without results is drawn as often as one whose pass rate changes by 0.1.
         moves = {n: self.parts[n].progress if n in self.parts else 0.1 for n in names}
         found = {name: max(move, self.settings.floor) for name, move in moves.items()}
         return {name: value / sum(found.values()) for name, value in found.items()}
@@ -119,10 +119,10 @@ class PromptChoice:
         return limit > 0 and record.completions > 0 and record.pass_rate >= limit
 
     def picks(self, step: int, count: int) -> tuple[int, ...]:
-        """Return the numbers of the prompts to draw for a step, all different, in order.
+        """Return the indices of the prompts to draw for a step, all different, in order.
 
-        Empty: results decide nothing. If too few prompts are left, the hardest of those that were
-        dropped come back: a step is never smaller than asked for.
+        Return nothing if the curriculum is off. If too few prompts are left, the hardest of the
+        dropped prompts are drawn again, so a step always has the requested size.
         """
         if not self.settings.active:
             return ()

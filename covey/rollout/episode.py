@@ -22,15 +22,15 @@ class EncodedPrompt:
     prompt: Prompt
     tokens: tuple[int, ...]
     prefill: str = ""
-    """The end of the prompt that is put in front of every completion's text."""
+    """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step, if a call generates for several. None means the step of the call."""
+    """The prompt's training step if one call generates for several. None: the call's own step."""
 
 
 def encode_prompts(
     model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
 ) -> list[EncodedPrompt]:
-    """Tokenize each prompt's messages; an environment has its own, which are tokenized later."""
+    """Tokenize each prompt's messages. Messages of an environment are tokenized later."""
     prefill = model.opening
     if interaction is not None:
         return [EncodedPrompt(prompt=p, tokens=(), prefill=prefill) for p in prompts]
@@ -48,10 +48,10 @@ class Episodes:
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """Called with the number of the prompt and the rollout as soon as the rollout ends."""
+    """Called with the prompt's index and the rollout as soon as the rollout ends."""
     ready: list[Request] = field(init=False)
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
-    """Finished rollouts, by number of the prompt and sample."""
+    """Finished rollouts, by the indices of prompt and sample."""
 
     def __post_init__(self) -> None:
         size, seed = self.sampling.group_size, self.sampling.seed
@@ -82,7 +82,7 @@ class Episodes:
         return ready
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """End the episodes of some completions."""
+        """End the episodes whose completions are finished."""
         texts = self.model.decode_many([completion.tokens for completion in completions])
         for completion, text in zip(completions, texts, strict=True):
             number = completion.request.prompt

@@ -18,7 +18,7 @@ class Selected:
     stale: int = 0
     """Groups with a rollout that was sampled too many optimizer steps ago."""
     uniform: int = 0
-    """Groups that are all correct or all incorrect; with `drop_flat`, with equal rewards."""
+    """Groups that are all correct or all incorrect; with `drop_flat`, groups of equal rewards."""
     surplus: int = 0
     """Groups beyond the number that the step needs."""
 
@@ -38,9 +38,9 @@ def select(
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
     rollouts are correct. It compares success, not reward, because a length penalty makes rewards
     differ even if all completions are correct. `drop_flat` is ScaleRL's rule (2510.13786): keep a
-    group if some rewards differ. `max_age` drops a group if a rollout is older than this many
-    optimizer steps at `version`; 0 keeps all. Only the first `most` groups are kept. A group
-    needs `fewest` scored rollouts.
+    group if its rewards are not all equal. `max_age` drops a group if a rollout was sampled more
+    than this many optimizer steps before `version`; 0 keeps all. At most the first `most` groups
+    are kept. A group needs at least `fewest` scored rollouts.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
     fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
@@ -76,8 +76,8 @@ def without_truncated(batch: Batch) -> Batch:
     """Mask all tokens of truncated rollouts: overlong filtering, DAPO section 3.4.
 
     Call it after advantages are filled in. The rollouts stay in the statistics of their group and
-    in the number of sequences, so masking reduces a mean over rollouts and does not give the other
-    rollouts more weight. A mean over tokens, of the step or of a group, is over the remaining
-    tokens.
+    in the number of sequences. So in a mean over rollouts, masked rollouts count as 0 and the other
+    rollouts get no more weight. A mean over tokens, of the step or of a group, only includes the
+    remaining tokens.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

@@ -1,7 +1,8 @@
-"""Rollouts in flight in a checkpoint, which were generated but not yet trained on.
+"""Save rollouts in flight, generated but not yet trained on, in a checkpoint.
 
 A resumed run cannot generate them again, because the weights that generated them no longer exist.
-Each line of the file is a training step. Prompts are saved by id, because the task has the rest.
+Each line of the file is a training step. Only the ids of prompts are saved, because the task has
+their text.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _row(step: StepRollouts) -> dict[str, Any]:
 
 def _step(row: Mapping[str, Any], prompts: Sequence[Prompt], seed: int, count: int) -> StepRollouts:
     step, version, share, *more = row["ticket"]
-    picks = tuple(more[0]) if more else ()  # runs of earlier versions have none
+    picks = tuple(more[0]) if more else ()  # runs of earlier versions lack this field
     ticket, rounds, ids = Ticket(step, version, share, picks), row["rounds"], row["prompts"]
     known = (
         {prompts[pick].id: prompts[pick] for pick in picks}

@@ -64,7 +64,7 @@ def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def repetition(rows: Sequence[Sequence[int]]) -> float:
-    """Return the share of token 4-grams that occur earlier in the same row.
+    """Return the fraction of token 4-grams that already occurred earlier in the same row.
 
     >>> repetition([[1, 2, 1, 2, 1, 2]])  # of three, 1212 comes twice
     0.3333333333333333
@@ -74,7 +74,7 @@ def repetition(rows: Sequence[Sequence[int]]) -> float:
     if len(tokens) < GRAM:
         return 0.0
     row = np.repeat(np.arange(len(rows)), lengths)
-    # A 64-bit hash of the row and of four tokens, so different grams hardly ever share one.
+    # A 64-bit hash of row and four tokens; different 4-grams hardly ever have the same hash.
     prime = np.uint64(0x9E3779B97F4A7C15)
     gram = row[GRAM - 1 :].astype(np.uint64)
     for offset in range(GRAM):

@@ -4,8 +4,8 @@
 
 The engine generates the turns that are ready while tools run for other episodes. A rollout that
 waits for a tool occupies no slot: its next turn is a new request whose prompt is the conversation
-so far. The random numbers of a turn depend on its number, so the order of tool results has no
-effect.
+so far. The random numbers of a turn depend on the turn's index, so the order in which tool results
+arrive has no effect.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Interaction:
 
 @dataclass(slots=True)
 class _Growing:
-    """A segment that grows."""
+    """A segment to which tokens are appended."""
 
     prompt_tokens: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class _Growing:
     kept: list[str] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logp: Sequence[float] | None) -> tuple[int, int]:
-        """Append tokens, sampled ones with log-probabilities; return their start and stop."""
+        """Append tokens, with log-probabilities if sampled; return their start and stop."""
         start = len(self.tokens)
         self.tokens += tokens
         self.trained += [logp is not None] * len(tokens)
@@ -99,7 +99,7 @@ class _Conversation:
     """One episode in progress."""
 
     number: int
-    """Number of the prompt."""
+    """Index of the prompt."""
     sample: int
     prompt: Prompt
     messages: list[Message] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """Why the episode ended, once it has."""
+    """Why the episode ended. The value is not used while the episode runs."""
     version: int = 0
 
     @property
@@ -193,12 +193,12 @@ class MultiTurnEpisodes:
     model: LanguageModel
     sampling: Sampling
     finished: Callable[[int, Rollout], None]
-    """Called with the number of the prompt and the rollout as soon as the rollout ends."""
+    """Called with the prompt's index and the rollout as soon as the rollout ends."""
     conversations: Conversations = field(init=False)
     waiting: dict[int, _Conversation] = field(default_factory=dict)
     """Episodes that wait for the environment, by key."""
     running: dict[int, _Conversation] = field(default_factory=dict)
-    """Episodes that wait for the engine, by the number of their request."""
+    """Episodes that wait for the engine, by the index of their request."""
     numbers: int = 0
     """Number of requests so far."""
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
@@ -239,7 +239,7 @@ class MultiTurnEpisodes:
         return max(1, most - self.sampling.max_tokens)
 
     def take(self) -> Sequence[Request]:
-        """Return the turns that have become ready; wait for one if the engine is idle."""
+        """Return requests for the turns that are ready; wait for one if the engine is idle."""
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running
@@ -358,7 +358,7 @@ class MultiTurnEpisodes:
 
 
 def _sharing(requests: Sequence[Request]) -> list[Request]:
-    """Return requests in which equal prompts, such as a group's first turns, share a number."""
+    """Give equal prompts, such as a group's first turns, the same number in all requests."""
     numbers: dict[tuple[int, ...], int] = {}
     shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
     return sorted(shared, key=lambda request: request.prompt)

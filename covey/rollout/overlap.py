@@ -47,8 +47,8 @@ CLOSE_SECONDS = 10.0
 class CopySource:
     """Collects groups in a thread, with an engine that has its own copy of the weights.
 
-    Tickets are processed one by one, each with the weights that were published when it was
-    started. These weights wait in snapshots until the engine loads them. There are at most
+    Tickets are processed one by one. Each uses the weights that were published last before it was
+    started. Snapshots store these weights until the engine loads them. There are at most
     staleness + 1 snapshots.
     """
 
@@ -77,7 +77,7 @@ class CopySource:
             self.parts.engine.load_weights(weights, version)
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Queue tickets with a copy of the weights, which they share."""
+        """Queue tickets, which share one copy of the weights."""
         if not tickets:
             return
         snapshot: Snapshot = {}
@@ -127,7 +127,7 @@ class CopySource:
             waited = time.perf_counter() - idle
             try:
                 found = self._collect(self.working, snapshot)
-            except BaseException as error:  # the trainer raises it when it asks for the rollouts
+            except BaseException as error:  # `take` raises this error in the trainer
                 with self.changed:
                     self.failure = error
                     self.changed.notify_all()
@@ -148,19 +148,19 @@ class CopySource:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutQueue:
-    """The rollouts of a run, step by step: when steps are started, and which a checkpoint saves."""
+    """Decides when the rollouts of a step are started, and which rollouts a checkpoint saves."""
 
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """Rollouts from a checkpoint, and of the step that is trained, by step."""
+    """Rollouts from a checkpoint and of the step in training, by step."""
     newest: int = 0
     """The last step that was started."""
     choice: PromptChoice | None = None
     """The choice of prompts by a curriculum. None if seed and step choose them."""
 
     def take(self, step: int, share: float) -> StepRollouts:
-        """Start the steps that may start before `step` is trained; return the rollouts of it."""
+        """Start the steps allowed before `step` is trained; return the rollouts of `step`."""
         policy = self.parts.policy
         self.newest = max(self.newest, step - 1, *self.held)
         tickets = [
@@ -174,7 +174,7 @@ class RolloutQueue:
         return found
 
     def _picks(self, step: int) -> tuple[int, ...]:
-        """Return the prompts that a curriculum draws for a step, with those of all its refills."""
+        """Return the prompts that a curriculum draws for a step, including all its refills."""
         config = self.parts.config
         rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
         count = config.rollout.prompts_per_step * rounds
@@ -191,7 +191,7 @@ class RolloutQueue:
         return range(self.newest + 1, last + 1)
 
     def in_flight(self, after: int) -> list[StepRollouts]:
-        """Wait for and return the started rollouts that training has not used after a step."""
+        """Wait for the rollouts that were started but not trained on after a step; return them."""
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
@@ -203,7 +203,7 @@ def rollout_queue(
     held: Sequence[StepRollouts],
     choice: PromptChoice | None = None,
 ) -> RolloutQueue:
-    """Return the queue of a run that starts, or that resumes with rollouts of its checkpoint."""
+    """Return the queue of a new run, or of a resumed run with its checkpoint's rollouts."""
     source: RolloutSource = SynchronousSource(parts, reporter)
     if parts.config.overlap.mode == "copy":
         source = CopySource(parts, reporter)

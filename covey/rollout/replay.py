@@ -1,8 +1,9 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
-A replayed group keeps the log-probs and versions of the weights that sampled it. It is a stale
-group as any other: `old_logp` is the policy's at the start of the step, and the objective's
-correction weighs each token by the ratio of the two. Its statistics stay its own.
+A replayed group keeps the log-probs and versions of the weights that sampled it. It is treated like
+any stale group: `old_logp` comes from the policy at the start of the step, and the objective's
+correction weights each token by the ratio of old to sampled probability. Statistics of a replayed
+group only include its own rollouts.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ class ReplayBuffer:
     settings: Replay
     seed: int
     groups: list[Group] = field(default_factory=list)
-    """Oldest first."""
+    """The kept groups, oldest first."""
 
     def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
         """Return groups to train on again, sampled by weights that are not too old.
 
-        Prompts in `without`, those of the step itself, stay out: a step has a prompt once.
+        `without` has the ids of the step's own prompts. They are excluded, because a step may
+        contain a prompt only once.
         """
         order = replay_order(seed=self.seed, step=step, size=len(self.groups))
         found: dict[str, Group] = {}

@@ -27,11 +27,11 @@ class Ticket(NamedTuple):
     step: int
     """Number of the step, from 1."""
     version: int
-    """Number of optimizer steps of the weights that generate, which were published last."""
+    """Version of the weights that generate: their number of optimizer steps."""
     share: float
-    """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    """The fraction of the run that is done, 0 to 1. The weights of a reward may depend on it."""
     picks: tuple[int, ...] = ()
-    """Numbers of the prompts that a curriculum drew, those of refills last. Empty if the prompts
+    """Indices of the prompts that a curriculum drew, those of refills last. Empty if the prompts
     depend only on seed and step."""
 
 
@@ -53,7 +53,7 @@ class StepRollouts:
 
     @property
     def used_picks(self) -> tuple[int, ...]:
-        """The numbers of the prompts that a curriculum drew, in the order of the groups."""
+        """The indices of the prompts that a curriculum drew, in the order of the groups."""
         return self.ticket.picks[: len(self.collected.groups)]
 
 
@@ -88,7 +88,7 @@ class RolloutSource(Protocol):
 
 @dataclass(slots=True)
 class SynchronousSource:
-    """Collects groups when the loop asks for them, with the weights of that moment.
+    """Collects groups when the loop asks for them, with the current weights.
 
     If several steps were started, their prompts are sampled in one call.
     """
@@ -112,7 +112,7 @@ class SynchronousSource:
         self.started = [*tickets]
 
     def take(self, step: int) -> StepRollouts:
-        """Return the groups of a step; if they do not exist yet, collect those of all tickets."""
+        """Return a step's groups. If not collected yet, collect the groups of all tickets."""
         if step not in self.done:
             found = collect_steps(self.parts, self.reporter, self.started)
             self.done |= {one.ticket.step: one for one in found}
@@ -126,7 +126,7 @@ class SynchronousSource:
         """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Collect the groups of a step with the policy's present weights, and report its notes."""
+        """Collect the groups of a step with the policy's current weights, and log its notes."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
         self.publish(policy.weights, policy.version)
@@ -222,8 +222,8 @@ class _Filling:
 def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
     """Sample, score, penalize and filter the groups of some steps, with the engine's weights.
 
-    The prompts of all steps are sampled in one call. With dynamic sampling, so are the refills of
-    all steps that are not full.
+    One call generates for the prompts of all steps. With dynamic sampling, each refill round is one
+    call for all steps that still need groups.
     """
     config, all_prompts = parts.config, parts.train_prompts
     count = config.rollout.prompts_per_step
@@ -271,7 +271,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
 
 
 def _refill_size(missing: int, wanted: int, collected: int) -> int:
-    """Return the number of prompts that should fill the step at the present rate of kept groups."""
+    """Return the number of prompts that fills the step if the fraction of kept groups stays."""
     rate = (wanted - missing) / collected
     return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
 

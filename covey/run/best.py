@@ -1,6 +1,6 @@
-"""The best step of a run by a named metric, for the checkpoint to keep and for early stopping.
+"""The best step of a run by a named metric, to keep its checkpoint and for early stopping.
 
-The best step is computed from the records of a run and not stored, so a resumed run knows it too.
+The best step is not stored, but computed from the records of a run. So a resumed run knows it too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Best:
 
     @property
     def of_evaluations(self) -> bool:
-        """Whether the metric is one of evaluations, and not of steps."""
+        """Whether the metric comes from evaluations and not from training steps."""
         return metric(self.metric) is None
 
     def add(self, row: Mapping[str, Any]) -> bool:
@@ -48,12 +48,12 @@ class Best:
         return True
 
     def line(self) -> str:
-        """Return the best step and its value in words."""
+        """Return a text with the best step and its value."""
         return f"step {self.step} with {self.metric} {self.value:.4g}"
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric of a row: a number, or the value of an estimate with its interval."""
+    """Return the value of a row's metric, which is a number or an estimate with an interval."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None

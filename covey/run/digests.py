@@ -32,7 +32,7 @@ def write_digests(folder: Path) -> None:
 
 
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:
-    """Return a line about the file of a checkpoint that is damaged; None if no file is.
+    """Return a message about a damaged file of a checkpoint; None if no file is damaged.
 
     Files named in `but` are not checked.
     """

@@ -26,7 +26,7 @@ def episode_row(rollout: Rollout) -> Row:
 def read_episode(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a multi-turn rollout from its row.
 
-    KeyError, TypeError or ValueError if the row is damaged.
+    Raise KeyError, TypeError or ValueError if the row is damaged.
     """
     episode = row["episode"]
     return {

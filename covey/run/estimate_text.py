@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def is_reward(name: str) -> bool:
-    """Whether an estimate of this name is a reward or a reward part, and not a share.
+    """Whether an estimate of this name is a reward or a reward part, and not a rate in percent.
 
     >>> is_reward("parts/format"), is_reward("pass@4")
     (True, False)
@@ -15,7 +15,7 @@ def is_reward(name: str) -> bool:
 
 
 def value_text(name: str, value: float) -> str:
-    """Return one number.
+    """Return one value as text, rates in percent.
 
     >>> value_text("greedy", 0.125), value_text("reward", -0.125)
     ('12.5%', '-0.125')
@@ -33,7 +33,7 @@ def change_text(name: str, change: float) -> str:
 
 
 def estimate_text(name: str, estimate: Mapping[str, float]) -> str:
-    """Return an estimate with its interval; equal rewards have no interval.
+    """Return an estimate with its interval, which is left out if all rewards are equal.
 
     >>> estimate_text("greedy", {"value": 0.0, "low": 0.0, "high": 0.037})
     '0.0% [0.0%, 3.7%]'

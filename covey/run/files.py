@@ -20,7 +20,7 @@ def check_free(path: Path, instead: str = "choose another folder") -> None:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON line. If that fails, truncate the file to its earlier length."""
+    """Append one JSON line. If the write fails, truncate the file to its earlier length."""
     data = (json.dumps(row) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:
@@ -64,7 +64,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`, and remove what is there if anything fails."""
+    """Yield a temporary path beside `path`. If anything fails, remove the file or folder there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)

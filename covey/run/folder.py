@@ -44,7 +44,7 @@ from covey.types import Group
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names; it counts the others."""
+"""Maximum number of edited settings that a note names. It only counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +172,16 @@ class RunFolder:
         return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step; [] if none were kept. RunError if one is damaged."""
+        """Return the rollouts of a step; [] if none were kept. Raise RunError for damaged ones."""
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
     def usable_rollouts(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the readable rollouts of a step. RunError if there are none."""
+        """Return the readable rollouts of a step. Raise RunError if there are none."""
         rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, note)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step. RunError if one is damaged or there are none."""
+        """Return the rollouts of a step. Raise RunError if one is damaged or there are none."""
         rows = self.rollouts(step)
         if rows:
             return rows
@@ -207,7 +207,7 @@ class RunFolder:
         """Return the files or folders named after a step, in order; other names are ignored."""
         try:
             found = list((self.path / folder).iterdir())
-        except OSError:  # no folder, or a file of that name
+        except OSError:  # the folder does not exist, or a file has its name
             return []
         ours = re.compile(rf"([0-9]{{6,}}){re.escape(suffix)}")
         matches = ((ours.fullmatch(path.name), path) for path in found)

@@ -19,7 +19,7 @@ from covey.run.health_checks import CHECKS, Check, Settings, Times
 from covey.run.history import History
 
 REPEAT = 50
-"""A finding that lasts is logged again after this many steps."""
+"""A finding that persists is logged again after this many steps."""
 SILENCE, SILENT_SECONDS = 10, 60.0
 """A run is stalled if it logs nothing for the time of 10 steps, and for at least 60 seconds."""
 
@@ -67,7 +67,7 @@ class Health:
     """The step at which each finding was last logged."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Add the metrics of a step; return new findings, and lasting ones that are due again."""
+        """Add the metrics of a step; return new findings, and old ones that are to be repeated."""
         self.history.add(row)
         found = {name: check.find(self.history) for name, check in CHECKS.items()}
         self.active = {
@@ -100,7 +100,7 @@ class Health:
 
 
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
-    """Yield the lines to change, except those already set or unknown to the algorithm."""
+    """Yield the config lines to change, except those already set or not used by the algorithm."""
     for key, wanted in check.change:
         section, _, name = key.partition(".")
         now = settings.get(section, {}).get(name)
@@ -134,7 +134,7 @@ def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Find
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
-    """Return a finding if the last step of an active run, `seconds` ago, is too long ago."""
+    """Return a finding if an active run has logged no step for too long (`seconds`)."""
     times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
     if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
         return None

@@ -113,7 +113,7 @@ def _uniform_groups(history: History) -> str | None:
 
 
 def entropy_collapse(history: History) -> str | None:
-    """Find an entropy that fell to nearly 0 while success does not rise."""
+    """Find an entropy that fell to nearly 0 while the success rate does not rise."""
     name = "policy/entropy_avg"
     now, start = history.mean(name, 3), history.start(name)
     rises = history.mean(SUCCESS, BLOCK) > history.mean(SUCCESS, BLOCK, before=BLOCK) + 0.01
@@ -165,7 +165,7 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str) -> float:
-    """Return how far a metric moved from one block of steps to the next; 0 if that is noise."""
+    """Return a metric's change from one block of steps to the next; 0 if it is only noise."""
     values = history.last(name, 2 * BLOCK)
     if not values:
         return 0.0
@@ -179,7 +179,7 @@ def mismatch(history: History) -> str | None:
     """Find an engine whose log-probabilities drift away from those of the trainer."""
     name = "debug/sampler_k3"
     values, start = history.last(name, 3), history.start(name)
-    if not values or history.row.get("data/replayed_groups"):  # these are of older weights
+    if not values or history.row.get("data/replayed_groups"):  # sampled by older weights
         return None
     grew = min(values) > 1e-4 and min(values) > 10 * start
     if min(values) <= high(name) and not grew:
@@ -214,7 +214,7 @@ def collapse(history: History) -> str | None:
 
 
 def few_answers(history: History) -> str | None:
-    """Find a policy that uses few of the answers that its prompts ask for."""
+    """Find a policy whose answers are much less varied than the targets of its prompts."""
     answers = history.last("rollout/effective_answers", 5)
     targets = history.last("rollout/effective_targets", 5)
     if not answers or not targets or collapse(history) is not None:
@@ -235,11 +235,11 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps that the check looks at; the problem began with the first of them."""
+    """Number of steps that the check reads. A problem counts from the first of these steps."""
     why: str
     """Why the problem matters."""
     change: tuple[tuple[str, Any], ...]
-    """Settings to change, each with its new value, or a factor `Times` of its present value."""
+    """Settings to change, each with a new value, or with `Times`, a factor of the current value."""
     also: str = ""
     """A remedy that is not a setting."""
     problem: bool = True

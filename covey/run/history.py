@@ -11,9 +11,9 @@ from statistics import fmean, median
 from typing import Any, TypeGuard
 
 KEPT = 60
-"""Maximum number of steps that checks look back."""
+"""Maximum number of recent steps that checks can read."""
 START = 5
-"""Number of first steps whose mean is the value at the start of a run."""
+"""Number of steps at the start of a run that are averaged into a metric's initial value."""
 BLOCK = 5
 """Number of steps in a block; the means of two blocks are compared."""
 REWARD = "objective/scores"
@@ -29,7 +29,7 @@ class History:
     most: dict[str, float] = field(default_factory=dict)
     """The largest absolute value of each metric."""
     best: float = -math.inf
-    """Highest mean reward of consecutive steps, not counting the most recent ones."""
+    """Highest mean reward over a block of steps, without the most recent blocks."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of those values, or NaN if one is missing; comparisons with NaN fail."""
+        """Return the mean of these values; NaN if one is missing, so that comparisons are false."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 

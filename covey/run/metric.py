@@ -1,4 +1,4 @@
-"""The class of entries in the registry of metrics, and the sources of metrics."""
+"""The class of an entry in the metrics registry, and the possible sources of metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Metric:
 
     definition: str
     unit: str = ""
-    """Empty for plain numbers, such as ratios."""
+    """The unit. Empty for plain numbers, such as ratios."""
     source: str = ROLLOUTS
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None means no bound."""

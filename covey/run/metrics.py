@@ -1,9 +1,9 @@
 """Registry of all metrics: name, definition, unit, source, healthy range and aliases.
 
-docs/metrics.md, the health checks (health.py), trackers and tests read this table. Names are those
-of open-instruct where it has the metric. Means over tokens are over trained tokens only. They are
-pooled as (sum, count) over all micro-batches and optimizer steps of a step, never a mean of means.
-A name with `*` covers several metrics.
+docs/metrics.md, the health checks (health.py), trackers and tests read this table. A metric that
+open-instruct also has is named as there. Means over tokens include only trained tokens. They are
+pooled as (sum, count) over all micro-batches and optimizer steps of a training step, so they are
+never means of means. A name with `*` covers several metrics.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Read the records of a run, which a disk, a crash or an editor may have damaged.
 
 An unreadable line is left out, and one note names its file and line. A reader that needs every line
-calls `read_lines`, which raises instead. The shapes below list the fields that readers rely on.
+calls `read_lines`, which raises an error instead. The classes below list the fields that readers
+need.
 This module does not import torch.
 """
 
@@ -169,14 +170,14 @@ def is_missing(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file. RunError if it is not a regular file, such as a pipe."""
+    """Return the content of a file. Raise RunError if it is not regular, such as a pipe."""
     with open_file(path) as file:
         return file.read()
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read it. RunError if it is none, or cannot be read."""
+    """Open a regular file. Raise RunError if it is not a regular file or cannot be read."""
     try:
         if path.is_file():
             with path.open("rb") as file:
@@ -190,7 +191,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
-    """Read all JSON lines, valid and invalid. An unfinished last line is left out."""
+    """Read all JSON lines, both valid and invalid. An unfinished last line is left out."""
     if is_missing(path):
         return []
     *whole, last = read_bytes(path).split(b"\n")
@@ -200,7 +201,7 @@ def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
 
 
 def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
-    """Return a line of a file as a row of that shape, or why it cannot be used."""
+    """Parse a line of a file into a row of the given type, or say why it cannot be used."""
     try:
         return Line(raw, _checked(raw, shape))
     except ValueError as error:
@@ -208,7 +209,7 @@ def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
 
 
 def _checked(raw: bytes, shape: Shape) -> Row:
-    """Return a JSON object of that shape, or raise ValueError with a short reason."""
+    """Return a JSON object of the given type, or raise ValueError with a short reason."""
     try:
         # JSON has no NaN, so a value that is not finite is written as null.
         row: Row = json.loads(raw.decode("utf-8"), parse_constant=lambda name: None)
@@ -227,7 +228,7 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 
 
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
-    """Read JSON lines, except an unfinished last one. RunError if any other line is bad."""
+    """Read JSON lines, except an unfinished last one. Raise RunError if another line is bad."""
     rows = []
     for line in scan_lines(path, shape):
         if line.row is None:
@@ -251,7 +252,7 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
-    """Return rows with each step once and in order, and note if the file differs."""
+    """Return rows sorted by step without duplicates. Write a note if the file was not so."""
     last = {row["step"]: row for row in rows}
     ordered = [last[step] for step in sorted(last)]
     if ordered != rows:
@@ -260,7 +261,7 @@ def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
 
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
-    """Read a file with one JSON object. RunError if its content is anything else."""
+    """Read a file with one JSON object. Raise RunError if it contains anything else."""
     data = read_bytes(path)
     try:
         return _checked(data, shape)

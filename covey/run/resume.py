@@ -30,10 +30,10 @@ from covey.run.records import (
 )
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
-"""Files with one line per step. checkpoints.jsonl decides where a run resumes, so it is last."""
+"""Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders with one file or folder per step, and its suffix. Version 0.1 had "review"."""
+"""Folders with one file or folder per step, with its suffix. Only version 0.1 had "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Start:
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
     """Return where a run resumes: after the given step, or after its newest checkpoint.
 
-    RunError if that checkpoint is missing or damaged; the message says what to do. `save_every`
-    is the number of steps between checkpoints, for runs of versions that did not list them.
+    Raise RunError, which says what to do, if that checkpoint is missing or damaged. `save_every` is
+    the number of steps between checkpoints, for runs of versions without checkpoints.jsonl.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -69,9 +69,9 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return a line about a missing checkpoint, such as on an unmounted disk; None if none is.
+    """Return a line about a missing checkpoint, e.g. on an unmounted disk; None if none is missing.
 
-    checkpoints.jsonl lists the saved checkpoints. Without it, the other records show them.
+    checkpoints.jsonl lists the saved checkpoints. Without it, other records show which were saved.
     """
     saved, recorded = run.saved_steps(), _last_recorded(run)
     last = max(saved or [], default=0)
@@ -157,7 +157,7 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 
 
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
-    """Return the bytes of a file, of the lines that stay, and of the lines to move.
+    """Return a file's bytes in three versions: all, the lines that stay, and the lines to move.
 
     Lines up to step `keep` and unreadable lines stay. An unfinished last line moves.
     """

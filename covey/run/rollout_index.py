@@ -1,7 +1,7 @@
-"""Index of a file of rollouts: where each line is, and what lists and filters need of it.
+"""Index of a rollout file: the offset of each line, and the fields that lists and filters need.
 
-A file may hold a gigabyte. It is read line by line, for a fraction of a second at each request,
-and a rollout is read from its place when it is shown.
+A file may have a gigabyte. Each request reads some more lines, for a fraction of a second. The full
+rollout is read from its offset when the page shows it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from covey.errors import RunError
 from covey.run.records import OLD_ROLLOUT, ROLLOUT, Row, open_file, parse_line, renamed
 
 LONGEST = 2**26
-"""Bytes of a line; a longer one is not shown."""
+"""Maximum length of a line in bytes; longer lines are not shown."""
 HEAD = 160
-"""Characters of texts that lists show."""
+"""Number of characters of each text that lists show."""
 KEPT = 4
-"""Files whose index stays in memory."""
+"""Number of files whose index stays in memory."""
 
 
 class Entry(NamedTuple):
-    """What is kept of a line."""
+    """The fields of a line that the index keeps."""
 
     line: int
-    """From 1."""
+    """Line number, from 1."""
     offset: int
     size: int
     prompt_id: str
     prompt: str
-    """Its beginning, like `text`."""
+    """The beginning of the prompt. `target` and `text` are shortened too."""
     target: str
     text: str
     sample: int
@@ -54,20 +54,20 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of one file, as far as it is read."""
+    """The index of one file, up to the line that was read last."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0
-    """Of the file, that is read."""
+    """Fraction of the file that has been read."""
     _offset: int = 0
     _lines: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def update(self, seconds: float) -> None:
-        """Read on for some time."""
+        """Read more lines, for at most this many seconds."""
         until = time.monotonic() + seconds
         with self._lock:
             with open_file(self.path) as file:
@@ -102,7 +102,7 @@ class RolloutIndex:
             self.notes.append(text)
 
     def row(self, line: int) -> Row:
-        """Return a rollout, read from its place in the file."""
+        """Read a rollout from the file, by its line number, and return it."""
         entry = next((entry for entry in self.entries if entry.line == line), None)
         row = None if entry is None else self._read(entry)
         if row is None:
@@ -115,10 +115,10 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return the lines whose prompt, target or text has the words; False: time ran out."""
+        """Return the lines with `words` in prompt, target or text, and if all were searched."""
         until = time.monotonic() + seconds
         found: set[int] = set()
-        # JSON writes other characters as escapes. A match of bytes may lie in another field.
+        # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.
         escaped = re.compile(re.escape(json.dumps(words)[1:-1].encode()), re.IGNORECASE)
         plain = re.compile(re.escape(words), re.IGNORECASE)
         for entry, raw in self._raw():
@@ -137,7 +137,7 @@ class RolloutIndex:
 
 
 def _row(raw: bytes) -> Row | None:
-    """Return a line as a rollout, under today's names; None if it is not one."""
+    """Parse a line as a rollout, with current field names; None if it is not a rollout."""
     try:
         row = from_json(raw, allow_inf_nan=False)
         ROLLOUT.validate_python(row)
@@ -167,7 +167,7 @@ def _entry(row: Row, line: int, offset: int, size: int) -> Entry:
 
 
 class RolloutIndexes:
-    """The indexes of the files that were looked at last."""
+    """The indexes of the most recently used files."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Path, int, int], RolloutIndex] = {}

@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that learns the best constant answer has its accuracy, and its reward curve looks like
-learning.
+A policy that only learns the best constant answer reaches the accuracy of that answer. Its reward
+curve rises as if it learned the task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from covey.scoring.job import Job, Scorer
 from covey.types import Prompt
 
 FLAGGED = 0.2
-"""A baseline with a higher share of successes is a shortcut that a policy will find."""
+"""A baseline with a higher success rate is a shortcut that a policy will find."""
 FEWEST = 16
 """With fewer prompts, frequent successes may be chance, and are not flagged."""
 LONGEST_TARGET = 64
@@ -55,7 +55,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """Scores that need no skill. A baseline is None if it could not be scored."""
+    """Scores that a policy reaches without skill. A baseline is None if it could not be scored."""
 
     constant: Baseline | None = None
     """The best constant answer among the most frequent targets."""

@@ -14,7 +14,7 @@ from covey.scoring.pool import Pool
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Finished results, without the locks of a Future, which cost as much as a quick reward."""
+    """Finished results. A Future's locks would cost as much time as a quick reward."""
 
     results: list[ScoreResult]
 
@@ -43,7 +43,7 @@ class InlineScorer:
         return []
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
+        """Do nothing, because there is no process to end."""
 
 
 def make_scorer(

@@ -17,7 +17,7 @@ _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
 )
-"""Folders of Python's library, of installed packages and of covey."""
+"""Folders of Python's standard library, of installed packages and of covey."""
 READY = "ready"
 """The message of a worker process that has loaded the reward."""
 
@@ -29,14 +29,14 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    """The fraction of the run that is done, 0 to 1. The weights of a reward may depend on it."""
     call: Call = NO_CALL
     """Other arguments that a user's function may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """A score, or the error that prevented it. It has neither if the reward skips a completion."""
+    """A score, or the error that prevented it. Both are None if the reward skips a completion."""
 
     score: Score | None = None
     error: str = ""
@@ -84,7 +84,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     for text in job.texts:
         try:
             results.append(checked(reward(job.prompt, text)))
-        except Exception as error:  # a user's function may raise anything; it is counted
+        except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
 

@@ -32,7 +32,7 @@ GRACE_SECONDS = 1.0
 """Extra time for a process to cancel its own concurrent jobs after the time limit."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""A process gets about this much work at once: many quick jobs, or a single slow one."""
+"""A process gets jobs for about this many seconds at once: many quick jobs, or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
@@ -208,7 +208,7 @@ class Pool:
             self._changed.notify_all()
 
     def _serve(self, ready: Future[None]) -> None:
-        """Manage one process, started in this thread because it dies with its parent thread."""
+        """Manage one process. This thread starts it, because it dies with its parent thread."""
         worker: Worker | None = None
         try:
             worker = self._new_worker()
@@ -219,7 +219,7 @@ class Pool:
         while jobs := self._take(most):
             begun = time.monotonic()
             if worker is not None and worker.process.poll() is not None:
-                self._note_end(worker.how_ended())  # it died while it had nothing to do
+                self._note_end(worker.how_ended())  # the process died while it was idle
                 self._end(worker)
                 worker = None
             try:
@@ -258,7 +258,7 @@ class Pool:
         except (EOFError, OSError):
             self._lost(waiting, worker.how_ended())
             return False
-        except Exception as error:  # a reward that found the connection can send anything
+        except Exception as error:  # a reward may send anything on the connection
             why = f"the scoring process sent an invalid message: {type(error).__name__}"
             self._give_up(waiting, why)
             return False

@@ -3,8 +3,8 @@
 The cost of a training step differs between algorithms: dynamic sampling samples several times, and
 long completions have more tokens. To compare algorithms fairly, a run may end at the first step
 that reaches a number of sampled tokens or of optimizer steps. Schedules that count steps (learning
-rate, evaluations, reward weights) then follow the share of the budget that is used, as if the whole
-budget were `train.steps` steps.
+rate, evaluations, reward weights) then follow the fraction of the budget that is used. They treat
+the whole budget as `train.steps` steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from covey.config.train import Train
 from covey.errors import RunError
 
 PATIENCE = 20
-"""With a budget of optimizer steps, a run fails after this many times the expected steps."""
+"""A run with a budget of optimizer steps fails after this multiple of the expected steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Budget:
         return self.settings.amount
 
     def spent(self, used: Used) -> float:
-        """Return the used share of the budget: 0 at the start, 1 or a little more at the end."""
+        """Return the used fraction of the budget: 0 at the start, 1 or a little more at the end."""
         return self._count(used) / self.amount
 
     def over(self, used: Used) -> bool:
@@ -59,7 +59,7 @@ class Budget:
         return False
 
     def passed(self, every: int, before: Used, after: Used) -> bool:
-        """Whether the budget passed a multiple of `every` steps between two moments."""
+        """Whether progress went past a multiple of `every` steps between `before` and `after`."""
         worth = every * self.amount
         marks = [self._count(u) * self.settings.steps // worth for u in (before, after)]
         return marks[1] > marks[0]

@@ -58,25 +58,25 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """The parts of every run, of RL or SFT."""
+    """The parts that every run has, whether it trains with RL or SFT."""
 
     config: Config
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
-    """One line for every row of the data that was skipped."""
+    """A message for each data row that was skipped."""
     notes: tuple[str, ...] = ()
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
-    several runs must be evaluated alike."""
+    """The scorer of evaluations. It is the same object as `scorer`, unless evaluate.reward names
+    another reward, or several runs must be evaluated with the same reward."""
     baselines: Baselines | None = None
     """Baselines on the held-out prompts. None if they cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Locked from the loading of weights into the engine until it has generated with them."""
+    """A lock, held from loading weights into the engine until generation with them ends."""
     sampling: Sampling
     interaction: Interaction | None = None
     """The interaction with an environment. None if every rollout is one completion."""
@@ -123,7 +123,7 @@ def assemble(
     world: World = World(),  # noqa: B008 - without state
     environment: Factory | None = None,
 ) -> Parts:
-    """Build all parts of a resolved configuration; objects from Python replace named ones."""
+    """Build all parts of a run; objects passed from Python replace those named in the config."""
     check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = _prompts(config, task)
@@ -168,7 +168,7 @@ def assemble(
 
 
 def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return the training and the held-out prompts; an error if there are none."""
+    """Return the training and the held-out prompts; raise an error if there are none."""
     file = config.preferences.file
     train_prompts = read_pairs(file) if file else task.train()
     held_out = held_out_of(config, task)
@@ -192,7 +192,7 @@ def check_ranks(config: Config, world: World, digest: str) -> None:
 
 
 def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
-    """Return a digest of weights and prompts, which must be equal on all ranks."""
+    """Return a digest of weights and prompts. The digest must be equal on all ranks."""
     ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     return f"{ids} {size!r}"
@@ -225,7 +225,7 @@ def teacher_of(
         return None
 
     def load(path: str) -> LanguageModel:
-        # [adapter] describes the policy; a teacher only has the adapter at its own path.
+        # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
         return _load_frozen(alone, model, world, offload=config.teacher.offload)
@@ -270,7 +270,7 @@ def _load_frozen(
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model. Gradient checkpointing has no effect in references, which never train."""
+    """Load the model. References ignore gradient checkpointing, because they never train."""
     if config.model.deterministic:
         make_deterministic()
     path = config.model.path
@@ -324,7 +324,7 @@ def policy_of(
     model: LanguageModel,
     world: World = World(),  # noqa: B008 - without state
 ) -> Policy:
-    """Build the policy: the model with its optimizer, sharded or with summed gradients on ranks."""
+    """Build the policy: the model with its optimizer, sharded (FSDP) or replicated (DDP)."""
     sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
     whole, model = model, shard_model(model, config.parallel, world) if sharded else model
     optimizer = optimizer_of(config, model)
@@ -333,7 +333,7 @@ def policy_of(
         optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        # A CUDA graph would replay the random numbers of its recording.
+        # A CUDA graph would replay the random numbers (dropout) that were drawn at capture time.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
         sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
@@ -345,8 +345,8 @@ def step_settings_of(
 ) -> StepSettings:
     """Return the settings that turn a batch into optimizer steps, with their learning rates.
 
-    The engine declares `exact_logp`: whether its log-probs may serve as old_logp. Log-probs of
-    stale rollouts may too, if the objective's ratio has to correct for their age.
+    The engine declares `exact_logp`: whether its log-probs may be used as old_logp. The log-probs
+    of stale rollouts may be used too, if the objective's ratio has to correct for staleness.
     """
     source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file

@@ -1,7 +1,8 @@
 """Which settings may change when a run is resumed, and why others may not.
 
-A setting may change if the checkpoint still fits, and if every step already trained would be drawn
-from the same data by the same policy: length, learning rate, limits, evaluations, saving.
+A setting may change if the checkpoint can still be loaded, and if the steps already trained would
+have had the same data and policy. So the length of the run, learning rate, limits, evaluations and
+saving may change.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from covey.run.folder import RunFolder
 from covey.training.resolve import resolve
 
 CHANGES = "changes.jsonl"
-"""A line for each resume with other settings: the step, and for each key its old and new value."""
+"""File with a line for each resume that changed settings: the step, and each old and new value."""
 OTHER_RUN = "start a new run from the checkpoint, with --model"
 FIXED: Mapping[str, str] = {
     "seed": f"it decides which prompts and random numbers all steps draw; {OTHER_RUN}",
@@ -53,7 +54,7 @@ def resumed_config(
 ) -> tuple[Config, dict[str, Change]]:
     """Return the resolved settings of a run with overrides, and the changed settings.
 
-    ConfigError for a setting that may not change. `options` are those of `resolve`.
+    Raise ConfigError for a setting that may not change. `options` are arguments of `resolve`.
     """
     file, overrides = str(run.config_file), list(overrides)
     then = resolve(load_config(file), **options)

@@ -52,14 +52,14 @@ class State:
     episode: int = 0
     """Number of rollouts sampled so far."""
     tokens: int = 0
-    """Number of tokens of these rollouts."""
+    """Number of tokens sampled so far."""
     beta: float = 0.0
-    """Weight of the KL, which an objective may adapt."""
+    """Weight of the KL penalty, which an objective may adapt during the run."""
     evaluation_due: bool = False
-    """Whether a planned evaluation after this step has not been done yet."""
+    """Whether the evaluation that is due after this step still has to run."""
 
     def used(self, policy: Policy) -> Used:
-        """Return the part of its budget that the run has used."""
+        """Return the steps, tokens and optimizer steps that the run has used."""
         return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
@@ -76,7 +76,7 @@ def save(
     """Write the checkpoint of a step atomically; keep only the newest `keep` and the best one.
 
     Rank 0 writes it. With sharded parameters, each rank writes its own part into the same folder.
-    `more` adds files to it, and is called on every rank.
+    `more` is called on every rank, and adds files to the checkpoint.
     """
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
@@ -100,7 +100,7 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
         raise RunError(f"{folder} contains the checkpoint of step {saved['step']}, not of {step}")
     if reference is not None:
         reference.load(folder)
-    if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these
+    if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these fields
         return State(step=step)
     try:
         return State(
@@ -179,7 +179,7 @@ def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return the model's weights at the optimizer's precision; without `keep`, only gather them."""
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
-    # A tied weight has two names and one master.
+    # A tied weight has two names, but only one master copy.
     names = {id(p): n for n, p in policy.optimizer.parameters.items()}
     found = _whole(policy.optimizer.masters, keep=keep)
     rest = {name: value for name, value in state.items() if id(value) not in names}
@@ -239,7 +239,7 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
-    """Return the weights in a checkpoint, by the names of the optimizer."""
+    """Return the weights in a checkpoint, by the parameter names that the optimizer uses."""
     model = policy.model.model
     if policy.model.adapter is not None:
         saved = load_file(folder / WEIGHTS_FILE)
@@ -250,6 +250,6 @@ def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
                 "the configuration"
             )
         return weights
-    # In the file, many models use other names, and have one tensor per expert.
+    # Many models use other parameter names in the file, and store one tensor per expert.
     exact = torch.promote_types(model.dtype, torch.float32)
     return dict(read_pretrained(type(model), str(folder), exact).named_parameters())

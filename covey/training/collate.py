@@ -17,14 +17,14 @@ from covey.types import TRUNCATED, Batch, Group, Rollout, Segment
 
 
 class _Row(NamedTuple):
-    """A segment of a rollout, with the numbers of its rollout and group."""
+    """A segment of a rollout, with the indices of its rollout and group."""
 
     group: int
     rollout: int
     of: Rollout
     segment: Segment
     place: int
-    """Number of the segment in its rollout."""
+    """Index of the segment in its rollout."""
 
 
 def collate(
@@ -70,7 +70,7 @@ def collate(
 
 
 def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
-    """Return the named parts [B, K] of each reward, or all in alphabetical order."""
+    """Return the named reward parts [B, K], or all parts in alphabetical order."""
     scored = [r for r in rollouts if r.reward is not None]
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
@@ -128,7 +128,7 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
-    """Return the kept set of each token, or None without sets. Refuse a set without its token."""
+    """Return each token's kept set, None if there are none. Refuse a set that lacks its token."""
     if not any(row.segment.kept for row in rows):
         return None
     tokens = _padded([row.segment.tokens for row in rows], np.int64).numpy()
@@ -149,7 +149,7 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
-    """Refuse log-probs that are not finite, on the CPU, so that no device must be waited for."""
+    """Refuse log-probs that are not finite. The CPU checks, so no device is synchronized."""
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():
         first = rollouts[int(wrong.any(dim=1).int().argmax())]

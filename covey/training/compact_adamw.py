@@ -8,7 +8,7 @@
 
 Weights lose no precision: both halves together are the float32 master, bit for bit. A float32
 parameter stays in float32, and only its moments are compact. Random rounding depends only on (seed,
-storage, step, element), so a resumed run gives the same numbers.
+storage, step, element), so a resumed run gives the same results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CompactAdamW:
-    """AdamW on parameters in bfloat16 or float32, which are updated in place."""
+    """AdamW with compact state. It updates bfloat16 or float32 parameters in place."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CompactAdamW:
 
 
 class _Store:
-    """Parameters that share one storage, with their state. One step updates all of them."""
+    """The parameters in one storage, with their optimizer state. One call updates all of them."""
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
         self.number, self.names, self.parameters = number, list(names), list(parameters)
@@ -124,7 +124,7 @@ class _Store:
         return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
 
     def gradient(self) -> torch.Tensor | None:
-        """Return the float32 sum of gradients, or None if there is none."""
+        """Return the float32 sum of gradients, or None if no gradient was computed."""
         sink: GradSink | None = getattr(self.parameters[0], "grad_sink", None)
         grad: torch.Tensor | None = self.parameters[0].grad if sink is None else sink.total
         return grad
@@ -199,7 +199,7 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
 
 
 def _holder(parameter: nn.Parameter) -> Any:
-    """Return the tensor that has a parameter's gradient: itself, or its master in a sink."""
+    """Return the tensor whose `.grad` is used: the parameter, or its master in a gradient sink."""
     sink: GradSink | None = getattr(parameter, "grad_sink", None)
     part: int = getattr(parameter, "grad_part", 0)
     return parameter if sink is None else sink.masters[part]

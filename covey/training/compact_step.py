@@ -1,4 +1,4 @@
-"""AdamW step on a compact state in torch operations, with the results of the Triton kernel.
+"""AdamW step on a compact state, in torch operations. Its results equal the Triton kernel's.
 
 A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16, which
 the model computes with. The lower half is the difference between the bits of the two, so together
@@ -33,11 +33,11 @@ class Numbers(NamedTuple):
     beta2: float
     rest2: float
     keep: float
-    """Factor of weights: 1 - rate * weight_decay."""
+    """Factor that weights are multiplied by: 1 - rate * weight_decay."""
     size: float
     """The rate, divided by the first moment's bias correction."""
     inverse_root: float
-    """The second moment's bias correction, as a factor of its root."""
+    """The second moment's bias correction, as a factor of the moment's square root."""
     eps: float
 
 
@@ -76,7 +76,7 @@ def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seed: int, number: int, step: int) -> tuple[int, int]:
-    """Return two numbers of 31 bits for the random bits of a step over one storage."""
+    """Return the two 31-bit keys that seed the random bits of a step over one storage."""
     digest = hashlib.blake2b(f"{seed}/{number}/{step}".encode(), digest_size=8).digest()
     first, second = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     return first >> 1, second >> 1

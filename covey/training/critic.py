@@ -1,9 +1,9 @@
-"""The critic of PPO: a model of its own with a value head, its optimizer, and its checkpoint.
+"""The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
-It has its own backbone rather than a head on the policy's. A shared backbone would mix the two
-gradients, whose sizes have nothing to do with each other; a head on detached states could only read
-off what the policy happens to know. The cost is a second model in training, which `covey plan`
-counts.
+The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
+mix the two gradients, whose scales are unrelated. A head on detached hidden states could only use
+information that the policy already represents. The cost is a second model in training, which
+`covey plan` counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEAD = "value_head"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """A language model whose head gives one number: the reward it expects before each token."""
+    """A language model with a value head, which predicts the final reward before each token."""
 
     model: LanguageModel
     head: nn.Linear
@@ -72,7 +72,7 @@ class Critic:
             raise OSError(str(error)) from None
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Restore the weights and optimizer that `save` wrote."""
         try:
             weights, moments = load_file(folder / WEIGHTS_FILE), load_file(folder / OPTIMIZER_FILE)
             if weights.keys() != self.optimizer.masters.keys():
@@ -89,7 +89,7 @@ def make_critic(
     load: Callable[[str], LanguageModel],
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
 ) -> Critic:
-    """Build the critic: `load` loads a model of its own, whose tokens must be the policy's."""
+    """Build the critic. `load` loads its model, which must have the policy's tokenizer."""
     section = config.critic
     model = load(section.path or config.model.path)
     if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
@@ -99,7 +99,7 @@ def make_critic(
         )
     output = model.head.linear.weight
     if model.model.get_input_embeddings().weight is not output:
-        output.requires_grad_(False)  # it predicts no tokens
+        output.requires_grad_(False)  # a critic predicts no tokens
     head = nn.Linear(output.shape[1], 1).to(
         model.device, torch.promote_types(output.dtype, torch.float32)
     )
@@ -124,7 +124,7 @@ def critic_step(
     micro_batch_tokens: int,
     meter: Meter,
 ) -> Stepped:
-    """Take one optimizer step of the critic on the rows of one optimizer step of the policy."""
+    """Take an optimizer step of the critic on the mini-batch of a policy optimizer step."""
     critic.model.model.train()
     losses = []
     for rows in micro_batches(mini, micro_batch_tokens):
@@ -142,7 +142,7 @@ def critic_step(
 
 
 def critic_metrics(batch: Batch) -> dict[str, float]:
-    """Return how well the critic knew the step before it was trained on it."""
+    """Return how well the critic predicted the values of this step before training on them."""
     assert batch.values is not None
     assert batch.targets is not None
     explained = explained_variance(batch.values, batch.targets, batch.mask)

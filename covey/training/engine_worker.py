@@ -1,4 +1,4 @@
-"""Entry point of the process of an engine: `python -m covey.training.engine_worker FD FD`."""
+"""Entry point of an engine process: `python -m covey.training.engine_worker FD FD`."""
 
 from __future__ import annotations
 

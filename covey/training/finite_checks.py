@@ -1,8 +1,8 @@
 """Checks for log-probabilities that are not finite, before a step trains on them.
 
-Ratios and penalties are clamped, and the gradient of a clamp at NaN is 0. A NaN from a reference
-would silently remove the penalty of its token, and a NaN from the policy that sampled would remove
-the token itself. So values that are not finite are counted before anything is computed from them.
+Ratios and penalties are clamped, and the gradient of a clamp at NaN is 0. A NaN in ref_logp would
+silently remove the KL penalty of its token. A NaN in the log-probs of the policy that sampled would
+remove the token from the loss. So values that are not finite are counted before they are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CAUSES = {
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
-"""For each field: its source, and what to do if it is not finite."""
+"""Each field's source, and the advice to the user if its values are not finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
     """Exclude all present objects from garbage collection; later objects are collected as usual.
 
-    A full collection comes first, because present garbage, such as an old model, would stay
-    otherwise. If the caller has already frozen objects, this does nothing.
+    A full collection runs first, because garbage such as an old model would otherwise stay in
+    memory. If the caller has already frozen objects, this function does nothing.
     """
     if gc.get_freeze_count():
         yield

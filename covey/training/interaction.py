@@ -54,7 +54,7 @@ def interaction_of(
 
 
 def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
-    """Return sampling settings that also stop at the end of a call if a turn has only one."""
+    """Return sampling settings that also stop at the interaction's stop strings."""
     if interaction is None:
         return sampling
     stops = dict.fromkeys([*sampling.stop_strings, *interaction.stops])
@@ -62,7 +62,7 @@ def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
 
 
 def call_format_of(model: LanguageModel) -> str:
-    """Return the call format that a model's chat template describes, or else hermes."""
+    """Return the tool-call format that the chat template describes, or hermes by default."""
     renderer = model.renderer
     template = renderer.tokenizer.get_chat_template() if renderer and renderer.chat else ""
     is_llama = "<tool_call>" not in template and "ipython" in template

@@ -4,9 +4,9 @@
 
 An error saves the last complete step.
 
-The step of reinforcement learning is in rl.py, that of supervised training in sft.py. Random
-numbers depend only on their address, such as (seed, step), so the loop has little state beside the
-policy, and saves both. A resumed run therefore gives the same results as an uninterrupted one.
+The step of reinforcement learning is in rl.py, the step of supervised training in sft.py. Random
+numbers depend only on an address such as (seed, step), so the loop has little state beside the
+policy. Checkpoints contain both, so a resumed run gives the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def train(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train with RL until the budget is used up or a signal comes; return the last saved step."""
+    """Train with RL until the budget is used up or a signal arrives; return the last saved step."""
     return run_loop(Reinforcement(parts), run, trackers, stop, start)
 
 
@@ -97,7 +97,7 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return all trackers of a run: of its folder, of the caller and of the configuration."""
+    """Return all trackers of a run: the run folder's, the caller's and the configured ones."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
@@ -114,8 +114,8 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last complete step, with its log, as long as the policy has not changed
-    since. None if there is nothing to save."""
+    """The state of the last complete step, which is logged already. None if there is nothing to
+    save, for example because the policy has changed since that step."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state

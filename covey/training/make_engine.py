@@ -46,7 +46,7 @@ def check_engine(config: Config) -> None:
 
 
 def actor_needs(config: Config) -> list[tuple[str, int, Any]]:
-    """Return the actors of a trainer rank: their kinds, numbers and resources."""
+    """Return the kind, number and resources of each Ray actor that a trainer rank needs."""
     from covey.cluster.ray_client import Need
 
     cluster, engine = config.cluster, _engine_need(config)
@@ -91,7 +91,7 @@ def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
 
 
 def native_engine(policy: Policy) -> NativeEngine:
-    """Return the engine in this process; for a sharded policy, it has a full copy."""
+    """Return the engine in this process. It has a full model copy if the policy is sharded."""
     return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
 
 
@@ -127,7 +127,7 @@ def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
         return NativeCopy(load(config))
     from covey.engines.vllm.build import vllm_engine
 
-    # The server uses the GPU. The actor needs a model for the tokenizer and the probe.
+    # The server uses the GPU. The actor needs a model only for the tokenizer and the probe.
     model = load(parse_config(_changed(config, device="cpu")))
     return vllm_engine(config, model, cuda=config.model.device == "cuda", first_gpu=0)
 

@@ -1,4 +1,4 @@
-"""From the [optimizer] section of the configuration to an optimizer."""
+"""Build an optimizer from the [optimizer] section of the configuration."""
 
 from __future__ import annotations
 

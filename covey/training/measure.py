@@ -28,7 +28,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
             temperature=parts.config.evaluate.temperature,
             baselines=parts.baselines,
         )
-    # The rows come first, so that they exist for every line of eval.jsonl.
+    # Rows are written first, so that every line of eval.jsonl has its rows.
     log.table("evaluations", step, [item.row() for item in evaluation.items])
     log.evaluation(step, evaluation)
     return evaluation

@@ -3,10 +3,10 @@
 There are two implementations: MasterAdamW here, and CompactAdamW (compact_adamw.py), which keeps
 less state.
 
-If the model computes in bfloat16, its parameters stay bfloat16, for the engine and the forward pass
-alike, and each has a float32 master. Gradients are added up in the master's precision as soon as
-they are computed, so more micro-batches lose no precision. After a step the parameters are rounded
-from the masters in place, so the engine has the new weights without a transfer.
+If the model computes in bfloat16, the engine and the forward pass use its bfloat16 parameters, and
+each parameter has a float32 master. Gradients are summed in the master's precision as soon as they
+are computed, so accumulation over micro-batches loses no precision. After a step, parameters are
+rounded from the masters in place, so the engine has the new weights without a transfer.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class MasterAdamW:
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return the parameters that are not their own masters, each with its master."""
+        """Return pairs of a parameter and its master, for parameters with a separate master."""
         pairs = ((p, self.masters[name]) for name, p in self.parameters.items())
         return [(parameter, master) for parameter, master in pairs if master is not parameter]
 
@@ -155,7 +155,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         return parameter
     master = nn.Parameter(parameter.detach().float())
     if parameter.is_cuda:
-        return master  # gradients go to a sink
+        return master  # a gradient sink receives the gradients
 
     def collect(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

@@ -1,4 +1,4 @@
-"""Notes and metrics of overlap: age of rollouts, waiting, restarts, and the active correction."""
+"""Notes and metrics of overlap: age of rollouts, waiting times, restarts, active correction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def overlap_note(parts: Parts) -> str:
 def overlap_metrics(
     parts: Parts, rollouts: StepRollouts, waited: float, version: int
 ) -> dict[str, float]:
-    """Return the metrics of overlap of a step that starts at `version`."""
+    """Return the overlap metrics of a step that starts at policy version `version`."""
     overlap, metrics = parts.config.overlap, {}
     if not overlap.staleness:
         return {}
@@ -55,7 +55,7 @@ def overlap_metrics(
 
 
 def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
-    """Return the processes restarted since the last call, as notes and as metrics."""
+    """Return notes and metrics about processes that were restarted since the last call."""
     engine, scoring = parts.engine.events(), parts.scorer.events()
     metrics: dict[str, float] = {}
     if engine or not parts.engine.info.shares_weights:

@@ -19,12 +19,12 @@ from covey.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """A model, its log-probabilities and its optimizer."""
+    """A model with its optimizer, which computes log-probabilities."""
 
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature. Training uses the distribution that was sampled."""
+    """The sampling temperature. Training uses it too, so both have the same distribution."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken."""
@@ -55,7 +55,7 @@ class Policy:
             self.passes = train_graphs_for(
                 self.model, temperature=self.temperature, megabytes=self.logits_megabytes
             )
-        # Kept sets have a different size in every batch, but a CUDA graph needs a fixed size.
+        # A CUDA graph needs fixed sizes, but kept sets have a different size in every batch.
         graphs = self.passes if batch.kept is None else None
         taken = None if graphs is None else graphs.run(host_rows(batch))
         if taken is not None:
@@ -71,7 +71,7 @@ class Policy:
         return self.plain_logp(batch)
 
     def plain_logp(self, batch: Batch) -> LogProbs:
-        """Return the same as `logp` without CUDA graphs, so that backward may come at any time."""
+        """Compute `logp` without CUDA graphs, so that backward may be called at any later time."""
         return batch_logp(
             self.model,
             batch,
@@ -85,7 +85,7 @@ class Policy:
             self.sums.expect()
 
     def step(self, rate: float) -> Stepped:
-        """Take an optimizer step with the gradients so far, on all ranks."""
+        """Take an optimizer step with the gradients accumulated so far. All ranks call this."""
         if self.sums is not None:
             self.sums.finish()
         self.version += 1

@@ -1,8 +1,8 @@
-"""Pairs from a preference file, in the place of sampled groups: DPO and IPO without an engine.
+"""Pairs from a preference file instead of sampled groups, for offline DPO and IPO.
 
 A row of the file has `prompt` (text or messages), `chosen` and `rejected`. A pair becomes a group
-of two rollouts with rewards 1 and 0, so that everything after that is the same as with sampled
-groups. Nothing is generated, except by evaluations of the task's held-out prompts.
+of two rollouts with rewards 1 and 0, so that the rest of the training step is the same as with
+sampled groups. Only evaluations on the task's held-out prompts generate completions.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def read_pairs(file: str) -> list[Prompt]:
 
 @dataclass(slots=True)
 class PairSource:
-    """Gives the training loop the pairs of each step; a function of seed and step alone."""
+    """A rollout source that returns the pairs of each step, drawn by seed and step alone."""
 
     parts: Parts
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Do nothing: no weights generate."""
+        """Do nothing, because no completions are generated."""
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Note the steps."""
+        """Remember the tickets until `take` asks for their steps."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
     def take(self, step: int) -> StepRollouts:
@@ -78,7 +78,7 @@ class PairSource:
         )
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Return nothing: pairs are read again."""
+        """Return nothing, because a resumed run reads the pairs again."""
         return []
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The maximum length of prompts, and the treatment of longer ones: refused, left out or cut.
+"""The maximum length of prompts. Longer prompts are refused, left out or truncated.
 
-Prompts are checked before a run begins. A task that makes its prompts on demand may have millions:
-of these, the ones that the first steps draw are checked, and all of them if long ones are left out.
+Prompts are checked before a run begins. A task that makes its prompts on demand may have millions.
+Of these, only the prompts of the first steps are checked, unless long prompts are to be left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def longest_prompt(config: Config, context: int) -> int:
 
 
 def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
-    """Return a model that cuts long prompts from the left, if the configuration says so."""
+    """Return a model that truncates long prompts on the left, if the configuration says so."""
     if config.rollout.long_prompts != "truncate":
         return model
     if config.environment.name != NONE:
@@ -51,7 +51,7 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
 def fitting_prompts(
     config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
 ) -> tuple[Sequence[Prompt], list[str]]:
-    """Return the prompts to use, and a note if some are too long; DataError if that is refused.
+    """Return the prompts to use, and a note if some are too long, or raise DataError.
 
     `split` is "training" or "held-out".
     """
@@ -100,9 +100,9 @@ def _checked(config: Config, prompts: Sequence[Prompt], *, everything: bool) -> 
 def _too_long(
     model: LanguageModel, prompts: Iterable[tuple[int, Prompt]], limit: int
 ) -> dict[int, int]:
-    """Return the tokens of the prompts with more than `limit`, by index.
+    """Return the number of tokens of each prompt that has more than `limit`, by index.
 
-    A token is at least a byte, so a prompt with few bytes needs no tokenizer.
+    A token has at least one byte, so a prompt with few bytes need not be tokenized.
     """
     assert model.renderer is not None
     renderer, long = model.renderer, dict[int, int]()

@@ -10,12 +10,12 @@ from covey.training.make_engine import actor_needs
 
 
 def ray_starts_ranks(config: Config) -> bool:
-    """Return whether Ray has to start the ranks; not if this process already is a rank."""
+    """Return whether Ray has to start the ranks. It need not if this process is a rank already."""
     return bool(config.cluster.address and config.cluster.trainers) and "RANK" not in os.environ
 
 
 def run_in_ranks(config: Config, arguments: Sequence[str]) -> int:
-    """Run a command of covey as the ranks of [cluster]; return its exit code."""
+    """Run a command of covey in the trainer ranks of [cluster]; return its exit code."""
     from covey.cluster.ray_client import Need, check_room, connect
     from covey.cluster.trainers import run_ranks
 

@@ -11,9 +11,9 @@ from covey.types import Batch, Group
 def mean_advantages(
     collected: Sequence[Group], trained: Sequence[Group], batch: Batch | None
 ) -> list[list[float | None]]:
-    """Return the mean advantage of every rollout, by group; None for a rollout that was left out.
+    """Return the mean advantage of every rollout, by group; None for rollouts not trained on.
 
-    `trained` are the groups of the batch, whose rows refer to their rollouts by number.
+    `trained` has the groups of the batch. Rows of the batch refer to their rollouts by index.
     """
     found: dict[int, float] = {}
     if batch is not None:

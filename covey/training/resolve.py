@@ -1,7 +1,7 @@
 """Check the names and options of a configuration, and build task, reward, objective and sampling.
 
-This module loads no model. It imports torch only to build an objective or a distribution, so that a
-misspelled name is an error within a second.
+This module loads no model. It imports torch only to build an objective or a distribution, so a
+misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 STALE_CORRECTION = "token_truncate"
-"""The default of objective.correction if rollouts are older than the trained weights: truncated
-importance sampling, which is decoupled PPO with a recomputed old_logp."""
+"""The default of objective.correction if rollouts are older than the trained weights. It is
+truncated importance sampling; with a recomputed old_logp, that is decoupled PPO."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -82,7 +82,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
 
 
 def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration with the number of steps for `train.stop_after.epochs`, if set."""
+    """Return the configuration; `train.stop_after.epochs`, if set, decides `train.steps`."""
     train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
     return config if train is config.train else config.model_copy(update={"train": train})
 
@@ -118,7 +118,7 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
 
 
 def _check_preferences(config: Config, objective: Objective) -> None:
-    """Refuse what a preference file cannot be combined with."""
+    """Refuse settings that cannot be combined with a preference file."""
     section = config.preferences
     if not section.file:
         if section.max_tokens:
@@ -158,7 +158,7 @@ def truncates_unseen(config: Config) -> bool:
 
 
 def _check_mask_replay(resolved: Config, objective: Objective) -> None:
-    """Reject kept sets if the engine cannot return them, or a server does not get them."""
+    """Reject mask_replay if the engine cannot return kept sets, or a server cannot use them."""
     if not sampling_of(resolved).returns_kept:
         return
     what = "config: rollout.mask_replay = true does not work with"
@@ -183,8 +183,8 @@ def _check_watching(config: Config) -> None:
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Reject the engine's log-probs as old_logp if they differ from the trainer's.
 
-    Also reject stale rollouts without a correction: with old_logp from the trainer, the ratio
-    starts at 1 however old the rollouts are. Pairs have no ratio.
+    Also reject stale rollouts without a correction. With old_logp from the trainer, the ratio
+    starts at 1 however old the rollouts are. Objectives of pairs have no ratio.
     """
     if objective.pairs:
         return
@@ -215,7 +215,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return defaults for options that are lengths, as fractions of rollout.max_tokens."""
+    """Return defaults, derived from rollout.max_tokens, for options that are lengths."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 
@@ -270,7 +270,7 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "objective": _objective_options,
     }
 )
-"""Options of each section that names a function. The objective is last, since it imports torch."""
+"""How to resolve the options of each section. The objective is last, because it imports torch."""
 
 
 def task_of(config: Config) -> Task:

@@ -35,7 +35,7 @@ from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Batch, Group
 
 EARLY = 3
-"""Number of first steps in which an empty replay buffer is normal."""
+"""Number of steps at the start of a run in which an empty replay buffer is normal."""
 
 
 @dataclass(slots=True)
@@ -98,14 +98,14 @@ class Reinforcement:
         """Save the critic, and the rollouts that were generated ahead."""
         if self.parts.critic is not None:
             self.parts.critic.save(folder)
-        held = self.queue.in_flight(after=step)  # every rank may have to wait for these
+        held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
         if self.parts.world.is_main:
             write_in_flight(folder, held)
             self.choice.save(folder)
             self.replay.save(folder)
 
     def close(self) -> None:
-        """End generation in the background, and the processes of the engine."""
+        """End background generation and the engine's processes."""
         if hasattr(self, "queue"):
             self.queue.source.close()
         self.parts.engine.close()
@@ -155,7 +155,7 @@ class Reinforcement:
         log.step(with_open_instruct_names(metrics))
 
     def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
-        """Log what happened while a step was generated, and return the metrics of restarts."""
+        """Log the events during generation of a step, and return the metrics of restarts."""
         events, deaths = restarts(self.parts)
         for note in (*rollouts.notes, *(f"step {step}: {event}" for event in events)):
             log.note(note)
@@ -164,7 +164,7 @@ class Reinforcement:
     def _replayed(
         self, step: int, rollouts: StepRollouts, log: Tracker
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the earlier groups that this step also trains on, and metrics of its data."""
+        """Return the replayed groups that this step also trains on, and metrics of its data."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
         drawn = self.replay.draw(step=step, version=version, without=ids)
@@ -182,7 +182,7 @@ class Reinforcement:
 
 
 def _progress(parts: Parts, state: State) -> dict[str, Any]:
-    """Return the metrics that say how far a run is."""
+    """Return the metrics of a run's progress, such as step, tokens and epoch."""
     prompts = state.episode / parts.config.rollout.group_size
     return {
         "step": state.step,
@@ -201,7 +201,7 @@ def _rollout_rows(
     trained: Sequence[Group],
     batch: Batch | None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of all rollouts of a step, those that it replayed last."""
+    """Return the rows of all rollouts of a step. Replayed rollouts come last."""
     every = (*collected, *replayed)
     return run.rollout_rows(every, mean_advantages(every, trained, batch), len(replayed))
 

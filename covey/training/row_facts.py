@@ -1,4 +1,4 @@
-"""What optimizer steps know of the rows of a batch: totals, mini-batches, and the row filter."""
+"""Per-row facts about a batch on the CPU, for totals, mini-batches and the row filter."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """What optimizer steps must know of the rows of a batch, each [B] on the CPU.
+    """Facts about the rows of a batch that optimizer steps need, each [B] on the CPU.
 
-    Reading from a device waits for all the work that is queued there. So this is fetched once,
-    before the first optimizer step, and which rows a step takes is then found on the CPU.
+    Reading from a device waits for all the work that is queued there. So these tensors are copied
+    once, before the first optimizer step. The CPU then chooses the rows of each step.
     """
 
     group: torch.Tensor
     rollout: torch.Tensor
     tokens: torch.Tensor
-    """How many are trained."""
+    """Number of trained tokens in the row."""
     useful: torch.Tensor
-    """bool: takes part in forward passes. Without the row filter, all do; with it, rows in which
-    some trained token has an advantage."""
+    """bool: whether the row takes part in forward passes. Without the row filter, all rows do. With
+    it, the rows of a rollout do if any of its trained tokens has a nonzero advantage."""
     one_row_each: bool
     """Whether every rollout is one row."""
     whole_groups: bool = False
@@ -37,13 +37,13 @@ class RowFacts:
 
     @staticmethod
     def of(batch: Batch, *, skip: bool, whole_groups: bool = False) -> RowFacts:
-        """Fetch them from a batch with advantages; `skip` turns the row filter on."""
+        """Build the facts from a batch with advantages; `skip` turns the row filter on."""
         assert batch.advantage is not None, "with_advantage comes first"
         useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
         whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
         rollout = batch.rollout if batch.host is None else batch.host.rollout
         number = torch.arange(len(batch)) if rollout is None else rollout
-        # A rollout is in passes with all of its rows, or not at all: its ratio may be of all.
+        # Passes include all rows of a rollout or none, because a sequence ratio spans all its rows.
         some = torch.isin(number, number[whole[2].bool()])
         return RowFacts(
             group=whole[0],
@@ -55,29 +55,29 @@ class RowFacts:
         )
 
     def totals(self, index: torch.Tensor) -> Totals:
-        """Count the given rows."""
+        """Return the totals of the given rows: their groups, rollouts and tokens."""
         rollout = None if self.one_row_each else self.rollout[index]
         return Totals.counted(self.group[index], self.tokens[index], rollout)
 
     def pair_counts(self) -> dict[str, float]:
-        """Return how many groups have a pair, and how many have none; with the row filter on."""
+        """Return how many groups have a pair and how many do not. The row filter must be on."""
         groups, paired = len(self.group.unique()), len(self.group[self.useful].unique())
         return {"pairs/count": paired, "pairs/ties": groups - paired}
 
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
-        """Return which of the given rows take part in forward passes.
+        """Return the positions in `index` of the rows that take part in forward passes.
 
-        Weights are fixed by then, so the gradient is the same without the others. One row stays in
-        any case, so that there is a gradient, if only of zeros.
+        Token weights are already fixed, so leaving out the other rows does not change the gradient.
+        At least one row stays, so that a gradient exists even if it is zero.
         """
         useful = self.useful[index].clone()
         useful[0] |= ~useful.any()
         return useful.nonzero().squeeze(1)
 
     def mini_batches(self, settings: StepSettings, step: int) -> Iterator[torch.Tensor]:
-        """Yield the rows of each optimizer step.
+        """Yield the row indices of each mini-batch, one mini-batch per optimizer step.
 
-        The rows of a rollout stay together, and groups as far as the sizes allow.
+        A rollout is never split. A group is split only if the sizes of mini-batches require it.
         """
         groups, place = self.group.unique(return_inverse=True)
         by_rollout = self.rollout.argsort(stable=True)

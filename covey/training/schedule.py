@@ -3,10 +3,10 @@
 The rate of optimizer step v of a run is
 
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
-    after    peak * shape(share of the other steps done)  constant, linear or cosine
+    after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
 A run with a budget of tokens does not know its number of optimizer steps in advance. For such a
-run, v is the used share of the tokens times the nominal number of optimizer steps.
+run, v is the used fraction of the tokens times the nominal number of optimizer steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = Literal["constant", "linear", "cosine"]
 def learning_rate(
     step: float, *, peak: float, schedule: Shape, warmup_steps: int, total_steps: int
 ) -> float:
-    """Return the rate of optimizer step number `step`, counted from 0; it may be a fraction."""
+    """Return the learning rate at `step`, which counts from 0 and may be fractional."""
     if step < warmup_steps:
         return peak * min(1.0, (step + 1) / warmup_steps)
     if schedule == "constant":
@@ -44,7 +44,7 @@ class Schedule:
     warmup_steps: int
     total_steps: int
     start: float = 0.0
-    """Position in the schedule at the version `since`. Each version advances it by one."""
+    """Position in the schedule at version `since`. Each later version advances it by one."""
     since: int = 0
 
     def __call__(self, version: int) -> float:

@@ -19,11 +19,11 @@ from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
-"""Number of held-out prompts on which baselines are scored: with quick rewards, and with others."""
+"""Numbers of held-out prompts on which baselines are scored: with quick and with slow rewards."""
 
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
-    """Build the scorer and start its worker processes, which the ranks of a machine divide."""
+    """Build the scorer, and start this rank's share of the machine's worker processes."""
     reward = reward_of(config) if reward is None else reward
     reward = with_none(reward, config.scoring.none_rewards)
     name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name

@@ -2,10 +2,10 @@
 
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
-The loop is that of every run (loop.py). The solutions of a step depend only on seed and step. The
-loss is the mean cross-entropy over all tokens of an optimizer step. As in RL, the mean is a weight
-that is computed once per step, and the loss is a plain sum. So it does not depend on how the step
-is split into micro-batches.
+The training loop is in loop.py. The solutions of a step depend only on seed and step. The
+loss is the mean cross-entropy over all tokens of an optimizer step. As in RL, each token's weight
+in this mean is computed once per step, and the loss is a weighted sum. So the loss does not depend
+on how the step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def build_sft(
     model = load_model(config, world.device(config.model.device))
     held_out, notes = fitting_prompts(config, model, held_out, "held-out")
     policy = policy_of(config, model, world)
-    # Cross-entropy is at temperature 1, whatever the sampling temperature is.
+    # Cross-entropy uses temperature 1, whatever the sampling temperature is.
     policy.temperature = 1.0
     scorer = scorer_of(config, ranks=world.local_size)
     eval_scorer = eval_scorer_of(config, scorer, world.local_size)
@@ -197,7 +197,7 @@ class Supervised:
 
 
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
-    """Return the examples of a step, counted from 1, and the lengths of solutions left out.
+    """Return the examples of a step (from 1), and the lengths of the solutions left out.
 
     Solutions that are too long are left out, so a small step may have no examples.
     """
@@ -221,7 +221,7 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
 
 
 def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Make a batch of examples, in which every token of the solutions is trained."""
+    """Stack examples into a batch. Every token of the solutions is trained."""
     blank = Prompt(id="", task="", messages=(), target="")
     rollouts = [
         Rollout.single_turn(
@@ -253,18 +253,18 @@ class SftLearned:
 
 
 def with_token_mean(batch: Batch) -> Batch:
-    """Fill in the weights of one optimizer step, for a mean over its tokens."""
+    """Fill in the token weights of one optimizer step, so that the loss is a mean over tokens."""
     return replace(batch, weight=token_mean(batch, Totals.of(batch)))
 
 
 def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
-    """Return the loss of these rows: their share of the mean over the whole step."""
+    """Return the loss of these rows, which is their contribution to the mean over the step."""
     assert batch.weight is not None, "weights come from the whole step"
     return -(logp * batch.weight.to(logp.dtype)).sum()
 
 
 def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
-    """Add the gradient of some rows; return their contributions [2] to loss and entropy."""
+    """Accumulate the gradient of some rows; return their loss and entropy contributions [2]."""
     now = policy.logp(micro)
     part = cross_entropy(micro, now.logp)
     part.backward()
@@ -279,7 +279,7 @@ def learn(
     micro_batch_tokens: int,
     world: World = World(),  # noqa: B008 - without state
 ) -> SftLearned:
-    """Take one optimizer step on a batch; every rank computes its share."""
+    """Take one optimizer step on a batch; every rank computes some of the rows."""
     policy.model.model.train()
     batch = with_token_mean(batch)
     passes = rank_passes(batch, micro_batch_tokens, world)
@@ -290,7 +290,7 @@ def learn(
             policy.expect_last_pass()
         parts.append(_backward(policy, micro))
     stepped = policy.step(rate)
-    # Read last, when the device has finished its work anyway.
+    # These values are read last, because the read waits until the device has finished its work.
     mine = [sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
     loss, entropy = (sum(column) for column in zip(*world.gather(mine), strict=True))
     return SftLearned(

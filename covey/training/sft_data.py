@@ -99,7 +99,7 @@ class Example:
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    """They end with the end-of-sequence token: when to stop is learned as well."""
+    """Tokens of the solution and the end-of-sequence token, so that the model learns to stop."""
 
 
 def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
@@ -109,7 +109,7 @@ def encode_example(model: LanguageModel, messages: Sequence[Message], text: str)
 
 
 def _end(model: LanguageModel) -> int:
-    """Return the token that ends a completion: that of a turn, or else of the sequence."""
+    """Return the token that ends a completion: end of turn if it exists, else end of sequence."""
     turn_end = None if model.renderer is None else model.renderer.turn_end
     end = model.tokenizer.eos_token_id if turn_end is None else turn_end
     if end is None:

@@ -34,7 +34,7 @@ def has_state(folder: Path) -> bool:
 
 
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
-    """Read weights and moments in place; if the optimizer is sharded, all ranks together."""
+    """Read weights and moments in place. With a sharded optimizer, all ranks must call this."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load

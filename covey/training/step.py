@@ -62,16 +62,16 @@ class StepSettings:
     dropout: bool = False
     """Whether training passes draw random numbers."""
     skip_zero_gradient: bool = False
-    """Leave rows without advantage out of forward passes if they have no gradient."""
+    """Whether forward passes leave out rows with advantage 0 if they have no gradient."""
     mask_truncated: bool = False
     sampled: bool = True
-    """Whether an engine has generated the rollouts; else they have no log-probs of it."""
+    """Whether an engine sampled the rollouts. If not, they have no engine log-probs."""
     stale: bool = False
     """Whether rollouts may come from older weights than those at the start of the step."""
 
     @property
     def off_policy(self) -> bool:
-        """Whether some optimizer step starts from other weights than those that generated."""
+        """Whether some optimizer step starts from weights that did not sample the rollouts."""
         return self.stale or self.mini_batches * self.epochs > 1
 
 
@@ -91,9 +91,9 @@ class Learner:
 
     @property
     def skips_rows(self) -> bool:
-        """Whether the row filter is on. It cannot be if a KL or entropy term has a gradient.
+        """Whether the row filter is on. It is off if a KL or entropy term has a gradient.
 
-        Where completions are compared in pairs it always is: most rows are in no pair.
+        It is always on if completions are compared in pairs, because most rows are in no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate
@@ -114,7 +114,7 @@ class Seen:
     """One forward and backward pass, reported to a caller that watches the step."""
 
     number: int
-    """Number of the optimizer step in the batch, from 0."""
+    """Index of the optimizer step within the training step, from 0."""
     rows: torch.Tensor
     """Indices of the rows in the batch."""
     micro: Batch
@@ -201,21 +201,21 @@ def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torc
 
 
 def _useful(learner: Learner, batch: Batch) -> torch.Tensor | None:
-    """Return the rows that the row filter leaves in passes; None: all."""
+    """Return the indices of the rows that the row filter keeps, or None if it keeps all."""
     if batch.advantage is None or not learner.skips_rows:
         return None
     return RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
 
 
 def _put_back(found: torch.Tensor, useful: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Write what was computed of some rows into a tensor of all rows, and return it."""
+    """Write the values of some rows into a tensor of all rows, and return that tensor."""
     (rows,) = to_device([useful], found.device)
     whole[rows, : found.shape[1]] = found
     return whole
 
 
 def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp and entropy, without the entropy of rows that the filter leaves out."""
+    """Fill in old_logp, and also the entropy if the row filter is off."""
     tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
     useful = _useful(learner, batch)
     if useful is None:
@@ -242,7 +242,7 @@ def in_passes(
     world: World = World(),  # noqa: B008 - without state
     count: int = 1,
 ) -> torch.Tensor:
-    """Compute `count` tensors [B, T] micro-batch by micro-batch, stacked.
+    """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
 
     Exactly one rank computes each row, so that the sum over ranks is exact.
     """
@@ -279,7 +279,7 @@ def _train_policy(
     meter: Meter,
     watch: Watch | None,
 ) -> dict[str, float]:
-    """Take the policy's optimizer steps; return what the meter does not hold."""
+    """Take the policy's optimizer steps; return the metrics that are not in the meter."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     world = learner.world
     policy.model.model.train()
@@ -291,7 +291,7 @@ def _train_policy(
             observe_correction(meter, mini)
         kept = facts.in_passes(index)
         mini, index = _with_marks(learner, mini.rows(kept), meter), index[kept]
-        # A placeholder row of a step without rows may have no old_logp to compare with.
+        # If the row filter left only a placeholder row, that row may have no old_logp.
         counts = bool(facts.useful[index].any())
         losses.append([])
         for rows, micro, output, now in backward_passes(learner, mini):
@@ -312,7 +312,7 @@ def _train_policy(
         if not stepped.skipped and world.is_main:
             meter.add("optim/grad_norm", stepped.grad_norm)
     for loss in _sums(losses):
-        # Each rank has a part of the loss of an optimizer step.
+        # Each rank has computed only a part of an optimizer step's loss.
         meter.add("loss/policy_avg", loss, count=float(world.is_main))
     return {"lr": rate, "optim/skipped": skipped}
 
@@ -337,7 +337,7 @@ def _train_critic(
 def backward_passes(
     learner: Learner, mini: Batch
 ) -> Iterator[tuple[torch.Tensor, Batch, PolicyLoss, LogProbs]]:
-    """Add the gradient of this rank's rows; yield each micro-batch with its loss and `logp`."""
+    """Accumulate this rank's gradient; yield each micro-batch with its loss and log-probs."""
     passes = rank_passes(mini, learner.settings.micro_batch_tokens, learner.world)
     for place, (rows, counts) in enumerate(passes, start=1):
         micro = mini.rows(rows) if counts else without_weight(mini.rows(rows))
@@ -357,7 +357,7 @@ def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
 
 
 def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
-    """Fill in what needs the log-probabilities of all rows of one optimizer step."""
+    """Fill in the marks, which need the log-probabilities of all rows of an optimizer step."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():
@@ -370,10 +370,10 @@ def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
 
 
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
-    """Add the gradient of some rows; return loss and log-probabilities without autograd's graph.
+    """Accumulate the gradient of some rows; return detached loss and log-probabilities.
 
-    While that graph exists, parameters stay tied to its CUDA stream, and a pass cannot be captured
-    on another stream.
+    While autograd's graph exists, parameters stay tied to its CUDA stream, and no pass can be
+    captured on another stream.
     """
     now = policy.logp(micro)
     output = policy_loss(objective, micro, now.logp, now.entropy)
@@ -392,7 +392,7 @@ def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
 def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
     """Return the mean KL of a step; NaN if every token is masked or a pass was not finite.
 
-    If the KL is in the reward, the metrics may not include the rows that the filter left out.
+    If the KL is part of the reward, the metrics may lack the rows that the row filter left out.
     """
     if batch.token_penalty is None or not batch.mask.any():
         return metrics.get("objective/kl_avg", math.nan)

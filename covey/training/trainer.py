@@ -13,7 +13,7 @@ from covey.training.checkpoint import State
 
 
 class Trainer(Protocol):
-    """A kind of training, RL or SFT: its step and settings, which the loop calls."""
+    """A kind of training, RL or SFT: the step and settings that the training loop uses."""
 
     @property
     def parts(self) -> Components:
@@ -35,13 +35,13 @@ class Trainer(Protocol):
         """Return the state at the start of a new run."""
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare for the first step after the given checkpoint, or of a new run if None."""
+        """Prepare for the first step after the given checkpoint; None means a new run."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Take training step number `state.step`, and log it."""
 
     def save(self, folder: Path, step: int) -> None:
-        """Add files to the checkpoint of a step that a resumed run needs beside the state."""
+        """Add the files that a resumed run needs beside the state to a step's checkpoint."""
 
     def close(self) -> None:
         """End work in the background."""

@@ -14,7 +14,7 @@ from covey.types import Group
 PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
     {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 )
-"""Dense bfloat16 FLOP/s of the data sheets, by a part of the GPU's name."""
+"""Dense bfloat16 FLOP/s from data sheets. The keys are substrings of GPU names."""
 
 
 def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -67,7 +67,7 @@ class Watch(Tracker):
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _counts(self, step: int) -> bool:
-        """Whether a step may be the best; metrics of steps count only if a checkpoint is saved."""
+        """Whether a step may be the best; step metrics count only at steps with a checkpoint."""
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
 

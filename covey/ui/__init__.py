@@ -1,1 +1,1 @@
-"""The web page of runs: `covey ui`. No torch here, so it opens at once on any machine."""
+"""The web page of runs: `covey ui`. It does not import torch, so it opens at once anywhere."""

@@ -1,6 +1,6 @@
 """Find runs and comparisons below the folders that a user gave, and describe each in one row.
 
-A folder that looks like a run but lacks files is listed too, with what is missing.
+A folder that looks like a run but lacks files is listed too, with the names of the missing files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from covey.run.metric_names import current_name
 from covey.run.records import ENVIRONMENT, open_file, read_object
 
 DEPTH = 4
-"""Folders below a given one that are searched: comparisons/NAME/runs/ARM/seed-0 is found."""
+"""Levels of subfolders that are searched, so that comparisons/NAME/runs/ARM/seed-0 is found."""
 MOST = 2000
-"""Folders that are listed; a larger tree needs a closer path."""
+"""Maximum number of runs and comparisons that are listed. For more, give a deeper folder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files of a run. One of them makes a folder a run, whole or not."""
+"""Files of a run. A folder with at least one of them counts as a run, complete or not."""
 COMPARISON = "comparison.toml"
 TAIL = 64 * 1024
-"""Bytes at the end of steps.jsonl that hold the last step."""
+"""Number of bytes at the end of steps.jsonl in which the last step is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Place:
     """A run or a comparison that was found."""
 
     id: str
-    """Its path from the given folder, which names it in addresses of the page."""
+    """The path relative to the given folder. It is the id in the page's URLs."""
     path: Path
     kind: str
     """`run` or `comparison`."""
@@ -50,7 +50,7 @@ def find(roots: Sequence[Path]) -> dict[str, Place]:
         base = root.parent if kind_of(root) else root
         for path, kind in _walk(root, DEPTH):
             name = os.path.relpath(path, base)
-            while name in found:  # another root has the same
+            while name in found:  # another root has a run of the same name
                 name += "'"
             found[name] = Place(name, path, kind)
             if len(found) >= MOST:
@@ -80,12 +80,12 @@ def _walk(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
 
 
 def _searched(entry: os.DirEntry[str]) -> bool:
-    # Links may lead out of the folder, and round in circles.
+    # Symlinks may lead out of the folder or form cycles.
     return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
 
 
 def overview(place: Place, now: float | None = None) -> dict[str, Any]:
-    """Return what the list of runs shows of a run, without reading all of its steps."""
+    """Return the fields of a run for the list of runs, without reading all of its steps."""
     run, steps = RunFolder(place.path), place.path / "steps.jsonl"
     last = last_step(steps)
     settings = settings_cached(run)
@@ -115,7 +115,7 @@ def _text(settings: dict[str, Any], section: str, name: str) -> str | None:
 
 
 def _wanted(settings: dict[str, Any]) -> int | None:
-    """Return the number of steps that the run will have; None if a budget decides."""
+    """Return the planned number of steps; None if a budget of tokens or updates ends the run."""
     train = settings.get("train")
     if not isinstance(train, dict):
         return None
@@ -132,7 +132,7 @@ def _comparison_of(place: Place) -> str | None:
 
 
 def last_step(path: Path) -> dict[str, Any]:
-    """Return the last readable step of steps.jsonl, from the end of the file; {} if none is."""
+    """Return the last readable step of steps.jsonl; {} if the end of the file has none."""
     try:
         with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)

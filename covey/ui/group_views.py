@@ -1,4 +1,4 @@
-"""Answers about rollouts: the groups of a step, the rollouts of a group, the tokens of one."""
+"""API responses about a step's groups, a group's rollouts and a rollout's tokens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from covey.ui.views import (
 )
 
 PAGE = 40
-"""Groups that are sent at a time."""
+"""Number of groups that are sent at a time."""
 SHOWN = 64
-"""Rollouts of a group that are sent with their text."""
+"""Maximum number of a group's rollouts that are sent with their text."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
-"""What training a step again shows of a token."""
+"""Fields of a token that are known only after `covey explain` trains the step again."""
 
 
 def groups(site: Site, query: Query) -> dict[str, Any]:
-    """The groups of a step: filtered, sorted, and one page of them."""
+    """Return one page of the groups of a step, filtered and sorted."""
     index = site.rollouts[rollouts_file(site, query)]
     index.update(READ_SECONDS)
     words = query.get("search", "").strip()
@@ -62,9 +62,9 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
 
 
 def summary(group: Sequence[Entry]) -> dict[str, Any]:
-    """Return what the list shows of a group."""
+    """Return the fields of a group for the list of groups."""
     rewards = [entry.reward for entry in group if entry.reward is not None]
-    # Plain sums: a step may have thousands of groups.
+    # Plain sums are used for speed, because a step may have thousands of groups.
     mean = sum(rewards) / len(rewards) if rewards else None
     spread = None
     if mean is not None:
@@ -154,7 +154,7 @@ def _call(call: Mapping[str, Any]) -> str:
 
 
 def rollout(site: Site, query: Query) -> dict[str, Any]:
-    """One rollout: its whole text, and its tokens with all that is known of each."""
+    """Return one rollout with its whole text, and its tokens with all known fields."""
     place, line = site.place(query), int(query.get("line") or 0)
     index = site.rollouts[rollouts_file(site, query)]
     while not index.done and (not index.entries or index.entries[-1].line < line):
@@ -201,7 +201,7 @@ def start_explain(site: Site, query: Query) -> dict[str, Any]:
 
 
 def _explain(path: str, step: int) -> dict[str, Any]:
-    """Return what each rollout's tokens show, by line."""
+    """Return the fields of each rollout's tokens, by line number."""
     found = covey_json("explain", path, "--step", str(step))
     return {
         str(rollout["line"]): {

@@ -1,4 +1,4 @@
-"""Other processes of the page: what takes long or needs torch runs there, one at a time.
+"""Run slow work, and work that needs torch, in other processes, one at a time.
 
 covey runs check RUN --json              health of a run
 covey explain RUN --step N --json        every token of a step, trained again
@@ -19,15 +19,15 @@ from typing import Any
 from covey.errors import CoveyError
 
 PYTHON = (sys.executable, "-P", "-m")
-"""-P: modules of the folder that the page was started in are not imported."""
+"""The option -P prevents imports of modules from the folder in which the page was started."""
 TIME_LIMIT = 900.0
 KEPT = 32
-"""Results that stay in memory."""
+"""Number of results that stay in memory."""
 EXPLORER = "covey.analysis.explain.small_step"
 
 
 class ProcessError(CoveyError):
-    """Another process failed; the message is what it said last."""
+    """Another process failed. The message is the last line that it wrote to stderr."""
 
 
 def covey_json(*arguments: str) -> Any:
@@ -48,14 +48,14 @@ def covey_json(*arguments: str) -> Any:
 
 @dataclass(slots=True)
 class Jobs:
-    """Work in the background, one piece at a time; a result is kept under its key."""
+    """Background jobs, which run one at a time. Results are kept by key."""
 
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _found: dict[tuple[str, ...], Future[Any]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, key: tuple[str, ...], work: Callable[[], Any]) -> None:
-        """Start a piece of work, unless it is under way or done."""
+        """Queue a job, unless a job with this key is queued, running or done."""
         with self._lock:
             if key not in self._found:
                 self._found[key] = self._pool.submit(work)
@@ -74,17 +74,17 @@ class Jobs:
         if error is None:
             return {"state": "done", "result": future.result()}
         with self._lock:
-            self._found.pop(key, None)  # so that it can be tried again
+            self._found.pop(key, None)  # so that the job can be started again
         return {"state": "failed", "error": str(error)}
 
     def close(self) -> None:
-        """Drop what has not begun."""
+        """Cancel the jobs that have not started."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True)
 class Explorer:
-    """The process that computes small steps with torch. It starts at the first question."""
+    """The process that computes small steps with torch. It starts at the first request."""
 
     command: Sequence[str] = (*PYTHON, EXPLORER)
     _closed: bool = False
@@ -92,7 +92,7 @@ class Explorer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a question, or raise with what the process says is wrong."""
+        """Send a request and return the answer, or raise ProcessError with the process's error."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None
@@ -121,10 +121,10 @@ class Explorer:
         return self._process
 
     def close(self) -> None:
-        """End the process; no other is started."""
+        """End the process, and do not start another."""
         self._closed = True
         if self._process is not None:
-            self._process.kill()  # whoever waits for an answer gets none
+            self._process.kill()  # a thread that waits for an answer gets an error
         with self._lock:
             self._end()
 

@@ -1,8 +1,9 @@
 """HTTP server of the web page, for one user.
 
-It listens on the loopback, or elsewhere with a token. A page of another site can send requests to a
-loopback address, and its name can be made to lead here (DNS rebinding): so the Host header must be
-ours, and only requests with a header of ours change anything.
+It listens on the loopback address, or on another address with a token. A page of another site can
+send requests to the loopback address, and its domain name can be made to resolve to it (DNS
+rebinding). So the server checks the Host header, and requests that change anything must have a
+custom header.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COOKIE = "covey_token"
 ASKED = "X-Covey"
 """Header of requests that change something; another site's page cannot send it."""
 SECONDS = 30.0
-"""Time limit of a connection that sends nothing."""
+"""Seconds after which a connection that sends nothing is closed."""
 CONNECTIONS = 64
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 POLICY = (
@@ -36,7 +37,7 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""A report brings its own policy. In a sandbox it has no access to the rest of the server."""
+"""A report has its own content security policy. Its sandbox gives no access to other pages."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -59,7 +60,7 @@ POST: Mapping[str, Callable[[Site, Query], Any]] = {"/api/explain": group_views.
 
 
 class Server(ThreadingHTTPServer):
-    """The server with its site, its token and the names that it answers to."""
+    """The HTTP server, with its site, its token and the host names that it accepts."""
 
     daemon_threads = True
     request_queue_size = CONNECTIONS
@@ -88,26 +89,26 @@ class Server(ThreadingHTTPServer):
             return False
         if port != self.server_port:
             return False
-        if self.token:  # on any address of this machine, by number or by its own name
+        if self.token:  # any IP address or host name of this machine
             return _is_address(name) or name in own_names() or name == self.host
         return name == "localhost" or (_is_address(name) and is_loopback(name))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own; beyond the limit, close the connection."""
+        """Answer in a new thread. If there are too many connections, close this one."""
         if not self.room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room for another connection."""
+        """Answer, and then free the slot for another connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that went away; show other errors."""
+        """Ignore a browser that closed the connection; show other errors."""
         import sys
 
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
@@ -154,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
             self._file(address.path.removeprefix("/") or "index.html")
 
     def do_POST(self) -> None:
-        """Start something. The body is not read: everything is in the address."""
+        """Start a job. The body is not read, because the URL contains all arguments."""
         self.close_connection = True
         address = urlsplit(self.path)
         if not self._welcome(address.path, {}):
@@ -227,7 +228,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the page asks every second."""
+        """Log nothing, because the page sends a request every second."""
 
 
 def _equal(given: str, token: str) -> bool:
@@ -236,7 +237,7 @@ def _equal(given: str, token: str) -> bool:
 
 def static_file(name: str) -> bytes | None:
     """Return a file of the page, or None. Only names that the folder lists are opened."""
-    if name == "report.css":  # the reports and the page look alike
+    if name == "report.css":  # reports and the page share this file, so that they look alike
         return files("covey.analysis.page").joinpath(name).read_bytes()
     folder = files("covey.ui").joinpath("static")
     names = {entry.name for entry in folder.iterdir()}

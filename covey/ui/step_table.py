@@ -1,7 +1,7 @@
-"""The metrics of a run's steps as columns, read piece by piece and kept up to date with the file.
+"""The metrics of a run's steps as columns, read in pieces and updated when the file grows.
 
-A request reads for a fraction of a second at most. The part of a long file that is not read yet is
-sampled, so that its curves are there at once; later requests go on reading.
+A request reads for at most a fraction of a second. The rest of a long file is only sampled at
+first, so that curves appear at once. Later requests continue reading.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from covey.run.metric_names import current_name
 from covey.run.records import STEP, Row, open_file, parse_line
 
 CHUNK = 2**20
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 SAMPLED = 200
-"""Steps that stand for the part of a file that is not read yet."""
+"""Number of steps that are sampled from the part of a file that is not read yet."""
 Columns = dict[str, np.ndarray]
 """Metric -> float32 [rows], NaN where a step has no number; `step` is float64."""
 name_now = lru_cache(maxsize=4096)(current_name)
@@ -39,7 +39,7 @@ class StepTable:
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """Steps in order. Each piece has more than the next, so that few are joined often."""
+    """Steps in order. Each piece is larger than the next, so that large ones are rarely copied."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _offset: int = 0
@@ -49,11 +49,11 @@ class StepTable:
 
     @property
     def memory(self) -> int:
-        """Bytes of the columns."""
+        """Number of bytes that the columns use."""
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
     def update(self, seconds: float) -> list[Columns]:
-        """Read what was added, for some time; return all steps, sampled where not read yet."""
+        """Read new lines for some time; return all steps, with a sample of those not read yet."""
         with self._lock:
             try:
                 with open_file(self.path) as file:
@@ -65,7 +65,7 @@ class StepTable:
     def _read(self, file: BinaryIO, until: float) -> list[Columns]:
         found = os.fstat(file.fileno())
         if found.st_size < self._offset or found.st_ino != self._inode:
-            # A resume cut the file or wrote another one.
+            # A resume truncated the file or replaced it.
             self.pieces, self.notes, self._offset, self._lines = [], [], 0, 0
             self._inode = found.st_ino
         self.done = False
@@ -95,7 +95,7 @@ class StepTable:
         new = columns_of(rows)
         before = self.pieces[-1]["step"][-1:] if self.pieces else new["step"][:0]
         if (np.diff(np.concatenate([before, new["step"]])) <= 0).any():
-            # Rare: read it as other commands do.
+            # Steps out of order are rare. Read the whole file in the same way as other commands.
             self.notes = []
             self.pieces = [columns_of(RunFolder(self.path.parent).steps(self._note))]
             return
@@ -110,7 +110,7 @@ class StepTable:
 
 
 def step_row(raw: bytes) -> Row | None:
-    """Return a line as a row under today's names; None if it is not one."""
+    """Parse a line as a row with current metric names; None if it is not a step."""
     try:
         row = from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -121,7 +121,7 @@ def step_row(raw: bytes) -> Row | None:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return rows as columns. What is not a number becomes NaN."""
+    """Return rows as columns. Values that are not numbers become NaN."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {
         name: np.array([_number(row.get(name)) for row in rows], dtype=np.float32) for name in names
@@ -136,7 +136,7 @@ def _number(value: Any) -> float:
 
 
 def joined(first: Columns, then: Columns) -> Columns:
-    """Return the rows of both; a metric that one of them lacks is NaN there."""
+    """Join two tables. A metric that one of them lacks is NaN in its rows."""
     return {name: column([first, then], name) for name in {**first, **then}}
 
 
@@ -150,7 +150,7 @@ def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
 
 
 def sampled(file: BinaryIO, start: int, stop: int) -> list[Row]:
-    """Return some steps of the rest of a file, evenly spaced and in order, the last among them."""
+    """Return evenly spaced steps of the rest of a file, in order, including the last step."""
     rows: dict[int, Row] = {}
     for place in np.linspace(start, max(start, stop - CHUNK // 16), SAMPLED).astype(int):
         file.seek(place)
@@ -190,12 +190,12 @@ def curve(
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """Return numbers with seven digits, as many as are stored."""
+    """Return numbers with seven digits, the precision of float32."""
     return [float(f"{value:.7g}") for value in values.tolist()]
 
 
 class StepTables:
-    """The tables of many runs. The least recently used are dropped beyond a limit of memory."""
+    """The tables of many runs. Beyond a memory limit, the least recently used are dropped."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes

@@ -16,7 +16,7 @@ FILE = "tokenizer.json"
 def token_texts(
     run: RunFolder, settings: dict[str, Any], tokens: Sequence[int]
 ) -> list[str] | None:
-    """Return the text of each token; None if the run has no tokenizer that can be read."""
+    """Return the text of each token; None if the run has no readable tokenizer."""
     for path in _tokenizers(run, settings):
         tokenizer = _loaded(str(path), path.stat().st_mtime_ns)
         if tokenizer is not None:

@@ -1,6 +1,6 @@
-"""What the page asks for: each function here answers one address with plain data.
+"""The API of the page: each function here returns the plain data of one URL.
 
-All text in the answers has its control characters escaped, and the page sets it as text.
+Control characters in all texts are escaped, and the page inserts them as text, not as HTML.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from covey.ui.processes import Explorer, Jobs, covey_json
 from covey.ui.step_table import StepTables, curve
 
 READ_SECONDS = 0.06
-"""Time that one request may read a file for. The page asks again until everything is read."""
+"""Seconds that a request may spend reading a file. The page asks again until all is read."""
 TABLE_BYTES = 150 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
-"""Runs are looked for again after this time."""
+"""Seconds after which folders are searched for new runs again."""
 HEALTH_SECONDS = 15
-"""A growing run is checked again after this time."""
+"""Seconds after which the health of a growing run is checked again."""
 LONGEST = 20_000
-"""Characters of a text that are sent at first."""
+"""Maximum number of characters of a text that are sent at first."""
 EVALUATION = (
     "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
 )  # fmt: skip
@@ -50,7 +50,7 @@ class NotFound(CoveyError):
 
 @dataclass(slots=True)
 class Site:
-    """The runs that a page shows, and what is kept between requests."""
+    """The runs that a page shows, and the caches that are kept between requests."""
 
     roots: Sequence[Path]
     tables: StepTables = field(default_factory=lambda: StepTables(TABLE_BYTES))
@@ -60,7 +60,7 @@ class Site:
     _found: tuple[float, dict[str, Place]] = (0.0, {})
 
     def places(self) -> dict[str, Place]:
-        """Return the runs and comparisons, looked for anew after a second."""
+        """Return the runs and comparisons. Folders are searched again after a second."""
         when, found = self._found
         if time.monotonic() - when > FIND_SECONDS:
             found = find(self.roots)
@@ -68,7 +68,7 @@ class Site:
         return found
 
     def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
-        """Return the run or comparison that a request names. Ids are looked up, never joined."""
+        """Return the run or comparison of a request. Ids are never used as parts of paths."""
         place = self.places().get(query.get(key, ""))
         if place is None or place.kind != kind:
             raise NotFound(f"there is no {kind} {query.get(key, '')!r}")
@@ -81,7 +81,7 @@ class Site:
 
 
 def list_all(site: Site, query: Query) -> dict[str, Any]:
-    """Runs, the newest first, and comparisons."""
+    """Return all runs, newest first, and all comparisons."""
     places = site.places().values()
     runs = [overview(place) for place in places if place.kind == "run"]
     runs.sort(key=lambda row: (row["age"] is None, row["age"] or 0.0))
@@ -101,7 +101,7 @@ def _inside(run: Place, comparison: Place) -> bool:
 
 
 def metrics(site: Site, query: Query) -> dict[str, Any]:
-    """The registry: what each metric means, and its healthy range."""
+    """Return the definition and the healthy range of every metric."""
     return {
         name: {"definition": m.definition, "unit": m.unit, "healthy": m.healthy}
         for name, m in METRICS.items()
@@ -109,7 +109,7 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 
 
 def series(site: Site, query: Query) -> dict[str, Any]:
-    """Curves of a run: the metrics that `metrics` names, or the names of all without it."""
+    """Return the curves of the metrics in `metrics`, and the names of all metrics."""
     place = site.place(query)
     table = site.tables[place.path]
     pieces = table.update(READ_SECONDS)
@@ -136,7 +136,7 @@ def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def details(site: Site, query: Query) -> dict[str, Any]:
-    """Settings and environment of a run, and the steps that kept rollouts."""
+    """Return settings and environment of a run, and the steps whose rollouts were saved."""
     place = site.place(query)
     run, notes = RunFolder(place.path), problems(place)
     environment = run.environment(lambda text: None)
@@ -154,7 +154,7 @@ def details(site: Site, query: Query) -> dict[str, Any]:
 
 
 def health(site: Site, query: Query) -> dict[str, Any]:
-    """Findings of `covey runs check`, which another process makes."""
+    """Return the findings of `covey runs check`, which runs in another process."""
     place = site.place(query)
     steps = place.path / "steps.jsonl"
     try:
@@ -167,7 +167,7 @@ def health(site: Site, query: Query) -> dict[str, Any]:
 
 
 def explore(site: Site, query: Query) -> dict[str, Any]:
-    """One small step of the explorer."""
+    """Return one small training step from the step explorer."""
     return site.explorer.ask(dict(query))
 
 
@@ -188,7 +188,7 @@ def rollouts_file(site: Site, query: Query) -> Path:
 
 
 def report(site: Site, query: Query) -> str:
-    """The report of a comparison as a page, made from its runs as they are now."""
+    """Return the report of a comparison as HTML, computed from the current state of its runs."""
     place = site.place(query, "comparison", "comparison")
     from covey.analysis.compare.comparison_folder import load_comparison
     from covey.analysis.compare.report_contents import report_contents

@@ -15,7 +15,7 @@ from covey.run.trackers.protocol import Tracker
 TRACKERS: Mapping[str, str] = MappingProxyType(
     {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "trackio": "TrackioTracker"}
 )
-"""Name -> class of a tracker. Its module here, its package and its extra have the same name."""
+"""Name -> class of a tracker. Its module, its package and its pip extra have the same name."""
 
 
 def check_trackers(names: Iterable[str]) -> None:

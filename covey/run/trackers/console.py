@@ -192,7 +192,7 @@ def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
 
 
 def before_and_after(run: RunFolder) -> Table | None:
-    """Return a table of the first and the last evaluation, or None if there are not two."""
+    """Return a table of the first and the last evaluation; None if there are fewer than two."""
     evaluations = run.evaluations()
     if len(evaluations) < 2:
         return None

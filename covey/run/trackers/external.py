@@ -1,4 +1,4 @@
-"""Base classes of trackers of other packages: which numbers and completions they get, and when."""
+"""Base classes for trackers of other packages. They choose what is logged, and when."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ExternalTracker(Tracker):
         """Log a table of completions; `COLUMNS` names its columns. Does nothing by default."""
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether this event of a step was not logged before the run was resumed."""
+        """Return whether an event of a step is new, so not logged before the run was resumed."""
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:

@@ -6,6 +6,6 @@ world.py         the interface of ranks for the rest of covey; one rank by defau
 ranks.py         the same interface over torch.distributed
 join.py          joining the ranks of a run, and leaving them
 passes.py        which rows of a batch this rank computes
-gradients.py     sums of gradients over ranks (strategy "ddp")
+gradients.py     sum of gradients over ranks (strategy "ddp")
 shard.py         sharded parameters, gradients and optimizer state (strategy "fsdp")
 """

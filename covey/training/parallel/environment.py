@@ -22,7 +22,7 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return the rank that the environment names; without one, that of a single process."""
+    """Return rank and world size from the environment variables; rank 0 of 1 if none are set."""
     given = {name: environment[name] for name in NAMES if environment.get(name)}
     if "RANK" not in given and "WORLD_SIZE" not in given:
         return Place()

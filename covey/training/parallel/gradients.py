@@ -1,9 +1,9 @@
 """Sums of gradients over ranks, once per optimizer step, before clipping.
 
-Large gradients are summed in place, and small ones in buckets. If autograd computes gradients one
-by one, the sum of a bucket starts as soon as the last backward pass has completed it, so that
-communication overlaps with the rest of that pass. If CUDA graphs or fused passes write gradients,
-all sums start after the pass.
+Large gradients are all-reduced in place, and small ones in buckets. If autograd computes gradients
+one by one, the all-reduce of a bucket starts as soon as the last backward pass has computed all its
+gradients, so communication overlaps with the rest of that pass. If CUDA graphs or fused passes
+write gradients, every all-reduce starts after the pass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BUCKET_BYTES = 25 * 2**20
 class _Bucket:
     names: list[str]
     missing: int = 0
-    """Number of its gradients that the last pass has not completed yet."""
+    """Number of gradients in the bucket that the last pass has not computed yet."""
     work: Any = None
     flat: torch.Tensor | None = None
-    """A copy of all its gradients. None if it has one gradient, which is summed in place."""
+    """A flat copy of the bucket's gradients. None for a single gradient, summed in place."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Let buckets start during the next backward pass, which is the last of the step."""
+        """Let buckets be summed during the next backward pass, which is the last of the step."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True
@@ -73,7 +73,7 @@ class GradientSums:
             self._end(bucket)
 
     def _start_complete(self) -> None:
-        """Start complete buckets, in the same order on every rank."""
+        """Start to sum complete buckets, in the same order on every rank."""
         while self._started < len(self.buckets) and not self.buckets[self._started].missing:
             self._start(self.buckets[self._started])
             self._started += 1
@@ -100,7 +100,7 @@ class GradientSums:
         bucket.work = bucket.flat = None
 
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
-        """Return the gradients of a bucket. A parameter that no pass uses has none on any rank."""
+        """Return a bucket's gradients. A parameter that no pass uses has none on any rank."""
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
 

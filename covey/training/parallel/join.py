@@ -28,12 +28,12 @@ from covey.training.parallel.world import World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""Seconds that a rank which fails before it joins waits for rank 0 to report the failure."""
+"""If a rank fails before it joins, it waits this many seconds for rank 0 to report the failure."""
 
 
 @contextmanager
 def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World]:
-    """Join the ranks that the environment names for the duration of a run.
+    """Join the process group that the environment variables describe, and leave it after the run.
 
     A failure of one rank ends all of them, and rank 0 prints one line with the reason.
     """
@@ -119,14 +119,14 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
 
 
 def _distributed() -> Any:
-    """Return torch.distributed, whose stores type checkers do not know."""
+    """Return torch.distributed untyped, because type checkers do not know its stores."""
     import torch.distributed
 
     return torch.distributed
 
 
 def told_by_main(text: str, code: int) -> bool:
-    """Let rank 0 report why this rank failed before it joined; return whether it does.
+    """Let rank 0 report why this rank failed before it joined; return whether rank 0 reports it.
 
     If several ranks fail in the same way, the user sees one line.
     """
@@ -171,7 +171,7 @@ def _store(here: Place, timeout: float) -> Any:
 
 
 def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
-    """Wait until every rank has joined; a duplicate or missing rank is an error."""
+    """Wait until every rank has joined; raise an error for a duplicate or missing rank."""
     if store.add(f"rank/{here.rank}", 1) > 1:
         raise ConfigError(f"ranks: two processes are rank {here.rank}; each needs its own RANK")
     store.add("ranks", 1)
@@ -181,7 +181,7 @@ def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
             loss = Loss(**json.loads(store.get("failed")))
             if here.rank == 0:
                 store.set("told", "")
-                time.sleep(0.5)  # other ranks read it from this process, unless torchrun hosts it
+                time.sleep(0.5)  # let ranks read the store, which may end with this process
             raise loss.error(here.rank == 0)
         if time.monotonic() > limit:
             missing = [str(r) for r in range(here.size) if not store.add(f"rank/{r}", 0)]

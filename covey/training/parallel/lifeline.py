@@ -1,9 +1,10 @@
-"""Failure detection between ranks: each notices within seconds that another has failed or died.
+"""Failure detection: each rank notices within seconds that another rank has failed or died.
 
-A collective call waits for all ranks, which may take minutes. So every rank keeps a TCP connection
-to rank 0, which closes when the process ends in any way. A rank that fails sends the reason before
-it ends, and rank 0 forwards it. The main thread of each rank raises the error at its next
-collective call. If it makes no such call within a few seconds, this thread ends the process.
+A collective call waits for all ranks, so it may take minutes to notice a failure. So every rank
+keeps a TCP connection to rank 0, which closes when the process ends in any way. A rank that fails
+sends the reason before it ends, and rank 0 forwards it. The main thread of each rank raises the
+error at its next collective call. If the main thread makes no such call within a few seconds, the
+watching thread ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds that the main thread has to notice a loss, and again to end after that."""
+"""Seconds that the main thread has to notice a lost rank, and then again to end."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -48,7 +49,7 @@ class Loss:
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
-        """Return the error to raise on a rank that reports the loss, or on another rank."""
+        """Return the error to raise; only a rank that reports the loss gets a message."""
         if not reporter:
             error: CoveyError = Reported("")
         elif self.text:
@@ -64,7 +65,7 @@ class Loss:
 
 @dataclass(slots=True)
 class Lifeline:
-    """The connections of one rank: rank 0 has one to each rank, and each other rank one to it."""
+    """The connections of one rank: rank 0 is connected to every other rank, and they only to it."""
 
     rank: int
     peers: dict[int, socket.socket]
@@ -153,7 +154,7 @@ class Lifeline:
             self._send({"rank": self.loss.rank, "text": self.loss.text, "code": self.loss.code})
 
     def _end(self) -> None:
-        """End the process if its main thread does not."""
+        """End the process if its main thread does not end in time."""
         assert self.loss is not None
         if not self.noticed.wait(GRACE_SECONDS):
             error = self.loss.error(self.reports)

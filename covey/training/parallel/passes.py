@@ -17,8 +17,9 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """False if these rows are placeholders, which another rank computes. All ranks need the same
-    number of passes, because with sharded parameters every pass involves all ranks."""
+    """False if these rows are placeholders, whose results are ignored because another rank computes
+    the same rows. Placeholders give all ranks the same number of passes, because with sharded
+    parameters every pass involves all ranks."""
 
 
 def without_weight(rows: Batch) -> Batch:
@@ -28,10 +29,10 @@ def without_weight(rows: Batch) -> Batch:
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
-    """Return the micro-batches of this rank: the same number on every rank, of similar sizes.
+    """Return the micro-batches of this rank. Ranks have equally many, of similar sizes.
 
-    All ranks have the same batch, so each computes the same division by itself. The token limit is
-    lowered as far as possible without more passes per rank.
+    All ranks have the same batch, so each computes the same split on its own. To balance the sizes,
+    the token limit is lowered as far as possible without adding passes.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:

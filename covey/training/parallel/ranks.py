@@ -36,7 +36,7 @@ class Ranks(World):
         return list(items[self.rank :: self.size])
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the items of all ranks, in their order before `share`."""
+        """Return the items of all ranks, in the order that they had before `share`."""
         parts = self.gather(list(done))
         total = sum(len(part) for part in parts)
         return [parts[number % self.size][number // self.size] for number in range(total)]
@@ -73,7 +73,7 @@ class Ranks(World):
             raise self._lost(error) from None
 
     def mean(self, meter: Meter) -> dict[str, float]:
-        """Return the metrics over the observations of all ranks."""
+        """Return the mean of each metric over the observations of all ranks."""
         return summary_of(Measured.joined(self.gather(meter.measured())))
 
     def agree(self, stop: StopSignal) -> bool:
@@ -130,7 +130,7 @@ class Ranks(World):
             raise self._lost(error) from None
 
     def _lost(self, error: RuntimeError) -> Exception:
-        """Return the error for a failed call: the failure of another rank, if it is known."""
+        """Return the error for a failed collective; it names the failed rank if that is known."""
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
             return error
         limit = time.monotonic() + 5.0

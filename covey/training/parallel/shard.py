@@ -52,7 +52,7 @@ def shard_model(
         fully_shard(module, **options)
     for module in root.modules():
         if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
+            module.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
             if model.device.type == "cpu":  # gloo has no operation that scales and sums
                 module.set_force_sum_reduction_for_comms(True)
     setattr(root, ENTRY, types.MethodType(entry_method, root))
@@ -62,7 +62,7 @@ def shard_model(
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
-    """Return the mesh of ranks: one row, or rows of `shard_ranks` that each share a model copy."""
+    """Return the device mesh. All ranks, or every `shard_ranks` ranks, share one model copy."""
     from torch.distributed.device_mesh import init_device_mesh
 
     size = settings.shard_ranks or world.size
@@ -77,7 +77,7 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor; a sharded one is gathered, and all ranks must take part."""
+    """Return the full tensor. All ranks must call this, because shards are gathered."""
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 
@@ -126,6 +126,6 @@ def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
 
 
 def _twin(root: Any, copied: Any, module: nn.Module) -> Any:
-    """Return the copy of a module, by its name in the original."""
+    """Return the copied module that has the same name as the original one."""
     name = next(name for name, each in root.named_modules() if each is module)
     return copied.get_submodule(name)

@@ -1,4 +1,4 @@
-"""The world: the interface of the ranks that train together, for the rest of covey.
+"""The world: the interface through which the rest of covey uses the ranks of a run.
 
 Every rank builds the same batch and makes the same decisions; only rollouts and passes through the
 model are divided. So ranks communicate in few places: to gather rollouts and log-probabilities, to
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class World:
-    """The processes that train one policy together. The defaults are those of one process."""
+    """The processes that train one policy together. By default there is only one process."""
 
     rank: int = 0
     size: int = 1
@@ -32,11 +32,11 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share of the items."""
+        """Return the items that this rank processes."""
         return list(items)
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the results of all ranks for their shares, in the order of the items."""
+        """Return all ranks' results for the items that `share` divided, in the items' order."""
         return list(done)
 
     def gather(self, item: _T) -> list[_T]:
@@ -51,7 +51,7 @@ class World:
         """Replace a tensor by its sum over the ranks."""
 
     def mean(self, meter: Meter) -> dict[str, float]:
-        """Return the metrics over the observations of all ranks."""
+        """Return the mean of each metric over the observations of all ranks."""
         return summary(meter)
 
     def agree(self, stop: StopSignal) -> bool:
