@@ -34,14 +34,14 @@ class DecodeBackend(Protocol):
     """A line for the user: the backend, and why no faster one is used."""
 
     def width_for(self, completions: int) -> int:
-        """Return the number of slots for this many concurrent completions; at least as many."""
+        """Return how many slots to allocate for this many concurrent completions, or more."""
 
     def begin(
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
         """Return empty slots for `prompts` prompts of at most `longest` tokens.
 
-        The weights are those at the time of this call. `steady`: see `Limits`.
+        Uses the weights at the time of this call. `Limits` documents `steady`.
         """
 
     def refresh(self) -> None:
@@ -58,7 +58,7 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """None if the model has no keys and values; slots then store tokens."""
+    """None if the model has no KV cache; slots then store tokens."""
     description: str = "one token at a time"
     sampling: Sampling | None = None
     steady: bool = False
@@ -67,7 +67,7 @@ class EagerBackend:
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
-        """Return the same number: any number of slots is equally fast."""
+        """Return the same number, because this backend needs no rounding up."""
         return completions
 
     def begin(
