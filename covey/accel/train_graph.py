@@ -10,8 +10,9 @@ The second runs on the bucket's own buffers, which compiles kernels. The third i
 then on the graph is replayed, for slightly smaller micro-batches too. Without a CUDA device, passes
 run on those buffers and are not captured.
 
-Graphs share memory, above all for activations. So only one pass is in progress at a time: no other
-pass may run between a forward pass and its backward pass, and each runs backward once.
+Graphs share memory, mostly for activations. So only one pass is in progress at a time: no other
+pass may run between a forward pass and its backward pass, and each forward pass has at most one
+backward pass.
 
 Shapes: M trained tokens of a bucket, m those of a micro-batch.
 """
@@ -84,7 +85,7 @@ class GradientSums:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the parameters' gradients.
 
-        None: the gradient went to its sink, or there is no gradient.
+        A gradient of None went to its sink, or does not exist.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
@@ -124,7 +125,7 @@ class _Pass:
         """Run a micro-batch; return log-probability and entropy [m] of its trained tokens."""
         self.rows.fill(tables)
         if self.forward_graph is None:
-            self.values = None  # first, so that only one pass has activations
+            self.values = None  # before the forward pass, so that only one pass has activations
             self.values = self._forward()
             self.has_run |= not self.backward
         else:
@@ -230,7 +231,7 @@ class TrainGraphs:
         self.model, self.temperature, self.megabytes = model, temperature, megabytes
         self.gradients = GradientSums([p for p in model.model.parameters() if p.requires_grad])
         self.ticket = 0
-        """Counts the starts and ends of passes."""
+        """A counter, incremented at the start and at the end of each pass."""
         self.buckets: dict[tuple[int, bool], _Bucket] = {}
         self.failures = 0
         self.failed = False

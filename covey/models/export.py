@@ -50,8 +50,8 @@ def _write(model: LanguageModel, folder: Path) -> None:
     try:
         inner.save_pretrained(folder)
     except SafetensorError as error:
-        raise OSError(str(error)) from None  # safetensors' own error, for example for a full disk
+        raise OSError(str(error)) from None  # from safetensors, for example on a full disk
     tokenizer.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
-        weights.chmod(readable)  # safetensors makes its files readable for their owner only
+        weights.chmod(readable)  # safetensors makes its files readable only by their owner
