@@ -31,8 +31,8 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""Name of a method on a sharded model's outermost module. Forward passes call it, so that the head's
-weights are gathered too."""
+"""Name of a method on a sharded model's outermost module. Forward passes call it, so that the
+head's weights are gathered too."""
 
 
 def entry_method(

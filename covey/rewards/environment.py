@@ -13,9 +13,9 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReward(Reward):
-    """The sum of the parts that the environment's `reward` returns, or else of its turn rewards.
+    """The environment's `reward`, or the sum of its turn rewards if it has no `reward`.
 
-    `success_at`: from this reward on, an episode is a success.
+    An episode with a reward of at least `success_at` is a success.
     """
 
     success_at: float = 1.0

@@ -42,7 +42,8 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""`round` and `pow` are missing because they can take long; `print` is missing too."""
+"""Builtins that a scorer may call. `round` and `pow` can take long, so they are missing, as is
+`print`."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
@@ -71,7 +72,7 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Patterns that take linear time on any text. A scorer may use only these."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Functions that together let a number in the text decide how long the scorer runs."""
+"""Functions that, used together, let a number in the text decide how long the scorer runs."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -113,7 +114,7 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """The scorer does something that is not on the lists."""
+    """Raised if a scorer uses something that is not on the lists."""
 
 
 def is_pure(dataset: Any) -> bool:
@@ -153,7 +154,7 @@ def _is_constant(value: Any) -> bool:
 
 
 class _Proof:
-    """Walks through all functions of one scorer, and records what they use."""
+    """Walks through all functions of one scorer, and records the attributes that they use."""
 
     def __init__(self, scorer: type, config: type) -> None:
         self.scorer = scorer

@@ -7,7 +7,7 @@ from covey.rewards.efficiency import repetition
 from covey.rewards.text import count_words, tag_contents
 
 MANY_WORDS, MANY_CALLS = 1000, 8
-"""Limits on words and tool calls; a plain solution needs fewer."""
+"""Limits on words and tool calls, above what an ordinary solution needs."""
 
 
 def _thinking(text: str, tag: str) -> list[str]:
