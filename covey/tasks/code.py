@@ -38,7 +38,7 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """48 small problems; a fixed quarter is held out.
+    """48 small programming problems; a fixed quarter is held out.
 
     `info["tests"]` holds {call, expected} for functions, with expected as a Python literal, and
     {stdin, stdout} for programs. The examples in the prompt are not among the tests. The target is
