@@ -32,8 +32,8 @@ except BaseException as error:
     sys.stderr.write("".join(report.format()))
     sys.exit(1)
 """
-"""Code that runs a program like a notebook cell: it prints the value of the last expression. It runs in
-the sandbox, so that the policy's text is never parsed outside the sandbox."""
+"""Code that runs a program like a notebook cell: it prints the value of the last expression. It
+runs in the sandbox, so that the policy's text is never parsed outside it."""
 
 
 class Python(ToolEnvironment):

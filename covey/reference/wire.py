@@ -44,12 +44,12 @@ so is the tolerance.
 
 
 class WireError(ValueError):
-    """Invalid data was received. The error message is one line for the sender."""
+    """Raised for invalid received data. The message is one line for the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogpRequest:
-    """Rows whose log-probabilities are wanted, and the temperature."""
+    """The rows to compute log-probabilities for, and the temperature."""
 
     batch: Batch
     temperature: float
@@ -128,7 +128,7 @@ def reply_bytes(shape: torch.Size) -> int:
 def check_values(values: LogProbs, temperature: float) -> None:
     """Refuse log-probabilities above 0, entropies below 0, and values that are not finite.
 
-    A clamped NaN has no gradient: it would silently remove the penalty of its token.
+    A NaN that the loss clamps has no gradient, so it would silently remove the token's penalty.
     """
     slack = SLACK / min(temperature, 1.0)
     for name, sign in (("logp", 1.0), ("entropy", -1.0)):
