@@ -88,7 +88,7 @@ class _DeviceLogp(torch.autograd.Function):
         zero = torch.zeros_like(normalizer)
         by_logp, by_entropy = (zero if g is None else g.contiguous() for g in grads)
         hidden_grad = torch.empty_like(hidden)
-        # Without a sink of its own, the weight's gradient is still summed in float32.
+        # Without a float32 sink, the weight's gradient is still summed in float32 here.
         sink = ctx.sink or GradSink([GradHolder(weight)])
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         rounded = None

@@ -60,7 +60,7 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 def skip_swiglu_output() -> Iterator[None]:
     """Inside the block, SwiGLU layers save their inputs but return uninitialized memory.
 
-    This is for recomputing a checkpointed layer, whose last result nothing reads again.
+    This is for recomputing a checkpointed layer, because its final output is not read again.
     """
     token = _SKIPS.set(True)
     try:

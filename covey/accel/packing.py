@@ -122,7 +122,7 @@ class PackedTables(NamedTuple):
 
 
 class MaxLengths(NamedTuple):
-    """The most queries and the most keys of any row."""
+    """Maximum number of queries, and maximum number of keys, over all rows."""
 
     query: int
     key: int
@@ -200,7 +200,7 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowIndex:
-    """The place of each row's tokens among the packed tokens.
+    """Where each row's tokens are in the packed sequence.
 
     All fields are [B] int64, on the CPU.
     """

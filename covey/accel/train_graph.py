@@ -5,16 +5,16 @@ several times as long as running them. A CUDA graph launches them all at once. A
 for a bucket: a size to which micro-batches are padded. Everything that it reads or writes stays at
 the same address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
 
-The first micro-batch of a bucket runs eagerly, so that a size that occurs only once costs nothing.
-The second runs on the bucket's own buffers, which compiles kernels. The third is captured, and from
-then on the graph is replayed, for slightly smaller micro-batches too. Without a CUDA device, passes
-run on those buffers and are not captured.
+The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
+capture. The second runs on the bucket's own buffers, which compiles kernels. The third is captured,
+and from then on the graph is replayed, for slightly smaller micro-batches too. Without a CUDA
+device, passes run on those buffers and are not captured.
 
 Graphs share memory, mostly for activations. So only one pass is in progress at a time: no other
 pass may run between a forward pass and its backward pass, and each forward pass has at most one
 backward pass.
 
-Shapes: M trained tokens of a bucket, m those of a micro-batch.
+Shapes: M trained tokens of a bucket, m trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 MAX_BUCKETS = 64
-"""The most sizes for which graphs are kept; beyond that, the least recently used are dropped."""
+"""Maximum number of sizes with graphs; beyond that, the least recently used are dropped."""
 MAX_PADDING = 4 / 3
 """A micro-batch may be padded to this multiple of its tokens if that avoids a capture."""
 MAX_FAILURES = 3

@@ -1,7 +1,7 @@
 """Variable-length attention without padding, by the flash kernels inside torch.
 
 Every packed token has one query, in the row to which it belongs. A shared prompt has its queries in
-the first of its rows. The keys of a row are all its tokens, so those of a shared prompt appear in
+the first of its rows. A row has a key for every token, so the keys of a shared prompt appear in
 several rows. Attention is causal and aligned at the end: the last query of a row sees all keys of
 the row, the second-to-last all but the last key.
 

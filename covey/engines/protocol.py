@@ -137,7 +137,7 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Generates completions. An engine knows nothing about rewards or training."""
+    """Generates completions. An engine does not depend on rewards or training."""
 
     @property
     def info(self) -> EngineInfo:

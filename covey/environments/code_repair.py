@@ -1,6 +1,6 @@
 """The `code_repair` environment: test a wrong program, read the failures, and edit it.
 
-The prompts are those of the `code` task, or of any data with `info["tests"]`. The wrong program is
+The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
 `info["broken"]` if the data has it, and otherwise the solution with one small error.
 """
 

@@ -36,7 +36,7 @@ class _Episode:
     op: Op = "start"
     """The command whose reply is pending."""
     messages: list[Message] = field(default_factory=list)
-    """The policy's messages, including that of the current command."""
+    """The policy's messages, including the message of the current command."""
     seen: str = ""
     """The digest of the replies so far."""
     live: bool = False
@@ -180,7 +180,7 @@ class ProcessHost:
         return max(0.0, nearest - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
-        """Take the replies that arrive within some seconds."""
+        """Receive the replies that arrive within this many seconds."""
         lanes = {lane.worker.connection: lane for lane in self._lanes if lane.worker is not None}
         for connection in wait_for(list(lanes), seconds):
             lane = lanes[connection]  # type: ignore[index]

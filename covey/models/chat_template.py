@@ -136,7 +136,7 @@ class Renderer:
 
 
 def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
-    """Combine a template with a tokenizer, and test what the chat template supports."""
+    """Combine a template with a tokenizer, and test which features the chat template supports."""
     has_chat = bool(tokenizer.chat_template)
     if template.form == "chat" and not has_chat:
         raise ModelError(

@@ -41,7 +41,7 @@ class ConnectionLimiter:
     """All open connections by phase, the oldest first, with their time limits."""
 
     most: int
-    """The most open connections."""
+    """Maximum number of open connections."""
     head_seconds: float
     """Time limit for a request's head, from the connection's start or the last reply."""
     request_seconds: float

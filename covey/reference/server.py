@@ -46,9 +46,9 @@ class ServerSettings:
     timeout: float = 120.0
     """Seconds for a request, including receiving it and waiting in the queue."""
     waiting: int = 64
-    """The most requests in the queue."""
+    """Maximum number of requests in the queue."""
     connections: int = 256
-    """The most open connections."""
+    """Maximum number of open connections."""
     head_seconds: float = 10.0
     """Time limit for receiving the head of a request."""
     body_seconds: float = 20.0
@@ -56,7 +56,7 @@ class ServerSettings:
 
     @property
     def max_bytes(self) -> int:
-        """The largest body."""
+        """Maximum size of a request's body, in bytes."""
         return int(self.max_megabytes * 2**20)
 
 

@@ -31,7 +31,7 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
 """The tensors of a request: dtype and number of dimensions."""
 
 BYTES_PER_TOKEN = 17
-"""The largest size of a request per token of `padded_tokens`, with padding and lengths."""
+"""Maximum bytes of a request per padded token, including padding and lengths."""
 HEADER_BYTES = 4096
 """A generous bound on a request's names, shapes and metadata."""
 SLACK = 1e-4
@@ -63,9 +63,9 @@ class Bounds:
 
     vocabulary: int
     context: int
-    """The most tokens in one row."""
+    """Maximum number of tokens in one row."""
     tokens: int
-    """The most padded tokens in one request."""
+    """Maximum number of padded tokens in one request."""
 
 
 def padded_tokens(batch: Batch) -> int:

@@ -131,7 +131,7 @@ _SIGNS_AFTER = {
 }
 _WORD = re.compile(r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff]+")
 _PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# The rare part of each pattern comes first, and lookbehinds check what precedes it.
+# Each pattern starts with its rarest part; lookbehinds check the text before it.
 _LONE_LETTERS = re.compile(r"[A-Za-z](?= )(?<!\S[A-Za-z])(?: [A-Za-z]){5,}(?!\S)")
 _LONG = re.compile(r"[A-Za-z0-9]{8,}")
 _SIGNS = re.compile(r"[^\w\s]{2,}")

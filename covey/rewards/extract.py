@@ -103,7 +103,7 @@ def _tagged(rest: str) -> str | None:
 def _after_hashes(rest: str) -> str | None:
     line = rest.rpartition("####")[2] if "####" in rest else ""
     line = line.lstrip().partition("\n")[0]
-    # In Markdown the same mark starts a heading.
+    # In Markdown `####` starts a heading.
     return None if _HEADING.match(line) and parse_number(line) is None else line
 
 

@@ -240,7 +240,7 @@ class SimpleGrpo(Reward):
 class OpenInstruct(Reward):
     """The format gate of open-instruct: 0 or `verification_reward`.
 
-    The format holds if an answer part directly follows the end of the thinking, with only
+    The format is correct if an answer part directly follows the end of the thinking, with only
     whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number
     equals the target.
 

@@ -1,7 +1,7 @@
 """Decides whether a reasoning_gym scorer only reads and compares, and may run in this process.
 
-The scorer's bytecode is read before it runs: that of `score_answer`, of each method and function
-that it refers to, and of the functions, lambdas and comprehensions inside them. A scorer is pure if
+The scorer's bytecode is read before it runs. This includes `score_answer`, each method and function
+that it refers to, and the functions, lambdas and comprehensions inside them. A scorer is pure if
 all of it is on the lists below: instructions, builtins, functions of `math` and `json`, patterns of
 `re`, and names of methods. There is no list of forbidden things: anything unknown makes a scorer
 impure, and an impure scorer runs in the sandbox.
@@ -106,7 +106,7 @@ _KINDS = (
     str, bytes, int, float, complex, list, tuple, dict, set, frozenset, decimal.Decimal, re.Match,
     Exception, type, FunctionType, BuiltinFunctionType, GeneratorType,
 )  # fmt: skip
-"""The types of all objects that a pure scorer can reach, besides itself."""
+"""The types of all objects that a pure scorer can reach, except the scorer itself."""
 _ALLOWED = {id(thing): thing for thing in FUNCTIONS} | {
     id(thing): thing for thing in (getattr(builtins, name) for name in BUILTINS)
 }

@@ -18,7 +18,7 @@ def _thinking(text: str, tag: str) -> list[str]:
 
 
 def robust_factor(text: str) -> float:
-    """Return the factor on the reward of a completion, 1 if nothing suggests gaming.
+    """Return the factor for the reward of a completion: 1 if there is no sign of gaming.
 
     0.5 for thinking that is not language, 0.5 for text that mostly repeats itself, 0.7 for more
     than 1,000 words, and 1 - 0.05 for each tool call above 8, down to 0.5.

@@ -18,7 +18,7 @@ class Score:
     success: bool
     """Whether the final answer is correct; for a format reward, whether the format is correct."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts, unweighted, so that a change of weights does not change what is logged."""
+    """The unweighted parts, so that logged values do not depend on the weights."""
     attempted: bool = True
     """Whether the completion has a final answer, correct or not, that can be compared."""
 
@@ -71,6 +71,6 @@ def max_seconds(reward: Reward) -> float:
 
 
 def check_option(holds: bool, message: str) -> None:
-    """Raise ConfigError with this message unless a condition on a reward's options holds."""
+    """Raise ConfigError with this message if a condition on a reward's options is false."""
     if not holds:
         raise ConfigError(f"reward: {message}")

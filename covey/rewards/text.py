@@ -42,7 +42,7 @@ def answers_differ(answers: Iterable[str]) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the thinking; nothing if the thinking is not closed.
+    """Return the text after the thinking; empty if the thinking is not closed.
 
     >>> after_thinking("<think>3 or 4?</think> 4"), after_thinking("<think>4")
     (' 4', '')

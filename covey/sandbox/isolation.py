@@ -152,7 +152,7 @@ def _parents(path: str) -> list[str]:
 
 
 def _own_files(file_bytes: int) -> list[str]:
-    """Mount private processes, devices and temporary files."""
+    """Mount a private /proc, /dev and temporary directory."""
     arguments = ["--proc", "/proc", *_parents("/dev/null")]
     # The harness is process 1. Its directory gives access to its memory.
     arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]

@@ -31,7 +31,7 @@ LIMITS = Limits(
 )
 """Limits of one text. CPU time is the tightest limit, so that machine load changes no score."""
 LONGEST = LIMITS.wall_seconds + 1.0
-"""The most seconds that one text may take."""
+"""Maximum seconds for one text."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Huge pages of 2 MiB make a fork faster, because it copies the page table, which is then smaller.
@@ -188,7 +188,7 @@ def _code(name: str) -> Any:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the next line, or nothing after a timeout. Raises _GoneError at end of file."""
+    """Return the next line, or empty bytes after a timeout. Raises _GoneError at end of file."""
     assert process.stdout
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)

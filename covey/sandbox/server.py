@@ -89,7 +89,7 @@ def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: in
 
 
 def listen(file: int, deadline: float, replies: int) -> bytes:
-    """Return a child's output; nothing if it is too long or too late."""
+    """Return a child's output; empty bytes if it is too long or too late."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     poll.register(replies, 0)

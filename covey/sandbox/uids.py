@@ -1,6 +1,6 @@
 """A unique user id for each sandbox that root starts, because process limits count per user.
 
-Workers do not know of each other, so a worker takes an id by locking its byte in a shared file. The
+Workers do not communicate, so a worker reserves an id by locking a byte of a shared file. The
 kernel releases the lock however the holder ends. Containers that share user ids but no
 files cannot see each other's locks; a random choice among many ids makes collisions unlikely.
 """

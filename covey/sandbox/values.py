@@ -16,10 +16,10 @@ from typing import Any
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
 """Tolerances for an expected float: the relative one, and the absolute one if 0 is expected.
 
-With an absolute tolerance for other values, 0 would pass for every small number.
+With an absolute tolerance for other values, a result of 0 would equal every small number.
 """
 _MOST_BITS = 4096
-"""The most bits of a numerator or denominator: reducing a fraction takes quadratic time."""
+"""Maximum bits of a numerator or denominator, because reducing fractions is quadratic."""
 _MOST_IN_A_KEY = 1000
 """Maximum items of a set, because building a set takes quadratic time if hashes collide."""
 

@@ -53,7 +53,7 @@ class Sum:
 
 @cache
 def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
-    """Return all sums with a result between 0 and 99, by their left number."""
+    """Return all sums with a result between 0 and 99, grouped by their left operand."""
     table = {}
     for left in range(100):
         sums = (Sum(left, operator, right) for operator in "+-" for right in DIGITS)

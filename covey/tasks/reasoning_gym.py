@@ -136,9 +136,9 @@ def plain(value: Any) -> Any:
 class ReasoningGym(GeneratedTask):
     """Problems of one dataset of reasoning_gym, such as chain_sum.
 
-    `options` are those of the dataset: `{min_terms = 2, max_terms = 3}`. `instruction` follows each
-    prompt. The target is the dataset's answer, or empty if many answers are correct. The reward
-    `reasoning_gym` calls the dataset's scorer.
+    `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. `instruction`
+    follows each prompt. The target is the dataset's answer, or empty if many answers are correct.
+    The reward `reasoning_gym` calls the dataset's scorer.
     """
 
     dataset: str

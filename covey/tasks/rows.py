@@ -32,7 +32,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
-    """Turns rows into prompts; its options say what each column means.
+    """Turns rows into prompts. The options define the meaning of each column.
 
     `prompt` names the column with the prompt: text, or a list of {role, content} messages. By
     default this column is the first of `prompt`, `question` and `messages` that a row has.

@@ -24,7 +24,7 @@ an H200 with heads of 64 and 128. In float32 the compiler unrolls products, and 
 seconds to compile larger tiles.
 """
 STAGE_BYTES = 64 * 2**10
-"""The most bytes of keys and values that a program has in flight. Large heads are read in smaller
+"""Maximum bytes of keys and values that a program has in flight. Large heads are read in smaller
 tiles, because they would not fit in a multiprocessor's shared memory.
 """
 SMALLEST_HEAD = 32

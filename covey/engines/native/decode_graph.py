@@ -62,7 +62,7 @@ class GraphBackend:
     def begin(
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
-        """Return empty slots: those of the last call if they are large enough."""
+        """Return empty slots; reuse the slots of the last call if they are large enough."""
         # One more prompt, for one whose last completions are still queued without a slot.
         sizes = {
             "slots": width,

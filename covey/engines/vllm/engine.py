@@ -2,7 +2,7 @@
 
 Requests and completions are token ids. All requests of a prompt go to the same server, which
 prefills the prompt once. A server that dies is restarted, gets the current weights, and is probed.
-Its requests are then sent again with the same seeds, so the step loses nothing.
+Its requests are then sent again with the same seeds, so the step loses no completions.
 """
 
 from __future__ import annotations

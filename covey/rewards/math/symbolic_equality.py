@@ -69,7 +69,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracket that ends before `at`, or an empty text."""
+    """Return the bracketed text that ends before `at`, or an empty text."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):
@@ -83,7 +83,7 @@ def _powers_are_small(formula: str) -> bool:
     nested, largest = 1, 1
     for match in re.finditer(r"\^", formula):
         exponent = _exponent(formula, match.end())
-        # e and i are numbers, and names of LaTeX commands are not variables.
+        # e and i are constants, and names of LaTeX commands are not variables.
         variable = re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[A-Za-z]+", "", exponent))
         digits = "".join(re.findall("[0-9]+", exponent))
         if len(digits) > 4 or (not variable and re.search(r"[\^!]", exponent)):
