@@ -21,7 +21,7 @@ class Distribution:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens get probability 0, as all tokens but one do in greedy decoding."""
+        """Whether some tokens get probability 0, by truncation or greedy decoding."""
         return self.temperature == 0.0 or self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 

@@ -93,7 +93,7 @@ class Search(ToolEnvironment):
         return super().reset(prompt, seed)
 
     async def step(self, message: Message) -> Step:
-        """Run the calls of a message; without calls, it is the answer."""
+        """Run the calls of a message. A message without calls is the final answer."""
         step = await super().step(message)
         self._answer = message["content"] if step.done else ""
         return step

@@ -2,9 +2,9 @@
 
 The package's own rollout loop runs. When the loop asks a model for a response, it waits for the
 policy's next turn. The package's rubric is the environment's reward. The task `verifiers` provides
-the rows of its dataset. An error refuses features that are not supported: rubrics that score a
-whole group at once, conversations that change earlier messages, images, and the tasksets of
-verifiers 0.2 and later.
+the rows of its dataset. Unsupported features raise an error: rubrics that score a whole group at
+once, conversations that change earlier messages, images, and the tasksets of verifiers 0.2 and
+later.
 """
 
 from __future__ import annotations

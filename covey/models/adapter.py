@@ -272,7 +272,7 @@ def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
 
 
 def _file_name(parameter: str) -> str:
-    """Return peft's name for a parameter in a file."""
+    """Return the name that peft's files use for a parameter."""
     plain = parameter.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
     return f"base_model.model.{plain}"
 

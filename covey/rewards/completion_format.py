@@ -32,7 +32,7 @@ class Format:
     """The tag of the thinking; empty if the thinking has no tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
-    """Marks around the answer, unless it already has them."""
+    """Marks to put around the answer, unless it already has them."""
 
     def render(self, thinking: str, answer: str) -> str:
         """Return the completion with this thinking and answer."""

@@ -94,8 +94,8 @@ class ThinkToolForm(Reward):
 
     Unpaired tags set think or tool to -0.5. The sum is at least 0.
 
-    The published code checks only the first call, and omits tidy and the direct answer: no text
-    could score above 0.8.
+    The published code checks only the first call, and has no parts `tidy` and `direct`, so that no
+    text could score above 0.8.
     """
 
     min_thinking: int = 20

@@ -29,7 +29,7 @@ class NoPenalty:
 class Soft:
     """Soft overlong punishment, DAPO (arXiv 2503.14476) equation 13.
 
-    0 up to limit - cache tokens, then linear to -1 at the limit.
+    The penalty is 0 up to (limit - cache) tokens, then falls linearly to -1 at the limit.
     """
 
     limit: int

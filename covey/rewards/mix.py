@@ -26,8 +26,8 @@ class Mix(Reward):
     bound, or without bounds by the smaller of 0 and its reward. Without the gate both parts add up.
 
     `early` are the weights at the start of a run. They change linearly into `weights` over the
-    first steps of the run: the fraction `early_until` of all steps. `robust` multiplies the
-    reward above the lower bound by `robust_factor`.
+    first steps of the run: the fraction `early_until` of all steps. With `robust`, the part of
+    the reward above its lower bound is multiplied by `robust_factor`.
 
     `correct_first`: a correct completion scores higher than any incorrect one, for any weights. A
     correct completion scores in the upper half of the range: half the range plus half of the

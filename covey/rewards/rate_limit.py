@@ -1,7 +1,7 @@
 """Rate limits of an endpoint, shared by all scoring processes of a machine.
 
-A file contains the requests of the last minute. Every process adds its own under a lock, and waits
-while another request would exceed a limit.
+A file contains the requests of the last minute. Every process adds its own requests under a lock,
+and waits while another request would exceed a limit.
 """
 
 from __future__ import annotations

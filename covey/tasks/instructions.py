@@ -226,7 +226,7 @@ class Instructions(GeneratedTask):
 
 
 def _together(chance: Random, count: int) -> list[str]:
-    """Return names of instructions that can all be followed."""
+    """Return names of instructions that do not contradict each other."""
     names: list[str] = []
     for name in chance.sample(list(MAKERS), len(MAKERS)):
         if len(names) < count and not any(name in s and s & set(names) for s in APART):

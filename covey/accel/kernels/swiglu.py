@@ -62,7 +62,7 @@ def silu_mul_backward(
     """Return the gradients of gate and up, side by side [N, 2 M]; also write silu(gate) * up.
 
     Recomputing this product takes no extra time here, so it is not saved for the weight's gradient.
-    It may overwrite its own gradient, which is read first.
+    It may be written over its own gradient, because the gradient is read first.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

@@ -1,7 +1,7 @@
 """HTTP client of one vLLM server: generation by token ids, weight updates, version and config.
 
 Numbers from a server are checked before they are used. If a server cannot be reached, fails or does
-not reply, `Unavailable` is raised, which a restart may repair. Any other error is an `EngineError`,
+not reply, it raises `Unavailable`, and a restart may help. Any other failure raises `EngineError`,
 which ends the run with one line.
 """
 

@@ -113,7 +113,7 @@ class VllmEngine:
         self.release()
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Send the weights to all servers, clear their caches, and compare a probe."""
+        """Send the weights to all servers, clear their caches, and check them with a probe."""
         if version == self.version:
             return
         self._wake()
