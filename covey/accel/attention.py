@@ -4,7 +4,7 @@ A model with standard attention keeps its code and calls the function that is re
 
 Packed rows: the model sees all tokens of a batch in one row without padding. A prompt that several
 completions share occurs only once. All layers but attention work token by token. Attention needs to
-know which tokens belong together: it gathers them into padded rows (PaddedRows) or, with flash
+know which tokens form a row: it gathers the tokens into padded rows (PaddedRows) or, with flash
 attention, uses them without padding (VarlenRows, in varlen_attention.py).
 
 Shapes: N packed tokens, B rows, S columns, H heads, K key-value heads, D head size.
@@ -33,7 +33,7 @@ class PaddedRows:
     """Index from padded rows to packed tokens and back."""
 
     rows: torch.Tensor
-    """[B, S] int64: the packed token in each column; an arbitrary token past a row's end."""
+    """[B, S] int64: the index of the packed token in each cell; any index past a row's end."""
     home: torch.Tensor
     """[N] int64: for each packed token, a cell of the flattened `rows` that contains it."""
 
@@ -79,7 +79,7 @@ def attention(
         tokens = packed[0].transpose(0, 1).flatten(1).index_select(0, rows)
         return tokens.view(*cells, packed.shape[1], packed.shape[3]).transpose(1, 2)
 
-    # Padding is on the right, where causal attention never looks, so no mask is needed.
+    # Causal attention never reads the padding, which is on the right. So no mask is needed.
     attended = _attend(module, gathered(query), gathered(key), gathered(value), None, **options)
     packed = attended.flatten(0, 1).index_select(0, packing.home)
     return packed[None], None
@@ -119,7 +119,7 @@ def _softcap_attention(
     batch, heads, positions, size = query.shape
     wide = torch.promote_types(
         query.dtype, torch.float32
-    )  # bfloat16 rounds a score of 50 by up to a quarter
+    )  # the rounding error of a bfloat16 score of 50 is up to 0.25
     rows = query.unflatten(1, (key.shape[1], -1)).to(wide)
     scores = rows @ key.unsqueeze(2).transpose(3, 4).to(wide)
     scores = scores * (size**-0.5 if scaling is None else scaling)

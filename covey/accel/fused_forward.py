@@ -1,10 +1,10 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-It uses the model's own weights, and calls layers with an adapter unchanged. Only the code between
-the matrix products is different. The residual stream is float32, as in the decoder: norms read it
-and return the type of the weights, and products are added to it. Layers with the same input are
-computed as one product if their parameters are fused. The gradient of a weight goes to its float32
-sink if the optimizer attached one.
+It uses the model's own weights, and calls the modules of layers with an adapter. Only the code
+between the matrix products is different. The residual stream is float32, as in the decoder. Norms
+read it and return the dtype of the weights, and the results of matrix products are added to it.
+Layers with the same input are computed as one product if their parameters are fused. The gradient
+of a weight goes to its float32 sink if the optimizer attached one.
 
 Shapes: N packed tokens, H heads, K key-value heads, D head size.
 """
@@ -142,7 +142,7 @@ def _normed_heads(
 def _unshared(
     key: torch.Tensor, value: torch.Tensor, place: _Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values once per packed token."""
+    """Return keys and values, one of each per packed token."""
     if place.shared is None:
         return key, value
     shared = place.shared
@@ -210,7 +210,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input_ids,) = ctx.saved_tensors
         grad = grads[0]
-        if ctx.padding is not None:  # as in the module, which does not train its padding token
+        if ctx.padding is not None:  # as in nn.Embedding, which does not train its padding token
             grad = grad.masked_fill((input_ids == ctx.padding)[:, None], 0.0)
         sink: GradSink | None = ctx.sink
         if sink is None:

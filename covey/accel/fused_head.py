@@ -1,8 +1,8 @@
 """Fused head on a GPU: float32 logits, and one kernel each for forward and backward of a chunk.
 
-Logits are never rounded to bfloat16, whose steps are a sixteenth at the usual size of logits. The
-gradient of logits is rounded for the two products that use it; the weight's gradient is summed over
-chunks in float32.
+Logits are never rounded to bfloat16, which at the usual size of logits has a resolution of 1/16.
+The gradient of logits is rounded for the two matrix products that use it. The weight's gradient is
+summed over chunks in float32.
 
 Shapes: M chosen tokens, D hidden size, V vocabulary.
 """
@@ -21,7 +21,7 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Rows of a tensor core tile; larger chunks are a multiple of it."""
+"""Rows of a tensor core tile; the size of a larger chunk is a multiple of it."""
 
 
 def fused_token_logp(
@@ -88,7 +88,7 @@ class _DeviceLogp(torch.autograd.Function):
         zero = torch.zeros_like(normalizer)
         by_logp, by_entropy = (zero if g is None else g.contiguous() for g in grads)
         hidden_grad = torch.empty_like(hidden)
-        # Without a sink of its own, the weight's gradient is still summed in float32.
+        # Without a float32 sink, the weight's gradient is still summed in float32 here.
         sink = ctx.sink or GradSink([GradHolder(weight)])
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         rounded = None

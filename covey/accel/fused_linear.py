@@ -1,4 +1,4 @@
-"""Linear layers of the fused forward pass: one product for fused parameters.
+"""Linear layers of the fused forward pass: one matrix product for all fused parameters.
 
 A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused: its own
 forward pass is called.
@@ -58,9 +58,9 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 
 @contextmanager
 def skip_swiglu_output() -> Iterator[None]:
-    """Let SwiGLU products save what their gradient needs and return uninitialized memory.
+    """Inside the block, SwiGLU layers save their inputs but return uninitialized memory.
 
-    A checkpointed layer ends with such a product, and nothing reads its recomputed result.
+    This is for recomputing a checkpointed layer, because its final output is not read again.
     """
     token = _SKIPS.set(True)
     try:
@@ -83,7 +83,7 @@ class _Weights:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, weights first, because autograd must see what the result depends on."""
+        """All parameters, weights first. They are passed to autograd, which must see them."""
         return [*self.weights, *self.biases]
 
     def grads(

@@ -1,4 +1,4 @@
-"""Fused parameters: weights in one storage, so that one matrix product serves them all.
+"""Fused parameters: several weights in one storage, so that one matrix product uses them all.
 
 The parameters keep their names and shapes; only their memory is shared. An optimizer step, which
 changes them in place, is therefore visible to the fused product without a copy. Whether parameters
@@ -57,7 +57,7 @@ def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class GradHolder:
-    """Holds the float32 gradient of a bfloat16 parameter without a float32 master."""
+    """Holds the float32 gradient of a bfloat16 parameter that has no float32 master weight."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.grad: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """Restart a sum that was cleared, and return it to be zeroed, or None if it was not."""
+        """If the sum was cleared, restart it and return it for zeroing; otherwise return None."""
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 
@@ -164,7 +164,7 @@ def _give_sink(run: Sequence[tuple[nn.Parameter, HoldsGrad]]) -> None:
 
 
 def set_grad_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Set the hook that takes a parameter's gradient; replaces the hook of a former optimizer."""
+    """Set the hook that receives a parameter's gradient; replaces an earlier optimizer's hook."""
     if (former := getattr(parameter, "grad_hook", None)) is not None:
         former.remove()
     handle = parameter.register_post_accumulate_grad_hook(hook)

@@ -1,7 +1,7 @@
-"""Output head: log-probabilities and entropies of chosen tokens, without all their logits at once.
+"""Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
 
 Shapes: M chosen tokens, D hidden size, V vocabulary. Logits exist for one chunk of tokens at a
-time, in the forward pass and again, recomputed, in the backward pass.
+time. The backward pass recomputes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covey.kept_sets import KeptIds
 NOTHING = -1e30
 """The logit of a token outside of a kept set: its probability is 0 in any precision."""
 LIVE_COPIES = 3
-"""The number of tensors of a chunk's size at once: logits, their product, and a rounded copy."""
+"""How many tensors of a chunk's size exist at once: logits, their product, a rounded copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Head:
 def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """Return h W^T + b in float32 or better; on a GPU without rounding it to bfloat16 first.
 
-    At the usual size of logits, steps of bfloat16 are a sixteenth.
+    At the usual size of logits, bfloat16 has a resolution of 1/16.
     """
     weight = linear.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -116,8 +116,8 @@ class LogitSettings(NamedTuple):
 class _Chunks:
     """Computes logits chunk by chunk into two buffers that are allocated once.
 
-    New tensors for every chunk would fragment the heap, which then takes several times the memory
-    in use: 343 MB instead of 63 MB in a measurement.
+    New tensors for every chunk would fragment the heap. In a measurement the process then took
+    343 MB instead of 63 MB.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _Chunks:
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield each chunk of tokens with its logits and a buffer of the same shape.
 
-        Logits outside of kept sets are far below all others, but finite, so that 0 times them is 0.
+        Logits outside of kept sets are far below all others, but finite, so that 0 * logit is 0.
         """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):
@@ -198,7 +198,7 @@ class _TokenLogp(torch.autograd.Function):
         for part, logits, grad in _Chunks(hidden, weight, bias, ctx.settings, ctx.kept):
             slope = None if softcap is None else 1 - (logits / softcap).square_()
             if slope is not None and ctx.kept is not None:
-                slope.clamp_(min=0)  # outside of a set it is meaningless, and would overflow
+                slope.clamp_(min=0)  # outside of a kept set it would overflow
             log_p = logits.sub_(normalizer[part, None])
             torch.exp(log_p, out=grad)
             # grad = p * factor, factor = -logp_grad - entropy_grad (log p + H), built in log_p.

@@ -34,7 +34,7 @@ def row_of_each(counts: torch.Tensor) -> torch.Tensor:
 
 
 def prompt_numbers(host: HostRows) -> torch.Tensor:
-    """Return [B] int64: equal for rows with the same prompt, numbered in order of appearance."""
+    """Return [B] int64: the index of each row's prompt, in order of first appearance."""
     numbers: dict[bytes, int] = {}
     prompts = host.prompt_tokens.numpy()
     keys = [prompts[row, :n].tobytes() for row, n in enumerate(host.prompt_lengths.tolist())]
@@ -43,7 +43,7 @@ def prompt_numbers(host: HostRows) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A packed batch: the model's inputs, and where trained tokens are predicted."""
+    """A packed batch: the model's inputs, and the indices that predict trained tokens."""
 
     input_ids: torch.Tensor
     """[N] int64."""
@@ -122,7 +122,7 @@ class PackedTables(NamedTuple):
 
 
 class MaxLengths(NamedTuple):
-    """The most queries and the most keys of any row."""
+    """Maximum number of queries, and maximum number of keys, over all rows."""
 
     query: int
     key: int
@@ -157,7 +157,7 @@ def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
 
 
 def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> PackedBatch:
-    """Return a batch as the model takes it; `shared`: rows share prompts, so keys are gathered."""
+    """Return the model's inputs. If `shared`, rows share prompts, so keys are gathered."""
     return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
@@ -200,7 +200,7 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowIndex:
-    """The place of each row's tokens among the packed tokens.
+    """Where each row's tokens are in the packed sequence.
 
     All fields are [B] int64, on the CPU.
     """
@@ -210,9 +210,9 @@ class _RowIndex:
     length: torch.Tensor
     """The number of completion tokens that the model reads; the last token predicts nothing."""
     number: torch.Tensor
-    """Number of the prompt."""
+    """Index of the prompt."""
     queries: torch.Tensor
-    """Queries of the row: its completion and, in the first row of a prompt, the prompt."""
+    """Number of queries: the completion's and, in the first row of a prompt, the prompt's."""
     prompt_start: torch.Tensor
     start: torch.Tensor
     """Start of the completion."""
@@ -244,7 +244,7 @@ class _RowIndex:
         return row, behind + (self.prompt + self.length - self.queries)[row]
 
     def keys(self) -> torch.Tensor:
-        """Return [B] the number of keys of each row: 0 for a row without queries."""
+        """Return [B]: the number of keys of each row, or 0 for a row without queries."""
         return (self.prompt + self.length).where(self.queries > 0, 0)
 
     def spans(self, row: torch.Tensor, position: torch.Tensor) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Parity checks: they compare an implementation with a model where rounding cannot hide a mistake.
 
-In bfloat16 two correct implementations may differ by a third after thirty layers, on tokens that
-a model was never trained on. So a check uses the model's first layers, with its own weights, in
-float32.
+In bfloat16, hidden states of two correct implementations may differ by a third after thirty layers,
+on token sequences unlike the training data. So a check uses the model's first layers, with its own
+weights, in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS = 2
 TOKENS = 32
 """Checks use token ids below this."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
-"""Attributes that contain a layer's index; only in these do layers of one type differ."""
+"""Attributes that contain a layer's index. Layers of one type differ only in these."""
 FLOAT32_TOLERANCE = 1e-4
 FAILURES: tuple[type[Exception], ...] = (
     AttributeError,
@@ -69,14 +69,14 @@ def _first(part: nn.Module, config: Any) -> nn.Module:
         return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough]).float()
     embedding = getattr(
         part, "original_module", part
-    )  # an adapter keeps the original besides its copy
+    )  # an adapter keeps the original module next to its copy
     if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == config.vocab_size:
         part = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach())
     return copy.deepcopy(part).float()
 
 
 def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]:
-    """Return what distinguishes layer types: their modules and plain attributes."""
+    """Return a key of the layer's type: its modules and plain attributes."""
     return frozenset(
         (name, type(part), field, value)
         for name, part in layer.named_modules()

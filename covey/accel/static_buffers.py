@@ -17,7 +17,7 @@ import torch
 from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, packed_batch
 
 PADDING_ROW = 128
-"""Padding tokens per row; no bucket's longest row is shorter."""
+"""Padding tokens per row. The longest row of every bucket has at least this many tokens."""
 STEP = 256
 """Token counts are multiples of this number."""
 ALIGNED = 256
@@ -36,8 +36,8 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(tables: PackedTables, longest: MaxLengths) -> Size:
-        """Return the bucket of a micro-batch: sizes that cost time are rounded finely, others
-        coarsely.
+        """Return the bucket of a micro-batch. Sizes that affect the run time are rounded up in
+        small steps, other sizes in large steps.
         """
         tokens = bucket(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)
@@ -72,7 +72,7 @@ def bucket(count: int) -> int:
 
 
 def _round_up(count: int, steps: int) -> int:
-    """Round up to one of `steps` numbers between a power of two and the next."""
+    """Round up to one of `steps` evenly spaced numbers between two powers of two."""
     step = max(STEP, _power_of_two(count, 2) // 2 // steps)
     return max(1, -(-count // step)) * step
 

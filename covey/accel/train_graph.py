@@ -5,15 +5,16 @@ several times as long as running them. A CUDA graph launches them all at once. A
 for a bucket: a size to which micro-batches are padded. Everything that it reads or writes stays at
 the same address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
 
-The first micro-batch of a bucket runs eagerly, so that a size that occurs only once costs nothing.
-The second runs on the bucket's own buffers, which compiles kernels. The third is captured, and from
-then on the graph is replayed, for slightly smaller micro-batches too. Without a CUDA device, passes
-run on those buffers and are not captured.
+The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
+capture. The second runs on the bucket's own buffers, which compiles kernels. The third is captured,
+and from then on the graph is replayed, for slightly smaller micro-batches too. Without a CUDA
+device, passes run on those buffers and are not captured.
 
-Graphs share memory, above all for activations. So only one pass is in progress at a time: no other
-pass may run between a forward pass and its backward pass, and each runs backward once.
+Graphs share memory, mostly for activations. So only one pass is in progress at a time: no other
+pass may run between a forward pass and its backward pass, and each forward pass has at most one
+backward pass.
 
-Shapes: M trained tokens of a bucket, m those of a micro-batch.
+Shapes: M trained tokens of a bucket, m trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 MAX_BUCKETS = 64
-"""The most sizes for which graphs are kept; beyond that, the least recently used are dropped."""
+"""Maximum number of sizes with graphs; beyond that, the least recently used are dropped."""
 MAX_PADDING = 4 / 3
 """A micro-batch may be padded to this multiple of its tokens if that avoids a capture."""
 MAX_FAILURES = 3
@@ -84,7 +85,7 @@ class GradientSums:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the parameters' gradients.
 
-        None: the gradient went to its sink, or there is no gradient.
+        A gradient of None went to its sink, or does not exist.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
@@ -124,7 +125,7 @@ class _Pass:
         """Run a micro-batch; return log-probability and entropy [m] of its trained tokens."""
         self.rows.fill(tables)
         if self.forward_graph is None:
-            self.values = None  # first, so that only one pass has activations
+            self.values = None  # before the forward pass, so that only one pass has activations
             self.values = self._forward()
             self.has_run |= not self.backward
         else:
@@ -230,7 +231,7 @@ class TrainGraphs:
         self.model, self.temperature, self.megabytes = model, temperature, megabytes
         self.gradients = GradientSums([p for p in model.model.parameters() if p.requires_grad])
         self.ticket = 0
-        """Counts the starts and ends of passes."""
+        """A counter, incremented at the start and at the end of each pass."""
         self.buckets: dict[tuple[int, bool], _Bucket] = {}
         self.failures = 0
         self.failed = False

@@ -1,7 +1,7 @@
 """Variable-length attention without padding, by the flash kernels inside torch.
 
 Every packed token has one query, in the row to which it belongs. A shared prompt has its queries in
-the first of its rows. The keys of a row are all its tokens, so those of a shared prompt appear in
+the first of its rows. A row has a key for every token, so the keys of a shared prompt appear in
 several rows. Attention is causal and aligned at the end: the last query of a row sees all keys of
 the row, the second-to-last all but the last key.
 
@@ -23,16 +23,16 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyIndex(NamedTuple):
-    """The positions to which keys and values of packed tokens are copied, if rows share some."""
+    """Where keys and values of packed tokens are copied to, if rows share a prompt."""
 
     tokens: torch.Tensor
     """[R] int32: the packed token of each key position."""
     starts: torch.Tensor
     """[rows] int32: the first key position of each row, with rows that share a prompt adjacent."""
     begin: torch.Tensor
-    """[N] int32: the first entry of `starts` whose row contains the token."""
+    """[N] int32: the index of the first entry of `starts` whose row contains the token."""
     end: torch.Tensor
-    """[N] int32: the entry after the last one whose row contains the token."""
+    """[N] int32: the index after the last entry of `starts` whose row contains the token."""
     position: torch.Tensor
     """[N] int32: a token's offset from its row's start."""
 
@@ -42,13 +42,13 @@ class VarlenRows:
     """Queries and keys of each row (cu_seqlens), and the index of keys that rows share."""
 
     query_starts: torch.Tensor
-    """[rows + 1] int32: where the queries of each row begin, and where the last end."""
+    """[rows + 1] int32: where the queries of each row begin, and where the last row's end."""
     key_starts: torch.Tensor
     """[rows + 1] int32: the same for keys."""
     longest_query: int
     longest_key: int
     shared: KeyIndex | None = None
-    """None: R is N, and every token is its own key position."""
+    """None if every token is its own key position, so that R is N."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """Return packed keys or values [N, K, D] at their key positions [R, K, D]."""

@@ -21,15 +21,15 @@ class Distribution:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens get probability 0, as all tokens but one do in greedy decoding."""
+        """Whether some tokens get probability 0, by truncation or greedy decoding."""
         return self.temperature == 0.0 or self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
     """Return the log-probabilities [S, V], in float32, of the distribution to sample from.
 
-    Truncations apply in the order top-k, top-p, min-p, each to the renormalised rest. Removed
-    tokens get -inf.
+    Truncation applies top-k, then top-p, then min-p. Probabilities are renormalised after each.
+    Removed tokens get -inf.
     """
     logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
     if not distribution.truncates:
@@ -39,7 +39,7 @@ def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.
         logp = _keep(logp, logp >= least)
     if distribution.top_p < 1.0:
         ordered, index = logp.sort(dim=-1, descending=True)
-        # A token stays while the mass before it is below top_p, so the first always stays.
+        # A token stays if the probability mass before it is below top_p; the first always stays.
         before = _running_sum(ordered.exp()) - ordered.exp()
         stays = (before < distribution.top_p).scatter(-1, index, before < distribution.top_p)
         logp = _keep(logp, stays)
@@ -54,10 +54,10 @@ def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the cumulative sums of rows [S, V], added in the same order every time."""
+    """Return the cumulative sum along each row of [S, V], in a fixed order of additions."""
     if (
         values.is_cuda and len(values) == 1
-    ):  # torch splits a single row and adds its parts in varying order
+    ):  # torch splits a single row into parts, whose order of addition varies
         return values.expand(2, -1).cumsum(dim=-1)[:1]
     return values.cumsum(dim=-1)
 

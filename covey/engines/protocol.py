@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""Returns the weights that training changes, with the names of `model.named_parameters()`: all of
-them, or only those of the adapter. They do not change while an engine reads them. An engine that
+"""Callable that returns the trained weights under the names of `model.named_parameters()`: all
+weights, or only the adapter's. They do not change while an engine reads them. An engine that
 shares the trainer's weights never calls it."""
 
 
@@ -37,11 +37,11 @@ class Sampling:
     """How many completions are generated at once."""
     seed: int = 0
     mask_replay: bool = False
-    """Whether training wants the kept set of every token, if the distribution is truncated."""
+    """Whether training needs the kept set of every token, if the distribution is truncated."""
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions come with kept sets, which greedy completions never do."""
+        """Whether completions come with kept sets. Greedy completions never have them."""
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )
@@ -52,12 +52,12 @@ class Request:
     """A request for one completion."""
 
     number: int
-    """Number within the source."""
+    """Index of the request in its source."""
     prompt: int
-    """The number of the prompt. An engine prefills requests with the same number only once."""
+    """Index of the prompt. An engine prefills requests with the same prompt index only once."""
     tokens: tuple[int, ...]
     address: Address
-    """The address of its random numbers. Address, tokens and settings determine the completion."""
+    """Address of the random numbers. It determines the completion, with tokens and settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +91,12 @@ class Limits:
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive while others run, at times that must not change the result. An engine
-    that can do so then computes every completion as if it were the only one."""
+    """Whether requests arrive while others run, at times that must not change the result. If so, an
+    engine that supports it makes each completion independent of the others in the batch."""
 
     @property
     def poll_seconds(self) -> float | None:
-        """How long an engine may wait for a completion before it asks for new requests.
+        """Seconds that an engine may wait for a completion before it asks for new requests.
 
         None means that there is no limit, because new requests only follow completions.
         """
@@ -131,17 +131,17 @@ class EngineInfo:
     """Whether its log-probabilities may serve as `old_logp`, because they equal the trainer's up to
     float32 rounding. Log-probabilities of a truncated distribution never qualify."""
     shares_weights: bool
-    """Whether it generates with the trainer's own tensors."""
+    """Whether the engine generates with the trainer's own weight tensors."""
     loads_in_flight: bool = False
     """Whether weights may be loaded while completions are generated."""
 
 
 class Engine(Protocol):
-    """Generates completions. An engine knows nothing about rewards or training."""
+    """Generates completions. An engine does not depend on rewards or training."""
 
     @property
     def info(self) -> EngineInfo:
-        """Backend, exactness, weights."""
+        """Backend, exactness of log-probabilities, and handling of weights."""
 
     def run(self, requests: RequestSource) -> None:
         """Generate until the source has no more requests."""
@@ -149,9 +149,9 @@ class Engine(Protocol):
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Generate with these weights from now on; `version` counts their optimizer steps.
 
-        It returns once the engine has the weights; then the caller may change the tensors. Another
-        thread may call it during `run` if `info.loads_in_flight`; completions in progress then
-        continue with the new weights and have a version span for each version.
+        Returns once the engine has the weights; then the caller may change the tensors. If
+        `info.loads_in_flight`, another thread may call this during `run`. Completions in progress
+        then continue with the new weights and have a version span for each version.
         """
 
     def events(self) -> list[str]:

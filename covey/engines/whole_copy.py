@@ -1,7 +1,7 @@
-"""An engine with its own weights for a sharded policy, plus a whole copy of the weights here.
+"""Wraps an engine that has its own weights, and keeps a full copy of a sharded policy.
 
-Checkpoints of a sharded policy are written from a whole copy of its weights. The native engine
-updates that copy, because it generates with it. With another engine this class updates the copy.
+Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The native
+engine updates that copy, because it generates with it. For other engines this class updates it.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""Environments: what a rollout interacts with over several turns.
+"""Environments: they reply to the policy in multi-turn rollouts.
 
 The contract (environment.py): a class whose instance is one episode.
 
     reset(prompt, seed)   returns the first messages; or Start(messages=, tools=, state=)
-    step(message)         takes the policy's message, returns the messages that follow; None or
-                          Step(done=True) ends it; Step(messages=, reward=, state=) says more
+    step(message)         takes the policy's message, returns the next messages; None or
+                          Step(done=True) ends the episode;
+                          Step(messages=, reward=, state=) also gives a reward or a state
     reward()              optional: the reward of the episode, or its parts; `reward.name =
                           "environment"` reads it
-    prepare(**options)    optional class method: loads what all episodes of a process share
-    quick = True          optional: it never takes long nor fails hard, so it runs in this process;
+    prepare(**options)    optional class method: loads data that all episodes of a process share
+    quick = True          optional: never slow and never crashes, so it runs in this process;
                           all others run in worker processes with limits (pool.py)
 
-Plain or async. An exception ends the rollout: finish `error`, no reward. Most environments are a
-`ToolEnvironment` (tools.py): public methods with type hints and a docstring are the tools, a
-message without calls ends the episode, and an exception in a tool is an error message to the
-policy. To add an environment to the package, write its class and name it in ENVIRONMENTS
-(registry.py). models/conversation.py and rollout/multi_turn.py handle the chat template, tokens and
-masks; no environment sees them.
+Methods may be plain or async. An exception ends the rollout with finish `error` and no reward. Most
+environments are a `ToolEnvironment` (tools.py): public methods with type hints and a docstring are
+the tools, a message without calls ends the episode, and an exception in a tool becomes an error
+message to the policy. To add an environment to the package, write its class and name it in
+ENVIRONMENTS (registry.py). models/conversation.py and rollout/multi_turn.py handle the chat
+template, tokens and masks; no environment sees them.
 """
 
 from covey.environments.adapters import as_environment

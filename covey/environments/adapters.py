@@ -3,11 +3,11 @@
 TRL's contract (`environment_factory`): a class with `reset(**row)`, which may return a text to add
 to the prompt, public methods as tools, and optionally `get_reward()`. Differences here:
 
-- Each rollout has its own instance. TRL uses an instance again after `reset`.
+- Each rollout has its own instance. TRL reuses instances and calls `reset` again.
 - Tools are listed in the order of the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
-- Random numbers that the class draws itself are not repeated when a run is resumed. If `reset` has
-  a parameter `seed`, it gets a seed, the same for all rollouts of a group.
+- Random numbers that the class draws itself are not reproduced when a run is resumed. If `reset`
+  has a parameter `seed`, it gets a seed, the same for all rollouts of a group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_contract(kind: Callable[..., Any]) -> bool:
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class with Covey's contract unchanged, and a class in TRL's style in its adapter.
+    """Return a class with Covey's contract unchanged; wrap a TRL-style class in an adapter.
 
     A function that makes environments is not checked.
     """
@@ -78,12 +78,12 @@ class TrlEnvironment(ToolEnvironment):
         return Start(messages=messages, tools=start.tools)
 
     async def reward(self) -> Any:
-        """Return what `get_reward` returns."""
+        """Return the result of the class's `get_reward`."""
         reward = self._inner.get_reward()
         return await reward if inspect.isawaitable(reward) else reward
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as the row of a dataset, as TRL has it."""
+    """Return a prompt as a dataset row with TRL's columns."""
     columns: Mapping[str, Any] = {"target": prompt.target, "answer": prompt.target, **prompt.info}
     return {**columns, "prompt": [dict(message) for message in prompt.messages]}

@@ -31,7 +31,7 @@ def example(name: str) -> list[Message]:
 
 
 class Calculator(ToolEnvironment):
-    """One tool, which evaluates an arithmetic expression. The last turn is scored.
+    """An environment with one tool, which evaluates arithmetic. The last turn is scored.
 
     `explain` adds a system message that says how to call the tool by tags. `examples` is the number
     of worked conversations before the prompt. Both are for models whose chat template does not

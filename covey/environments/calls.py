@@ -21,7 +21,7 @@ from covey.types import Message
 
 Call = dict[str, Any]
 LONGEST = 100_000
-"""The most characters of a call; a longer call is an error and is not parsed."""
+"""Maximum characters of a call; a longer call is not parsed and gets an error."""
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
@@ -140,7 +140,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType(
 
 
 def assistant_message(text: str, call_format: CallFormat, tools: Sequence[str]) -> Message:
-    """Return the message of the policy with this text, and the calls in it."""
+    """Return the policy's message: this text, and the tool calls in it."""
     calls = call_format.read(_THINKING.sub("", text, count=1), tools)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     return {**message, "tool_calls": calls} if calls else message

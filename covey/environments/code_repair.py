@@ -1,6 +1,6 @@
-"""The `code_repair` environment: run the tests of a wrong program, read failures, edit it.
+"""The `code_repair` environment: test a wrong program, read the failures, and edit it.
 
-The prompts are those of the `code` task, or of any data with `info["tests"]`. The wrong program is
+The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
 `info["broken"]` if the data has it, and otherwise the solution with one small error.
 """
 
@@ -29,17 +29,17 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the reward's parts. The last two measure efficiency, and are a quarter together."""
+"""Weights of the reward's parts. The last two measure efficiency and sum to a quarter."""
 Test = tuple[Case, object]
 
 
 class CodeRepair(ToolEnvironment):
     """Tools to test and to edit one program; at most `max_rounds` runs of the tests.
 
-    Reward: 0.75 times the share of all tests that the final program passes. If it passes all tests,
-    up to 0.125 is added for few edits, which falls linearly from `expected_edits` edits to 0 at
-    twice as many. Up to 0.125 is added for few rounds: the first round is free, and each other
-    round costs its share of `max_rounds`. So a correct program earns at least 0.75, and an
+    Reward: 0.75 times the fraction of all tests that the final program passes. If it passes all
+    tests, up to 0.125 is added for few edits. This bonus falls linearly from `expected_edits` edits
+    to 0 at twice as many. Up to 0.125 is added for few rounds: the first round is free, and each
+    other round costs its share of `max_rounds`. So a correct program earns at least 0.75, and an
     incorrect one less.
     """
 
@@ -151,7 +151,7 @@ class CodeRepair(ToolEnvironment):
         return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
 
     async def reward(self) -> dict[str, float]:
-        """Return the share of tests passed; if all pass, also the parts for edits and rounds."""
+        """Return the fraction of tests passed; if all pass, also the parts for edits and rounds."""
         outcomes = await self._programs.run(self._program, [case for case, _ in self._tests])
         results = _results(self._tests, outcomes)
         solved = float(all(results))

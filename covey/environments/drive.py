@@ -23,7 +23,7 @@ from covey.environments.environment import (
 from covey.types import Message, Prompt
 
 MOST_CHARACTERS = 20_000
-"""The most characters of a message after a turn; the rest is cut off, and its length is shown."""
+"""Maximum characters of a message after a turn. The rest is cut off, and its length shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Reply:
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
-    """Of the turn."""
+    """The reward of the turn."""
     state: str = ""
-    """A digest of the state that the policy acts in next."""
+    """A digest of the state in which the policy acts next."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
     """The parts of the environment's own reward, if it has one and the episode is done."""
@@ -44,7 +44,7 @@ class Reply:
 
 
 def read_reply(data: Mapping[str, Any]) -> Reply:
-    """Return the reply in JSON data; raises ValueError, KeyError or TypeError if there is none."""
+    """Parse a reply from JSON data; raises ValueError, KeyError or TypeError if it is invalid."""
     outcome, reward = data["outcome"], data["reward"]
     return Reply(
         messages=as_messages(data["messages"]),
@@ -58,7 +58,7 @@ def read_reply(data: Mapping[str, Any]) -> Reply:
 
 
 def chained(seen: str, reply: Reply) -> str:
-    """Return the digest of a sequence of replies, from the digest of all but the last."""
+    """Return the digest of a sequence of replies, given the digest of all but the last."""
     text = seen + json.dumps(asdict(reply), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -116,7 +116,7 @@ class Driver:
     def _guarded(self, run: Callable[[], Reply]) -> Reply:
         try:
             return run()
-        except Exception as error:  # an environment may raise anything; its rollout ends
+        except Exception as error:  # an environment may raise any error, which ends its rollout
             return Reply(done=True, error=f"{type(error).__name__}: {str(error)[:500]}")
 
 

@@ -38,7 +38,7 @@ class Start:
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, for the chat template."""
     state: Any = None
-    """See `Step`."""
+    """Identifies the first state, as in `Step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Step:
     done: bool = False
     state: Any = None
     """Identifies the state in which the policy acts next, for advantages that compare equal states.
-    None: the messages identify it."""
+    If it is None, the messages identify the state."""
 
 
 class Environment(Protocol):
@@ -71,14 +71,14 @@ class Environment(Protocol):
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
         """Take a message of the policy, and return the next messages; None ends the episode.
 
-        The message has `role`, `content` and, if the text has calls of tools, `tool_calls`: each a
-        mapping {"type": "function", "function": {"name": ..., "arguments": {...}}}, or, for a call
-        that cannot be parsed, with an `error` that says why.
+        The message has `role`, `content` and, if the text has tool calls, `tool_calls`. A call is
+        {"type": "function", "function": {"name": ..., "arguments": {...}}}. A call that cannot be
+        parsed also has an `error` that says why.
         """
 
 
 class Rewarding(Protocol):
-    """An environment with its own reward, which the reward function `environment` reads."""
+    """An environment with its own reward, which the reward `environment` returns."""
 
     def reward(self) -> float | Mapping[str, float] | None:
         """Return the reward of the ended episode, or its parts, which add up to the reward."""
@@ -92,7 +92,7 @@ The factory must pickle, unless the environment is `quick`.
 
 
 def prepare(factory: Factory) -> None:
-    """Load what all episodes of a class share, once per process and in its main thread.
+    """Load data that all episodes of a class share, once per process and in its main thread.
 
     This calls the class method `prepare`, if there is one, with the environment's options.
     """
@@ -112,7 +112,7 @@ def is_quick(factory: Factory) -> bool:
 
 
 def as_start(value: Any) -> Start:
-    """Return what `reset` returned as a Start: messages, messages and tools, or a Start."""
+    """Convert the result of `reset` to a Start: messages, messages and tools, or a Start."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):
@@ -121,14 +121,14 @@ def as_start(value: Any) -> Start:
 
 
 def as_step(value: Any) -> Step:
-    """Return what `step` returned as a Step."""
+    """Convert the result of `step` to a Step."""
     if isinstance(value, Step):
         return value
     return Step(done=True) if value is None else Step(messages=value)
 
 
 def as_outcome(value: Any) -> dict[str, float] | None:
-    """Return what `reward` returned as parts, which add up to the reward."""
+    """Convert the result of `reward` to parts, which add up to the reward."""
     if value is None:
         return None
     parts = value if isinstance(value, Mapping) else {"environment": value}

@@ -1,7 +1,7 @@
 """Hosts of environments: they run the episodes in this process or in worker processes.
 
-A host takes commands and replies later, so that tools run during generation. The caller chooses a
-key for each episode.
+A host accepts commands and replies asynchronously, so that tools run during generation. The caller
+chooses a key for each episode.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def settle(value: Awaitable[Any]) -> Any:
-    """Wait for the result of an async method, in any thread except the loop's own."""
+    """Wait for the result of an async method. Call it in any thread except the event loop's."""
 
     async def settled() -> Any:
         return await value

@@ -1,4 +1,4 @@
-"""Mutations of Python programs: small errors to repair, such as `<` for `<=` or 2 for 1."""
+"""Mutations of Python programs: small errors to repair, such as `<` in place of `<=`."""
 
 from __future__ import annotations
 

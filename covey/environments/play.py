@@ -16,7 +16,7 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """An episode. Printed, it reads as a conversation."""
+    """A played episode. `print` shows it as a conversation."""
 
     messages: tuple[Message, ...]
     outcome: Mapping[str, float] | None

@@ -25,7 +25,7 @@ from covey.subprocesses import pickled
 from covey.types import Message, Prompt
 
 LONGEST = 64 * 2**20
-"""The most bytes of a reply."""
+"""Maximum size of a reply, in bytes."""
 Op = Literal["start", "step", "end"]
 
 
@@ -36,11 +36,11 @@ class _Episode:
     op: Op = "start"
     """The command whose reply is pending."""
     messages: list[Message] = field(default_factory=list)
-    """The policy's messages, including that of the current command."""
+    """The policy's messages, including the message of the current command."""
     seen: str = ""
     """The digest of the replies so far."""
     live: bool = False
-    """Whether the process has the episode, so that it need not be replayed."""
+    """Whether the process has the episode's state, so that no replay is needed."""
     deadline: float = 0.0
 
     def command(self, key: int) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Commands one of which killed the process; they are tried again one at a time."""
+    """Commands that ran when the process died. They are tried again one at a time."""
 
 
 class ProcessHost:
@@ -130,7 +130,7 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send the commands that may run now: all, or one at a time while there are suspects."""
+        """Send the commands that may run now: all, or one at a time after a process has died."""
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]
@@ -180,7 +180,7 @@ class ProcessHost:
         return max(0.0, nearest - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
-        """Take the replies that arrive within some seconds."""
+        """Receive the replies that arrive within this many seconds."""
         lanes = {lane.worker.connection: lane for lane in self._lanes if lane.worker is not None}
         for connection in wait_for(list(lanes), seconds):
             lane = lanes[connection]  # type: ignore[index]
@@ -206,7 +206,7 @@ class ProcessHost:
         self._send(lane)
 
     def _lost(self, lane: _Lane) -> None:
-        """Find the step that ended a process; if several ran, each is tried again alone."""
+        """Find the step that killed a process. If several were running, retry each alone."""
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)
         self._kill(lane)

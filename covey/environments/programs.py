@@ -15,7 +15,7 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """How many sandboxes an environment process runs at once. There is one process per core."""
 WAITING = 3
-"""The limit of wall time is this multiple of CPU time, so that a busy machine changes no result."""
+"""The wall-time limit is this multiple of the CPU-time limit, so that load changes no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Programs:
     """The limit on CPU time of one program, in seconds."""
     memory_mb: int
     output_chars: int
-    """The most characters that the policy reads; the middle of a longer text is left out."""
+    """Maximum characters that the policy reads; the middle of a longer text is left out."""
     unsafe: bool
-    """Run without isolation, as an ordinary process of this user."""
+    """Whether to run without isolation, as an ordinary process of this user."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= 600:

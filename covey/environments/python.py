@@ -32,12 +32,12 @@ except BaseException as error:
     sys.stderr.write("".join(report.format()))
     sys.exit(1)
 """
-"""Runs a program as a notebook runs a cell: the value of a last expression is printed. It runs
-inside the sandbox, so the policy's text is not even parsed outside it."""
+"""Code that runs a program like a notebook cell: it prints the value of the last expression. It
+runs in the sandbox, so that the policy's text is never parsed outside it."""
 
 
 class Python(ToolEnvironment):
-    """One tool, which runs a Python program and returns its output.
+    """An environment with one tool, which runs a Python program and returns its output.
 
     Nothing is kept between calls. The last turn, which has no call, is scored.
     """

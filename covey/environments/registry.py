@@ -20,7 +20,7 @@ from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
 
 NONE = "none"
-"""The name for no environment: one prompt, one completion."""
+"""The `environment.name` of single-turn runs: one prompt, one completion."""
 PASSED = "class"
 """The name of an environment that was passed to the Python API."""
 
@@ -61,7 +61,7 @@ def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
     maker = find_environment(name)
     factory = partial(maker, **options) if options else maker
     if name in ENVIRONMENTS and not hasattr(maker, "prepare"):
-        factory()  # so that a mistake in the options is found before the run
+        factory()  # finds a mistake in the options before the run
     return factory
 
 

@@ -19,14 +19,14 @@ from covey.types import Message, Prompt
 
 ENDINGS = (".md", ".rst", ".txt")
 LARGEST = 10 << 20
-"""The most bytes of a document; a larger file is an error."""
+"""Maximum size of a document in bytes; a larger file raises an error."""
 ANSWER, CITATIONS = 0.7, 0.3
 """Weights of the reward's parts."""
 
 
 @cache
 def read_documents(folder: str) -> dict[str, str]:
-    """Return the documents of a folder and its subfolders by id; for an empty name, the library's.
+    """Return the documents in a folder and its subfolders, by id. "" means the library's documents.
 
     The id of a document is its path in the folder, without the file extension.
     """
@@ -58,9 +58,10 @@ class Search(ToolEnvironment):
     """Tools to search documents and to read them. The last turn is the answer.
 
     Reward: 0.7 for the correct answer and, if the prompt has `info["sources"]`, 0.3 times the
-    `citations` reward with all of them as its minimum. A source is cited as `[id]`, and counts only
-    if a tool has shown it in this episode. Every unknown id that looks like a document's costs a
-    quarter of this part. Without `info["sources"]` the answer is the whole reward.
+    `citations` reward, with the number of these sources as its `minimum`. A source is cited as
+    `[id]`, and counts only if a tool has shown it in this episode. Every unknown id that looks like
+    a document's id costs a quarter of this part. Without `info["sources"]` the answer is the whole
+    reward.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Search(ToolEnvironment):
         return super().reset(prompt, seed)
 
     async def step(self, message: Message) -> Step:
-        """Run the calls of a message; without calls, it is the answer."""
+        """Run the calls of a message. A message without calls is the final answer."""
         step = await super().step(message)
         self._answer = message["content"] if step.done else ""
         return step

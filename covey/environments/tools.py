@@ -28,7 +28,7 @@ Tool = Callable[..., Any]
 
 
 class ToolError(Exception):
-    """A tool's refusal. The policy sees the message, and the episode continues."""
+    """Raised by a tool that refuses a call. The policy sees the message; the episode continues."""
 
 
 def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _described(doc: str) -> dict[str, str]:
 def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the validated arguments of a call; raise ToolError if they are wrong."""
     model = _arguments(name, tool)
-    if given.keys() == {""}:  # in a call by tags the only argument has no name
+    if given.keys() == {""}:  # in the format `tags`, the only argument has no name
         given = dict.fromkeys(list(model.model_fields)[:1], given[""])
     try:
         values = model.model_validate(given)
@@ -102,7 +102,7 @@ async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Me
         content = as_text(await result if inspect.isawaitable(result) else result)
     except ToolError as error:
         content = f"error: {error}"
-    except Exception as error:  # a tool may raise anything, and the policy can learn from it
+    except Exception as error:  # a tool may raise any error, and the policy can learn from it
         content = f"error: {type(error).__name__}: {error}"
     return {"role": "tool", "name": name, "content": content}
 
@@ -131,8 +131,9 @@ def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
 class ToolEnvironment:
     """Base class of environments: the public methods that a subclass adds are the policy's tools.
 
-    A message without calls ends the episode. An exception in a tool is an error message to the
-    policy. Override `reset` to prepare the world, and add `reward` if the environment computes it.
+    A message without calls ends the episode. An exception in a tool becomes an error message to
+    the policy. Override `reset` to prepare the world, and add `reward` for the environment's own
+    reward.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")

@@ -1,10 +1,10 @@
 """Runs environment packages of verifiers (0.1), which have `load_environment()`, without changes.
 
 The package's own rollout loop runs. When the loop asks a model for a response, it waits for the
-policy's next turn. The package's rubric is the environment's reward. The rows of its dataset come
-with the task of the same name. Not supported, and refused with an error: rubrics that score a whole
-group at once, conversations that change earlier messages, images, and the tasksets of verifiers 0.2
-and later.
+policy's next turn. The package's rubric is the environment's reward. The task `verifiers` provides
+the rows of its dataset. Unsupported features raise an error: rubrics that score a whole group at
+once, conversations that change earlier messages, images, and the tasksets of verifiers 0.2 and
+later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 ROW = "row"
-"""The key in a prompt's info of the row of the package's dataset."""
+"""The key in a prompt's `info` under which the row of the package's dataset is stored."""
 
 
 @cache

@@ -1,6 +1,6 @@
 """A worker process of environments: `python -m covey.environments.worker FD`.
 
-It receives the factory once and then commands, and sends each reply as soon as it is ready. Steps
+It first receives the factory and then commands. It sends each reply as soon as it is ready. Steps
 of different episodes run at the same time, each in a thread. Async methods share one event loop.
 """
 

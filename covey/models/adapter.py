@@ -4,8 +4,8 @@ An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are i
 model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
 new adapter changes nothing.
 
-Dropout between x and A has an effect only in passes with a gradient. Generation, old_logp and
-evaluations use the whole adapter. So with dropout, the policy that is trained is not the policy
+Dropout between x and A is active only in forward passes with a gradient. Generation, old_logp and
+evaluations run without dropout. So with dropout, the policy that is trained is not the policy
 that sampled.
 """
 
@@ -103,15 +103,15 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
 
 
 class GradientDropout(nn.Dropout):
-    """Dropout in passes with a gradient, and nowhere else."""
+    """Dropout that is active only in forward passes with a gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Drop a share of the inputs, by torch's default generator, which a training pass seeds."""
+        """Drop a fraction of the inputs with torch's default generator, seeded for every pass."""
         return super().forward(input) if torch.is_grad_enabled() else input
 
 
 def set_dropout(model: LanguageModel, share: float) -> None:
-    """Let training passes drop a share of the inputs of an adapter's layers."""
+    """Turn on dropout of the adapter layers' inputs in training passes."""
     model.adapter.lora_dropout = share
     for module in model.model.modules():
         if isinstance(drops := getattr(module, "lora_dropout", None), nn.ModuleDict):
@@ -128,7 +128,7 @@ def _peft() -> Any:
 
 def _portable(path: str) -> str:
     """Return a path to the base model that works from any folder and any installation."""
-    if path in ("embedded", str(CHECKPOINT)):  # also if a folder has that name
+    if path in ("embedded", str(CHECKPOINT)):  # the packaged model, even if a folder has that name
         return "embedded"
     return str(Path(path).resolve()) if path and Path(path).exists() else path
 
@@ -139,12 +139,12 @@ def _inject(model: LanguageModel, config: Any) -> LanguageModel:
     config.fan_in_fan_out = any(type(m).__name__ == CONV for m in model.model.modules())
     try:
         with warnings.catch_warnings():
-            # A head that shares its weights with the embedding; merging separates the two.
+            # The head shares its weights with the embedding; merging separates the two.
             warnings.simplefilter("ignore")
             _peft().inject_adapter_in_model(config, model.model, NAME)
     except ValueError as error:
         raise ConfigError(f"config: adapter: {str(error).splitlines()[0]}") from None
-    if not isinstance(config.target_modules, str):  # a set, whose order differs between processes
+    if not isinstance(config.target_modules, str):  # the order of a set differs between processes
         config.target_modules = sorted(config.target_modules)
     model.model.requires_grad_(False)
     for name, parameter in model.model.named_parameters():
@@ -164,7 +164,7 @@ def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module
 
 
 def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
-    # The head's weight is used directly, for a chunk of tokens at a time, so it cannot be adapted.
+    # Covey multiplies by the head's weight directly, chunk by chunk, so the head has no adapter.
     head = model.model.get_output_embeddings()
     for name in targets:
         found = _modules(model, name, "targets").values()
@@ -231,7 +231,7 @@ def _initialize(layer: Any, address: str) -> None:
 
 @contextmanager
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
-    """Yield the model without its adapter: the weights that training started from, without a copy.
+    """Yield the model with its adapter off: the starting weights, without a second copy.
 
     The yielded model is the same object, so its adapter is off everywhere until the block ends.
     """
@@ -256,7 +256,7 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 
 @contextmanager
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
-    """Perturb the adapter inside the block; while B is zero, a parity check could not detect it."""
+    """Perturb the adapter inside the block, because no parity check can detect it while B is 0."""
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
     try:
@@ -272,7 +272,7 @@ def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
 
 
 def _file_name(parameter: str) -> str:
-    """Return peft's name for a parameter in a file."""
+    """Return the name that peft's files use for a parameter."""
     plain = parameter.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
     return f"base_model.model.{plain}"
 

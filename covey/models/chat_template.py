@@ -78,7 +78,7 @@ def _fields(text: str) -> list[str]:
         raise ConfigError(
             f"config: model.template = {text!r}: {error}; double all braces that are not fields"
         ) from None
-    # {question!r}, {question:>9} and {question.x} are not plain fields, so their suffix is kept.
+    # The suffix is kept, because {question!r}, {question:>9} and {question.x} are refused.
     return [
         name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
         for _, name, spec, conversion in parsed
@@ -95,7 +95,8 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """The chat template drops or refuses system messages, so they open the first user message."""
+    """Whether the chat template drops or refuses system messages. If so, the system message is put
+    at the beginning of the first user message."""
     turn_end: int | None = None
     """The special token that ends the assistant's turn in the chat template."""
 
@@ -116,7 +117,7 @@ class Renderer:
         return tuple(ids) if self.chat else self.with_start(ids)
 
     def with_start(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return tokens with the BOS token in front, if the tokenizer itself puts it there."""
+        """Return tokens with the BOS token in front, if the tokenizer itself adds one."""
         start = self.tokenizer.bos_token_id
         if start is not None and list(ids[:1]) != [start]:
             begun = self.tokenizer.encode(MARK, add_special_tokens=True)
@@ -135,7 +136,7 @@ class Renderer:
 
 
 def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
-    """Combine a template with a tokenizer, and test what the chat template supports."""
+    """Combine a template with a tokenizer, and test which features the chat template supports."""
     has_chat = bool(tokenizer.chat_template)
     if template.form == "chat" and not has_chat:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Multi-turn conversations as tokens: sampled tokens stay, and the next turn is appended.
+"""Multi-turn conversations as tokens: sampled tokens are kept, and the next turn is appended.
 
 After a turn of the policy, the chat template renders the conversation with the messages that
 follow. If that text begins with the text that the engine has read and sampled, the rest is
@@ -6,8 +6,8 @@ tokenised and appended to the engine's tokens. Otherwise the template has rewrit
 thinking, trimmed whitespace, another end of turn), and the rendered conversation becomes the prompt
 of a new segment.
 
-The text of a message never becomes a control token. If a message contains the text of one, such as
-`<|im_end|>`, the text is cut there before tokenisation, so that its characters are ordinary text.
+The text of a message never becomes a control token. If a message contains the text of a control
+token, such as `<|im_end|>`, that text is split before tokenisation and becomes ordinary tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Context(NamedTuple):
     tokens: tuple[int, ...]
     """All tokens, from the beginning of the segment."""
     added: int
-    """How many tokens at the end are new since the last sampled token."""
+    """How many tokens at the end were added after the last sampled token."""
     new_segment: bool
-    """Whether earlier text has changed, so that the tokens are the prompt of a new segment."""
+    """Whether the template changed earlier text, so that a new segment begins with these tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class Conversations:
 
     @cached_property
     def _takes_tools(self) -> bool:
-        """Whether the chat template renders the tools that it gets."""
+        """Whether the chat template renders the tools that are passed to it."""
         function = {"name": PROBE, "description": PROBE, "parameters": {}}
         user = {"role": "user", "content": "1"}
         tools = [{"type": "function", "function": function}]
@@ -187,7 +187,7 @@ def _plain(text: str) -> str:
 
 
 def _after(text: str, count: int) -> str:
-    """Return the text after the first `count` characters; marks do not count."""
+    """Return the text after the first `count` characters, not counting the marks of cuts."""
     pieces = text.split(CUT)
     for number, piece in enumerate(pieces):
         if len(piece) >= count:

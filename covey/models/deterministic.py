@@ -3,17 +3,17 @@
 A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always add
 in a fixed order: atomic additions happen in any order, and cuBLAS may use any free workspace.
 
-covey's own kernels use no atomics and reduce partial sums in a fixed order. For these operations
-torch has a deterministic version, which this mode turns on:
+Covey's own kernels use no atomics and reduce partial sums in a fixed order. This mode turns on
+torch's deterministic versions of these operations:
 
     index_add      the embedding's gradient, sums over groups
-    index_select   its gradient: a prompt's last token predicts the first of all its completions
+    index_select   the gradient: a prompt's last token predicts the first token of every completion
     attention      the gradient of flash and of memory-efficient attention
     cuBLAS         with a workspace of fixed size
 
 torch raises an error for operations without a deterministic version. Training passes do not use
-CUDA graphs in this mode: which micro-batches are replayed depends on those before, and graphs pad
-them.
+CUDA graphs in this mode. Graphs pad micro-batches, and whether a graph is replayed depends on the
+micro-batches before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_deterministic() -> None:
             )
         os.environ[WORKSPACE] = FIXED[0]
     torch.set_float32_matmul_precision("highest")  # no TF32
-    # Errors, not warnings: with warnings torch runs attention in any order.
+    # Not warn_only: then torch would still run attention with a varying order of additions.
     torch.use_deterministic_algorithms(True, warn_only=False)
     # No code here reads uninitialized memory, and filling it would cost time.
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def make_deterministic() -> None:
 def skip_determinism_check() -> Iterator[None]:
     """Allow operations that are deterministic although torch does not know it.
 
-    torch refuses a cumulative sum over each row, although its order is fixed here. Its
+    torch refuses a cumulative sum over each row, although its order is fixed here. torch's
     deterministic index writes cannot be captured in a CUDA graph.
     """
     before = torch.get_deterministic_debug_mode()

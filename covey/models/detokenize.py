@@ -2,8 +2,8 @@
 
 GPT-2-style tokenizers write every token as bytes, so the text of a completion is the bytes of its
 tokens in a row. A table lookup takes a third of the time of the tokenizer's own decoding, which
-goes token by token on one core. All tokens of a tokenizer are checked to find out whether it is of
-this kind.
+goes token by token on one core. The table is used only if it decodes all tokens like the tokenizer
+does.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from functools import lru_cache
 from typing import Any
 
 TRIED_TOGETHER = 64
-"""Tokens per row of the check, so that some characters span several tokens."""
+"""Tokens per row of the check: several, because a character may span several tokens."""
 
 Pieces = tuple[bytes, ...]
 
 
 def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
-    """Return the text of tokens; bytes that form no character become U+FFFD."""
+    """Return the text of tokens; bytes that are not valid UTF-8 become U+FFFD."""
     return b"".join([pieces[token] for token in tokens]).decode("utf-8", errors="replace")
 
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of each of `size` tokens, empty for special ones; None if not a byte
-    tokenizer.
+    """Return the bytes of each of `size` tokens, empty for special tokens. Return None if the
+    tokenizer is not byte-level.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):

@@ -16,7 +16,8 @@ from covey.models.merge import merge_adapter
 from covey.run.files import check_free, whole_folder
 
 MakeCard = Callable[[Sequence[int], bool], str]
-"""Returns the text of README.md, from the stop tokens and whether an adapter was merged."""
+"""Callable that returns the text of README.md, given the stop tokens and whether an adapter was
+merged."""
 
 
 def export_model(
@@ -44,14 +45,14 @@ def _write(model: LanguageModel, folder: Path) -> None:
     first = [i for i in model.stop_ids if i == tokenizer.eos_token_id]
     stops = first + [i for i in model.stop_ids if i not in first]
     for config in (inner.config, inner.generation_config):
-        # Inference engines stop only at these tokens; Covey stops at all of them.
+        # List all stop tokens, because inference engines stop only at eos_token_id.
         config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
         config.pad_token_id = tokenizer.pad_token_id
     try:
         inner.save_pretrained(folder)
     except SafetensorError as error:
-        raise OSError(str(error)) from None  # safetensors' own error, for example for a full disk
+        raise OSError(str(error)) from None  # from safetensors, for example on a full disk
     tokenizer.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
-        weights.chmod(readable)  # safetensors makes its files readable for their owner only
+        weights.chmod(readable)  # safetensors makes its files readable only by their owner

@@ -18,8 +18,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
     """Load a model of a class; every weight must be in its files.
 
-    transformers initializes missing weights at random and only warns. Here missing weights are a
-    ValueError. `more` are further arguments of `from_pretrained`.
+    transformers initializes missing weights at random and only warns. This function raises
+    ValueError instead. `more` are further arguments of `from_pretrained`.
     """
     model, found = kind.from_pretrained(
         source,
@@ -54,9 +54,9 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 
 
 def keep_gradients(model: Any) -> None:
-    """Turn off a layout of 4-bit weights on CPUs that has no gradient. A training pass would
-    silently use it, because bitsandbytes converts weights in evaluation mode and never converts
-    them back.
+    """Turn off a CPU layout of 4-bit weights that does not support gradients. A training pass
+    would silently use it, because bitsandbytes converts weights in evaluation mode and never
+    converts them back.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -1,7 +1,7 @@
 """GGUF import: a file is converted once into a checkpoint that can be trained, and cached.
 
-The checkpoint is float32, so that nothing is rounded a second time: GGUF scales its few bits by
-float16 numbers, and bfloat16 cannot represent the products.
+The checkpoint is float32, so that weights are not rounded a second time. A GGUF weight is a
+few-bit integer times a float16 scale, and bfloat16 cannot represent such products exactly.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Find the file without importing its package, which needs an inference engine."""
+    """Find the file without importing the package, whose import needs an inference engine."""
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
@@ -171,7 +171,7 @@ def _convert(file: Path, folder: Path) -> None:
     try:
         _save(model, tokenizer, folder)
     except SafetensorError as error:
-        raise OSError(str(error)) from None  # safetensors' own error, for example for a full disk
+        raise OSError(str(error)) from None  # from safetensors, for example on a full disk
     _verify(model, tokenizer, folder, file)
 
 

@@ -1,8 +1,8 @@
 """Language model: a Hugging Face causal model as backbone and head, with its tokenizer.
 
-The backbone returns hidden states; the head turns selected ones into logits. Neither the engine nor
-the trainer computes the logits of a whole batch at once, because with a vocabulary of 150,000 they
-would be by far the largest tensor.
+The backbone returns hidden states; the head turns selected hidden states into logits. Neither the
+engine nor the trainer computes the logits of a whole batch at once, because with a vocabulary of
+150,000 they would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LanguageModel:
     adapter: Any = None
     """peft's configuration of the trained adapter; None if all weights are trained."""
     longest_prompt: int | None = None
-    """Longer prompts lose their first tokens; None if prompts are never cut."""
+    """Maximum prompt length; longer prompts lose their first tokens. None: no maximum."""
     sharded: bool = False
-    """Whether its parameters are divided among ranks (training/parallel/shard.py)."""
+    """Whether the parameters are sharded over ranks (training/parallel/shard.py)."""
 
     @property
     def backbone(self) -> nn.Module:

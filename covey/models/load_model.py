@@ -41,7 +41,7 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
-"""The tolerance: rounding changes a few 16-bit layers by a percent, wrong attention by far more."""
+"""Relative tolerance. A few 16-bit layers differ by 1 % from rounding, wrong attention by more."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -83,7 +83,7 @@ def load_language_model(
 
 
 def _tokenizer(source: str) -> Any:
-    """Load the tokenizer; transformers does not say that its files are missing."""
+    """Load the tokenizer; raise a clear error if its files are missing."""
     try:
         return read_tokenizer(source)
     except (OSError, ValueError, TypeError) as error:
@@ -141,9 +141,9 @@ def wrap(
 
 
 def _context(config: Any) -> int:
-    """Return the context length within which a row's numbers do not depend on other rows.
+    """Return the context length within which a row's results do not depend on other rows.
 
-    `longrope` switches the angles of a whole call as soon as one row exceeds the original training
+    `longrope` changes the RoPE angles of all rows as soon as one row exceeds the original training
     length, while cached keys keep the old angles.
     """
     most = int(getattr(config, "max_position_embeddings", None) or 2**31)
@@ -154,7 +154,7 @@ def _context(config: Any) -> int:
 
 
 def _disable_dropout(model: Any) -> None:
-    """Disable dropout, so that training mode computes the same as evaluation mode.
+    """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
     With dropout the policy that is trained is not the policy that sampled. Ratios would be noise
     from the first optimizer step on, and they would depend on a random generator that is not in
@@ -203,8 +203,8 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
     """Register Covey's attention with a model, if its hidden states stay the same.
 
     Returns whether packed rows give the same hidden states, and whether flash attention does too.
-    Three rows of different lengths are compared, because no configuration says whether a model's
-    attention is standard and its other layers work token by token.
+    It compares three rows of different lengths, because a model's configuration does not say
+    whether its attention is standard and its other layers work token by token.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
@@ -226,7 +226,7 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
     if before is None or not matches(attempt(lambda: hidden_states(NAME)), before):
         model.set_attn_implementation(original)
         return False, False
-    # The hidden state before each completion token, which predicts it.
+    # The hidden state that predicts each completion token, one position before it.
     expected = before[:, rows.prompt_tokens.shape[1] - 1 : -1][rows.mask.to(before.device)]
     small = _checked_backbone(model)
 
@@ -243,7 +243,7 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
 
 
 def _checked_backbone(model: Any) -> nn.Module:
-    """Return the backbone for a parity check: of a 16-bit model, its first layers in float32."""
+    """Return the backbone for a parity check; for a 16-bit model, its first layers in float32."""
     rounds = model.get_output_embeddings().weight.dtype in HALF
     backbone: nn.Module = model.base_model
     return first_layers(backbone) if rounds else backbone

@@ -31,8 +31,8 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""The method of a sharded model's outermost module through which passes run, so that the weights of
-the head are gathered too."""
+"""Name of a method on a sharded model's outermost module. Forward passes call it, so that the
+head's weights are gathered too."""
 
 
 def entry_method(
@@ -51,7 +51,7 @@ def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) ->
     if not model.sharded:
         return _batch_logp(model, batch, **options)
     found: LogProbs = getattr(model.model, ENTRY)(model, batch, options)
-    if not torch.is_grad_enabled():  # otherwise the backward pass does it
+    if not torch.is_grad_enabled():  # otherwise the backward pass reshards
         model.model.reshard()
     return found
 
@@ -98,7 +98,7 @@ def predicting_hidden(
         cells = batch.mask.flatten().nonzero().squeeze(1)
         chosen = batch.tokens[batch.mask]
         return Predicting(hidden.index_select(0, predictor[batch.mask]), chosen, cells)
-    # Packed from the CPU's copy of the batch, so that nothing waits for the device.
+    # Packs the CPU's copy of the batch, which does not wait for the device.
     packed = pack(host_rows(batch), model.device, varlen=model.flash)
     hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
     return Predicting(hidden, packed.chosen, packed.cells)

@@ -11,9 +11,9 @@ from covey.types import Batch
 
 
 def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of micro-batches of at most `micro_batch_tokens` tokens each.
+    """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
-    On a CPU the limit counts padded tokens; on a GPU, where nothing is padded, packed tokens. The
+    On a CPU the limit counts padded tokens. On a GPU it counts packed tokens, without padding. The
     rows of a rollout stay together, because its loss may depend on all its tokens at once.
     """
     if not batch.one_row_each:
@@ -24,7 +24,7 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
 
 
 def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of parts of at most `micro_batch_tokens` padded tokens each.
+    """Yield the row indices of each micro-batch of at most `micro_batch_tokens` padded tokens.
 
     Rows of similar length go together. A single row may exceed the limit, because it cannot be
     split.
@@ -39,9 +39,9 @@ def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor
 
 
 def whole_rollouts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of parts of whole rollouts, of at most `micro_batch_tokens` padded tokens.
+    """Yield the row indices of each micro-batch, which never splits a rollout.
 
-    A single rollout may exceed the limit.
+    A micro-batch has at most `micro_batch_tokens` padded tokens, or is a single rollout.
     """
     host = host_rows(batch)
     assert host.rollout is not None
@@ -61,8 +61,8 @@ def whole_rollouts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tens
 
 
 def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
-    """Return the rows of micro-batches of similar size, of at most `micro_batch_tokens` packed
-    tokens.
+    """Return the row indices of each micro-batch. Micro-batches have similar sizes, of at most
+    `micro_batch_tokens` packed tokens.
 
     Rows that share a prompt stay together if the limit allows, so that the model reads the prompt
     once. A single row may exceed the limit, because it cannot be split.
@@ -82,7 +82,7 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
     while True:
         parts = _spread(pieces, count)
-        # If every piece is already a separate part, a piece that is too large cannot be split
+        # If every piece is already a micro-batch, one that is too large cannot be split
         # further.
         if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
             return [torch.tensor(sorted(rows)) for _, rows in parts if rows]
@@ -103,7 +103,7 @@ def _pieces(
 
 
 def _spread(pieces: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
-    """Assign each piece, largest first, to the smallest part."""
+    """Assign each piece, largest first, to the micro-batch that is smallest so far."""
     parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
     for size, rows in pieces:
         least = min(range(count), key=lambda i: parts[i][0])

@@ -25,7 +25,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def check_model_path(path: str) -> None:
     """Raise an error for a local path that is not a model or does not exist."""
     place = Path(path)
-    if not path:  # Path would read it as the working folder
+    if not path:  # Path("") would be the working folder
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
     if "\0" in path:
         raise ModelError(f"model: the path {path!r} contains a NUL character")
@@ -44,7 +44,7 @@ def check_model_path(path: str) -> None:
 
 
 def prepare_hub(path: str) -> None:
-    """If a path can only be a hub name, find out whether the hub can be reached."""
+    """If a path can only be a hub name, check that the hub can be reached."""
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     if path and "\0" not in path and not known:
         offline_if_unreachable()

@@ -1,6 +1,6 @@
 """Padded batches: one prompt and its completion per row.
 
-accel/packing.py lays a batch out without padding. Both layouts say which position predicts each
+accel/packing.py lays out a batch without padding. Both layouts record which position predicts each
 token.
 
 Shapes: B rows, P prompt tokens, T completion tokens, S columns of a row.
@@ -25,11 +25,11 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S]."""
     attention_mask: torch.Tensor | None
-    """[B, S], or None: earlier positions never attend to padding on the right."""
+    """[B, S] attention mask. None if padding is on the right, where causal attention ignores it."""
     position_ids: torch.Tensor | None
-    """[B, S], or None: positions are columns."""
+    """[B, S] position ids. None if a token's position is its column index."""
     predictor: torch.Tensor
-    """[B, T] int64 column."""
+    """[B, T] int64: the column that predicts each completion token."""
 
 
 def pad_batch(batch: Batch, *, side: Side = "right", width: int = 0) -> PaddedBatch:
@@ -45,7 +45,7 @@ def pad_batch(batch: Batch, *, side: Side = "right", width: int = 0) -> PaddedBa
     place = batch.prompt_lengths[:, None] + torch.arange(completion_width, device=device)
     ids = ids.scatter(1, place, batch.tokens)
     ids = torch.nn.functional.pad(ids, (0, max(0, columns - ids.shape[1])))[:, :columns]
-    # A token past the end of a completion is masked, so it may have any valid column.
+    # Tokens past the end of a completion are masked, so any valid column index will do.
     predictor = (place - 1).clamp(max=columns - 1)
     if side == "right":
         return PaddedBatch(

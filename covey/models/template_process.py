@@ -56,7 +56,7 @@ class RenderProcess:
                 reply = json.loads(connection.recv_bytes(LONGEST))
             except (EOFError, OSError):
                 raise _unusable(self._end()) from None
-            except BaseException:  # otherwise the next message would be the old reply
+            except BaseException:  # otherwise the next request would read the old reply
                 self._end()
                 raise
         if "error" in reply:
@@ -75,7 +75,7 @@ class RenderProcess:
 
     def _connected(self) -> Connection:
         if self._connection is None or self._owner != os.getpid():
-            # After a fork parent and child share a pipe, and each would read replies to the other.
+            # After a fork, parent and child share the pipe and could read each other's replies.
             return self._start()
         return self._connection
 

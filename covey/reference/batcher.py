@@ -1,4 +1,4 @@
-"""The batcher: the thread that owns a server's model and computes waiting requests together."""
+"""The batcher: the thread that owns a server's model and computes queued requests in batches."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Counts:
 
 
 class QueueFullError(Exception):
-    """The queue is full."""
+    """Raised if the queue is full."""
 
 
 class Batcher:
-    """Computes requests in order of arrival, batched with others that wait.
+    """Computes requests in order of arrival, batched with other queued requests.
 
-    Rows of a batch do not attend to each other, so other requests change a result only by rounding:
-    in float32 on a CPU by up to 1e-5.
+    Rows of a batch do not attend to each other, so other requests in a batch change a result only
+    by rounding: by up to 1e-5 in float32 on a CPU.
     """
 
     def __init__(

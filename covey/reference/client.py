@@ -37,9 +37,9 @@ from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 UNAVAILABLE = frozenset({502, 503, 504})
-"""Statuses of a server, or of a proxy in front of it, that will be available later."""
+"""HTTP statuses of a server, or of a proxy in front of it, that is temporarily unavailable."""
 LARGEST_TEXT = 65_536
-"""The most bytes of a reply without tensors: the health report, or an error."""
+"""Maximum bytes of a reply without tensors: the health report, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
 
@@ -89,12 +89,12 @@ class ServerReference(Reference):
     address: Address
     temperature: float
     tokenizer: str
-    """The policy's tokenizer digest: token ids must mean the same on both sides."""
+    """Digest of the policy's tokenizer. Client and server must use the same token ids."""
     weights: str = ""
     """The required digest of the server's weights; if empty, the digest in the first reply."""
     note: Callable[[str], None] = _to_stderr
     budget: int = field(init=False)
-    """The most padded tokens that the server accepts in one request."""
+    """Maximum number of padded tokens that the server accepts in one request."""
 
     def __post_init__(self) -> None:
         health = self._health()

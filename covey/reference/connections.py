@@ -1,7 +1,7 @@
 """Connection limits of a reference server: how many connections may be open, and how long.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block others. So
-the head of a request has a short time limit. If a new connection exceeds the limit, the oldest one
+the head of a request has a short time limit. If there are too many connections, the oldest one
 without a complete request is closed. server.py limits the time for bodies and can reply to such
 clients; this module closes connections that no reply can reach.
 """
@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from covey.escape import printable_line
 
 Phase = Literal["head", "body", "reply"]
-"""What a connection waits for: a request, the rest of its body, or the reply."""
+"""The phase of a connection: waiting for a request, for the rest of its body, or for the reply."""
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -41,7 +41,7 @@ class ConnectionLimiter:
     """All open connections by phase, the oldest first, with their time limits."""
 
     most: int
-    """The most open connections."""
+    """Maximum number of open connections."""
     head_seconds: float
     """Time limit for a request's head, from the connection's start or the last reply."""
     request_seconds: float

@@ -1,4 +1,4 @@
-"""References with the starting weights: a copy on the device or in main memory, or no adapter."""
+"""References with the starting weights: a copy on the device or in main memory, or adapter off."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FrozenReference(Reference):
 
     @property
     def identity(self) -> str:
-        """The kind."""
+        """The kind of reference."""
         return self.kind
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class AdapterOffReference(FrozenReference):
     kind: ClassVar[str] = "adapter_off"
 
     def __post_init__(self) -> None:
-        """Do not move the model, because it is the policy's and is in training."""
+        """Do nothing: the model belongs to the policy and stays on the device."""
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:

@@ -28,7 +28,7 @@ REFERENCE_FILE = "reference.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class MovingReference(FrozenReference):
-    """A second copy of the weights that moves towards the policy every few optimizer steps."""
+    """A second copy of the weights, which moves towards the policy every few optimizer steps."""
 
     alpha: float
     every: int
@@ -42,7 +42,7 @@ class MovingReference(FrozenReference):
 
     @property
     def identity(self) -> str:
-        """How it moves."""
+        """A description of how the reference moves."""
         return f"moving by {self.alpha:g} every {self.every} optimizer steps"
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class MovingReference(FrozenReference):
         """Move towards the policy, every `every` optimizer steps."""
         if policy.version % self.every:
             return
-        # Weights that are not trained are equal in both, and stay equal.
+        # Weights that are not trained stay equal in policy and reference.
         for name, master in policy.optimizer.masters.items():
             self.weights[name].lerp_(master.to(self.weights[name].dtype), self.alpha)
         self._round_to_parameters()

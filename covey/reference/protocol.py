@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Reference:
     """A policy that gives log-probabilities without gradient. A run without a reference has `None`.
 
-    The default methods are those of a reference that never changes.
+    The default methods suit a reference that never changes.
     """
 
     __slots__ = ()
@@ -37,7 +37,7 @@ class Reference:
         yield
 
     def after_step(self, policy: Policy) -> None:
-        """React to an optimizer step of the policy."""
+        """Update the reference after an optimizer step of the policy, if it follows the policy."""
 
     def save(self, folder: Path) -> None:
         """Write the reference's state into a checkpoint."""

@@ -30,7 +30,7 @@ from covey.reference.wire import Bounds, WireError, check_values, decode_request
 DISCARD_FACTOR = 4
 """A body that is too large is read and discarded up to this many times the limit."""
 BODY_RATE = 2**18
-"""In bytes per second; a client that sends at least this fast is never too slow."""
+"""Minimum upload rate in bytes per second. A client at this rate is never cut off as too slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class ServerSettings:
     timeout: float = 120.0
     """Seconds for a request, including receiving it and waiting in the queue."""
     waiting: int = 64
-    """The most requests in the queue."""
+    """Maximum number of requests in the queue."""
     connections: int = 256
-    """The most open connections."""
+    """Maximum number of open connections."""
     head_seconds: float = 10.0
     """Time limit for receiving the head of a request."""
     body_seconds: float = 20.0
@@ -56,12 +56,12 @@ class ServerSettings:
 
     @property
     def max_bytes(self) -> int:
-        """The largest body."""
+        """Maximum size of a request's body, in bytes."""
         return int(self.max_megabytes * 2**20)
 
 
 class RefusedError(Exception):
-    """A request is answered with an error status."""
+    """Raised to answer a request with an error status."""
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(line)
@@ -143,9 +143,9 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read a body; return None if it is larger than `keep`.
 
-        A body somewhat above the limit is read to its end: a client that is still sending would see
-        a broken connection instead of the error. A body far above the limit or one that arrives too
-        slowly is cut off.
+        A body somewhat above the limit is read to its end, because a client that is still sending
+        would see a broken connection instead of the error. A body far above the limit or one that
+        arrives too slowly is cut off.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds

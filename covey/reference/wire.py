@@ -31,7 +31,7 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
 """The tensors of a request: dtype and number of dimensions."""
 
 BYTES_PER_TOKEN = 17
-"""The largest size of a request per token of `padded_tokens`, with padding and lengths."""
+"""Maximum bytes of a request per padded token, including padding and lengths."""
 HEADER_BYTES = 4096
 """A generous bound on a request's names, shapes and metadata."""
 SLACK = 1e-4
@@ -44,12 +44,12 @@ so is the tolerance.
 
 
 class WireError(ValueError):
-    """Invalid data was received. The error message is one line for the sender."""
+    """Raised for invalid received data. The message is one line for the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogpRequest:
-    """Rows whose log-probabilities are wanted, and the temperature."""
+    """The rows to compute log-probabilities for, and the temperature."""
 
     batch: Batch
     temperature: float
@@ -63,9 +63,9 @@ class Bounds:
 
     vocabulary: int
     context: int
-    """The most tokens in one row."""
+    """Maximum number of tokens in one row."""
     tokens: int
-    """The most padded tokens in one request."""
+    """Maximum number of padded tokens in one request."""
 
 
 def padded_tokens(batch: Batch) -> int:
@@ -128,7 +128,7 @@ def reply_bytes(shape: torch.Size) -> int:
 def check_values(values: LogProbs, temperature: float) -> None:
     """Refuse log-probabilities above 0, entropies below 0, and values that are not finite.
 
-    A clamped NaN has no gradient: it would silently remove the penalty of its token.
+    A NaN that the loss clamps has no gradient, so it would silently remove the token's penalty.
     """
     slack = SLACK / min(temperature, 1.0)
     for name, sign in (("logp", 1.0), ("entropy", -1.0)):

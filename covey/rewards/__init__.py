@@ -1,6 +1,6 @@
 """Reward functions: they score completions. No torch here.
 
-The registry is `covey.rewards.build.REWARDS`. The registry is not imported here, so that a scoring
+The registry is `covey.rewards.build.REWARDS`. This module does not import it, so that a scoring
 process starts fast.
 """
 

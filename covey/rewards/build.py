@@ -70,8 +70,8 @@ def by_task(
 ) -> ByTask:
     """One reward per task. Each of `tasks` is a table with `name` and options.
 
-    With `column`, the value of that column of the data decides instead, and `default` for prompts
-    that lack it.
+    With `column`, the value of that data column selects the reward instead. `default` is the reward
+    for prompts without that column.
     """
     rewards = {}
     for key, table in tasks.items():

@@ -18,7 +18,7 @@ from typing import Any
 from covey.errors import ConfigError, RewardError
 
 LONGEST_WAIT = 60.0
-"""Upper limit on the seconds before a retry, even if the server requests more."""
+"""Maximum seconds to wait before a retry, even if the server requests a longer wait."""
 LARGEST_REPLY = 1_000_000
 
 
@@ -68,7 +68,7 @@ def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
 
 
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
-    """Return the model's reply to `body`; raise RewardError if it gives none.
+    """Return the model's reply to `body`; raise RewardError if there is no reply.
 
     A request is repeated while time is left if the server is busy (429), failing (5xx) or
     unreachable. Any other error is final. A malformed reply is final too, because the same request
@@ -87,7 +87,7 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
         except (OSError, http.client.HTTPException) as error:
             problem = f"cannot be reached: {one_line(str(error)) or type(error).__name__}"
         else:
-            # Servers repeat a wrong key in their error, and errors end up in logs.
+            # Hide the key, because servers repeat a wrong key in their error, which is logged.
             content = reply.body.replace(key.encode(), b"***") if key else reply.body
             if reply.status == 200:
                 return _content(content)
@@ -110,7 +110,7 @@ def one_line(text: str) -> str:
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Returns every reply unchanged: a redirect would send the key to another host."""
+    """Returns every reply unchanged, because following a redirect could leak the key."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response

@@ -17,7 +17,7 @@ _ARXIV = re.compile(
     r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
     re.IGNORECASE,
 )
-# The longest kind comes first. Each has a literal that every match contains.
+# The longest kind comes first. With each pattern: a literal that every match contains.
 _ADDRESSES = ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv"))
 _MARK = r"\^?[\w.:-]{1,40}"
 _MARKS = re.compile(rf"\[(?<!\w\[)({_MARK}(?:\s{{0,3}}[,;]\s{{0,3}}{_MARK}){{0,20}})\](?!\()")
@@ -43,7 +43,7 @@ def _trim(address: str) -> str:
 
 
 def _key(address: str) -> str | None:
-    """Return one name for all spellings of a source; None if it is not an address."""
+    """Return the normalised address of a source; None if it is not an address."""
     arxiv = _ARXIV.search(address)
     if arxiv:
         return f"arxiv:{arxiv[1].lower()}"
@@ -60,7 +60,7 @@ def _key(address: str) -> str | None:
 
 
 def addresses(text: str) -> set[str]:
-    """Return the URLs, DOIs and arXiv numbers of a text, each under one name.
+    """Return the URLs, DOIs and arXiv numbers in a text, each in normalised form.
 
     Scheme, `www.`, fragments, closing punctuation, trailing slashes and paper versions are ignored.
 
@@ -102,7 +102,7 @@ def _marks(text: str) -> set[str]:
 
 
 def _split_entries(text: str) -> tuple[str, dict[str, str]]:
-    """Return the text without its list of sources, and the list by number."""
+    """Return the text without its list of sources, and the entries of that list by number."""
     body: list[str] = []
     entries: dict[str, str] = {}
     listed = False
@@ -120,11 +120,12 @@ def _split_entries(text: str) -> tuple[str, dict[str, str]]:
 
 
 def sources(text: str) -> set[str]:
-    """Return the different sources that a text cites, each under one name.
+    """Return the distinct sources that a text cites, each in normalised form.
 
     An address counts anywhere. A mark such as `[1]` counts as its entry in a list of sources, which
-    is a line `[1] ...`, or `1. ...` under a heading such as References. The entry counts as its
-    address, or else as its title of at least three words. A mark without an entry does not count.
+    is a line `[1] ...`, or `1. ...` under a heading such as References. An entry is identified by
+    its address, or else by its title of at least three words. A mark without an entry does not
+    count.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -147,8 +148,8 @@ class Citations(Reward):
     refers to. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only those count;
-    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`. Every mark
-    that differs from a listed id only in its digits costs the same. Success: at least `minimum`
+    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`. So does every
+    mark that differs from a listed id only in its digits. Success: at least `minimum`
     sources.
     """
 

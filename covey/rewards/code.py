@@ -1,4 +1,4 @@
-"""The code reward: the share of tests that the program passes in a sandbox."""
+"""The code reward: the fraction of tests that the program passes in a sandbox."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTests(Reward):
-    """The share of passed tests; with `partial = false`, 1 for all of them and 0 otherwise.
+    """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
 
     A test is `{"call": "add(1, 2)", "expected": "3"}`, with a Python literal as the expected value,
     or `{"stdin": "1 2", "stdout": "3"}`. The program never sees the expected values: results are

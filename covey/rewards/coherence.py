@@ -1,4 +1,4 @@
-"""The coherence measure: whether a text looks like language, mathematics or code, or is noise.
+"""The coherence measure: whether a text looks like language, mathematics or code, or like noise.
 
 The measure uses statistics only: which letters follow each other in Latin script, which characters
 are common in other scripts, and which signs are neighbours in formulas and programs. Keyboard
@@ -20,16 +20,16 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Letter pairs up to level RARE hardly occur in words; each lowers the sum by RARE_COSTS."""
+"""Letter pairs of level RARE or below hardly occur in words; each lowers the sum by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Every text starts with PRIOR_PAIRS pairs of level PRIOR: a few letters are no evidence."""
+"""PRIOR_PAIRS pairs of level PRIOR are added to every text, because few letters prove little."""
 LOW, HIGH = 3.0, 4.1
 """Mean levels of letter pairs: noise below LOW, language above HIGH."""
 WINDOW, WINDOWS = 4096, 5
 """A text longer than five windows is sampled by five evenly spaced windows."""
 
-# Row: a letter, or the edge of a word (first); column: the next one. A digit d is a probability of
-# about 2 ** (d - 9), from the common words of ten languages, mostly English.
+# Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
+# probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
 _FOLLOWS = (
     "055555444433454451565344022",
     "634541242413646130656332032",
@@ -59,8 +59,8 @@ _FOLLOWS = (
     "842425021312444530354202011",
     "672227011602324510113503054",
 )
-# Common characters of a script, and the shares of them at which the plausibility is 0 and 1. In
-# plain text the share is about a half to three quarters.
+# Common characters of a script, and the fractions of common characters in a text at which the
+# plausibility is 0 and 1. In plain text the fraction is about a half to three quarters.
 _COMMON: dict[str, tuple[str, float, float]] = {
     "han": (
         "的是一在不人有了我国这为中个大会们他来和年上以要到时对么能你就发可地生家出也说于学后成与过"
@@ -131,7 +131,7 @@ _SIGNS_AFTER = {
 }
 _WORD = re.compile(r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff]+")
 _PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# The rare part of each pattern comes first, and lookbehinds check what precedes it.
+# Each pattern starts with its rarest part; lookbehinds check the text before it.
 _LONE_LETTERS = re.compile(r"[A-Za-z](?= )(?<!\S[A-Za-z])(?: [A-Za-z]){5,}(?!\S)")
 _LONG = re.compile(r"[A-Za-z0-9]{8,}")
 _SIGNS = re.compile(r"[^\w\s]{2,}")
@@ -168,7 +168,7 @@ def _kind(character: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _base(character: str) -> str:
-    """Return the letter from a to z under an accent, or the nearest letter."""
+    """Return a letter without its accent, or the nearest letter from a to z."""
     letter = unicodedata.normalize("NFD", character)[0].lower()
     return (
         letter
@@ -212,7 +212,7 @@ def _latin(text: str) -> float:
     """Return the plausibility of the letter pairs in Latin words."""
     total, pairs = PRIOR * PRIOR_PAIRS, PRIOR_PAIRS
     for word in _WORD.findall(text):
-        # A single letter may be a name in a formula, so it is no evidence.
+        # A single letter may be a variable in a formula, so it is not counted.
         if (length := len(word)) > 1:
             levels, count = _known_sum(word) if length < 20 else _sum_of_levels(word)
             total += levels
@@ -245,11 +245,11 @@ def _common(script: str, counts: Counter[str], total: int) -> float:
 
 
 def coherence(text: str) -> float:
-    """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if empty.
+    """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if it is empty.
 
     Each kind of character (Latin words, another script, digits, signs) gets a plausibility, and
     these are averaged over the characters. The average is lowered for text of mostly signs, a mix
-    of many scripts, runs of the same character, and repetition. Below 0.5 is noise.
+    of many scripts, runs of the same character, and repetition. A value below 0.5 means noise.
 
     >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
     (True, True)
@@ -299,7 +299,7 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """Return the number of characters that continue a run."""
+    """Return the number of characters in runs, without the first three of each run."""
     # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))

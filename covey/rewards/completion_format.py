@@ -11,12 +11,12 @@ THINKING = (
     "through it one step at a time, check each step against the question, and only after that "
     "write down the result."
 )
-"""Thinking that says nothing, but is as long as formats require."""
+"""Thinking without content, but as long as formats require."""
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Return the answer between two marks, unless it already has them."""
+    """Return the answer with a mark on each side, unless it already has these marks."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 
@@ -32,7 +32,7 @@ class Format:
     """The tag of the thinking; empty if the thinking has no tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
-    """Marks around the answer, unless it already has them."""
+    """Marks to put around the answer, unless it already has them."""
 
     def render(self, thinking: str, answer: str) -> str:
         """Return the completion with this thinking and answer."""
@@ -63,4 +63,4 @@ _FORMATS = (
     Format("cited", f"{_THINK}{_ANSWER}\n{LINKS}", "think", "answer"),
 )
 FORMATS: Mapping[str, Format] = MappingProxyType({each.name: each for each in _FORMATS})
-"""By name."""
+"""All formats, by name."""

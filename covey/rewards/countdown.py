@@ -1,4 +1,4 @@
-"""The countdown reward: an expression that makes the target from the numbers, each used once."""
+"""The countdown reward: an expression that uses each number once and equals the target."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Countdown(Reward):
 
     The expression is in `<answer>` after the thinking: whole numbers, + - * / and parentheses,
     optionally followed by `= target`. The value is computed exactly: 1/3 * 3 is 1. The prompt's
-    info has `numbers` and `target`; without the latter, `prompt.target` is the target.
+    info has `numbers` and `target`; if `target` is missing, `prompt.target` is used.
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -11,12 +11,12 @@ from covey.rewards.text import count_words
 from covey.types import Prompt
 
 PHRASE = 6
-"""Words per phrase: long enough that ordinary prose seldom repeats one."""
+"""Words per phrase: so many that ordinary prose seldom repeats a phrase."""
 MIN_WORDS = 24
-"""The fewest words for which the share of repeated phrases is meaningful."""
+"""Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""In a text longer than twice this, only this many characters at each end count."""
+"""If a text has more than twice this many characters, only this many at each end count."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
@@ -43,12 +43,12 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 
 
 def repetition(text: str, above: float = 0.0) -> float:
-    """Return the share of a text that repeats earlier text, in [0, 1].
+    """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    This is the larger of two shares: repeated sentences, if there are more than 3; and repeated
-    phrases of 6 words or signs, if there are at least 24. The share of phrases also finds padding
-    without punctuation, or with varying sentence ends. Phrases are not counted if their share is
-    clearly at most `above`.
+    This is the larger of two fractions: repeated sentences, if there are more than 3; and repeated
+    phrases of 6 words or signs, if there are at least 24. Counting phrases also detects padding
+    without punctuation, or with varying sentence ends. Phrases are not counted if their fraction
+    is clearly at most `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -74,7 +74,7 @@ class Efficiency(Reward):
     A step is a `<tool_call>`. Length costs 0.3 times the relative excess of words over `max_words`,
     at most 0.3. Repetition costs 0.2 if more than 30 % of the text is repeated.
 
-    Parts: 1 for no penalty, 0 for the full penalty.
+    Each part is 1 without a penalty and 0 with the full penalty.
     """
 
     expected_steps: int = 3

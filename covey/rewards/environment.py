@@ -13,9 +13,9 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReward(Reward):
-    """The sum of the parts that the environment's `reward` returns, or else of its turn rewards.
+    """The environment's `reward`, or the sum of its turn rewards if it has no `reward`.
 
-    `success_at`: from this reward on, an episode is a success.
+    An episode with a reward of at least `success_at` is a success.
     """
 
     success_at: float = 1.0
@@ -28,7 +28,7 @@ class EnvironmentReward(Reward):
         if episode is None:
             raise ValueError("the reward 'environment' needs an episode; set environment.name")
         given = [reward for reward in episode.turn_rewards if reward is not None]
-        # An episode that was cut off before its first reward has earned nothing.
+        # An episode that was cut off before its first reward has a reward of 0.
         if episode.outcome is None and not given and episode.finish == "stop":
             raise ValueError("the environment gives no reward: neither `reward` nor turn rewards")
         parts = {"turns": math.fsum(given)} if episode.outcome is None else dict(episode.outcome)

@@ -25,7 +25,7 @@ from covey.rewards.tool_call import parse_call
 
 MAX_BOXED = 10_000
 TAIL = 2000
-"""An unmarked number counts only in this many characters at the end of the text."""
+"""An unmarked number counts only within this many characters of the text's end."""
 
 _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
@@ -103,12 +103,12 @@ def _tagged(rest: str) -> str | None:
 def _after_hashes(rest: str) -> str | None:
     line = rest.rpartition("####")[2] if "####" in rest else ""
     line = line.lstrip().partition("\n")[0]
-    # In Markdown the same mark starts a heading.
+    # In Markdown `####` starts a heading.
     return None if _HEADING.match(line) and parse_number(line) is None else line
 
 
 def _calculated(rest: str) -> str | None:
-    """Return the value of a calculator call, so that the model need not compute it."""
+    """Return the value of a calculator call, so that a call counts as its result."""
     call = parse_call(rest)
     if call is None or call.name not in ("calculator", "calculate", "calc"):
         return None
@@ -160,7 +160,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
     | call | the value of a calculator call that is the whole text |
     | number | the last number |
 
-    Text in the thinking and empty answers do not count.
+    Answers inside the thinking and empty answers do not count.
 
     >>> extract_answer("<think>7 or 8?</think>It is 8."), extract_answer("<think>It is 8.")
     ('8', None)
@@ -178,7 +178,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 
 
 def extract_text(text: str) -> str:
-    """Return the content of `<answer>` after the thinking; without the tag, all text after it.
+    """Return the content of `<answer>` after the thinking, or all that text if there is no tag.
 
     Several different answers count as no answer.
 

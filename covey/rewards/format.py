@@ -20,8 +20,8 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 class ThinkAnswerForm(Reward):
     """1 if the completion is one thinking part and one answer part, neither of them empty.
 
-    Repeated, nested or unclosed tags and text outside the tags break the format. `graded` gives a
-    broken format 0.25 for each of the two parts that occurs once, closed and not empty.
+    Repeated, nested or unclosed tags and text outside the tags break the format. With `graded`, a
+    broken format gets 0.25 for each of the two parts that occurs once, is closed and is not empty.
     """
 
     graded: bool = False
@@ -94,8 +94,8 @@ class ThinkToolForm(Reward):
 
     Unpaired tags set think or tool to -0.5. The sum is at least 0.
 
-    The published code checks only the first call, and omits tidy and the direct answer: no text
-    could score above 0.8.
+    The published code checks only the first call, and has no parts `tidy` and `direct`, so that no
+    text could score above 0.8.
     """
 
     min_thinking: int = 20

@@ -16,7 +16,7 @@ Entry = Mapping[str, Any]
 
 
 def _names(entry: Entry) -> list[str]:
-    """Return all names in the expected answer; they include its variables."""
+    """Return all names in the expected answer, which include its variables."""
     return re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)
 
 
@@ -58,7 +58,7 @@ def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
     """Return the name of the dataset, the dataset and the entry of a prompt."""
     dataset, entry = entry_of(info)
     name = info["reasoning_gym"]["dataset"]
-    # The entry of a composite dataset belongs to one of its parts, which scores it.
+    # An entry of a composite dataset comes from one of its sub-datasets, which scores it.
     return entry["metadata"]["source_dataset"] if name == "composite" else name, dataset, entry
 
 
@@ -78,7 +78,7 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
     """Return the score of an answer that has passed `readable`, from 0 to 1."""
     try:
         given = float(dataset.score_answer(answer, entry))
-    except Exception:  # each scorer fails in its own way on an answer of another form
+    except Exception:  # scorers raise different errors for an answer in an unexpected form
         return 0.0
     return min(max(given, 0.0), 1.0) if math.isfinite(given) else 0.0
 

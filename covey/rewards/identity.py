@@ -15,7 +15,7 @@ _PLAIN = str | bytes | int | float | bool | None
 
 
 def identity(name: str, reward: Any) -> str:
-    """Return for example `math@1#9f2c51d0a3b4`.
+    """Return the identity of a reward, for example `math@1#9f2c51d0a3b4`.
 
     The hash covers the options and the source: for a reward of Covey, its reward and sandbox
     packages; for a user's reward, the file that defines it. Two runs with the same identity give
@@ -32,7 +32,7 @@ def identity(name: str, reward: Any) -> str:
 
 
 def _state(value: Any) -> Mapping[str, Any] | None:
-    """Return the contents of a reward or callable, as pickle would see them; None for others."""
+    """Return the state of a reward or callable, as pickle would see it; None for other objects."""
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):

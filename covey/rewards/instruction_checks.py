@@ -27,11 +27,11 @@ _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-).*$", re.MULTILINE)
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 MOST_CHARACTERS = 200_000
-"""A longer text follows no instruction: none asks for one."""
+"""A longer text fails every instruction, because none asks for so long a text."""
 
 
 def counts(number: int, relation: str, wanted: int) -> bool:
-    """Compare a count with what is wanted. `around` is within a tenth, and at least 1."""
+    """Compare a count with the wanted count. `around` allows a difference of 10 %, at least 1."""
     if relation == "around":
         return abs(number - wanted) <= max(round(wanted * 0.1), 1)
     rules = {"less than": number < wanted, "at least": number >= wanted,
@@ -266,7 +266,7 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""open-instruct's name of each instruction, and its names of the arguments that differ."""
+"""open-instruct's name for each instruction, and for those arguments that it renames."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
@@ -283,7 +283,7 @@ def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
 
 
 def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments of an instruction of open-instruct's data."""
+    """Return the name and arguments of an instruction from open-instruct's data."""
     try:
         data: Mapping[str, Any] = json.loads(target)
         name, renamed = OPEN_INSTRUCT[data["func_name"]]

@@ -1,4 +1,4 @@
-"""The instructions reward: the share of verifiable instructions that a completion follows."""
+"""The instructions reward: the fraction of verifiable instructions that a completion follows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instructions(Reward):
-    """IFEval's strict checks of what follows the thinking; success: all instructions are followed.
+    """IFEval's strict checks of the text after the thinking; success: all checks pass.
 
-    The prompt names its instructions in the columns `instruction_id_list` and `kwargs`, as
-    google/IFEval has them, or in the target, as open-instruct's RLVR data has it. An empty
+    The prompt names its instructions in the columns `instruction_id_list` and `kwargs`, as in
+    google/IFEval, or in the target, as in open-instruct's RLVR data. An empty
     completion follows no instruction. The content is not checked, so combine this reward with one
     that checks it.
     """

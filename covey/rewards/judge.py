@@ -31,10 +31,10 @@ from covey.rewards.text import after_thinking
 from covey.types import Prompt
 
 CHARACTERS_PER_TOKEN = 4
-"""The assumed characters per token, for the limit of tokens."""
+"""Assumed characters per token, to estimate tokens for the rate limit."""
 APPEAL_MARK = "[appeal to the grader removed]"
 
-# Every token <|name|> needs its opening; the others are listed by name.
+# Breaking `<|` breaks every token <|name|>; the other tokens are listed by name.
 _TOKEN = re.compile(
     r"[<\uff1c][|\uff5c]"
     r"|[<\uff1c]/?(?:s|bos|eos|pad|unk|(?:start|end)_of_turn|(?:begin|end)_of_text)[>\uff1e]"
@@ -106,7 +106,7 @@ def remove_appeals(text: str) -> tuple[str, int]:
 
 
 def parse_grade(content: str, scale: int) -> int:
-    """Return the grade: the value of "grade", or else the first integer that stands alone.
+    """Return the grade: the value of "grade", or else the first separate integer.
 
     >>> parse_grade('{"grade": 7}', 10), parse_grade("8/10, since ...", 10)
     (7, 8)
@@ -127,8 +127,8 @@ def parse_grade(content: str, scale: int) -> int:
 class Judge(Reward):
     """An LLM's grade / scale; success from `threshold` on.
 
-    Without a grade it raises an error: the completion then has no reward, which is not a reward of
-    0.
+    Without a grade it raises an error: the completion then has no reward at all, rather than a
+    reward of 0.
     """
 
     base_url: str
@@ -145,19 +145,19 @@ class Judge(Reward):
     strip_appeals: bool = True
     """Whether sentences that address the grader are removed; the parts count them."""
     max_chars: int = 20_000
-    """The longest completion that is shown in full; longer ones lose their middle."""
+    """Maximum characters of a completion in the request; the middle of a longer one is cut out."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Time limits in seconds: without data from the server, and for the whole reply."""
+    """Time limit in seconds, both of a wait without data from the server and of the whole reply."""
     total_seconds: float = 25.0
-    """The time limit, in seconds, of all tries and the waits between them."""
+    """Time limit in seconds for all attempts together, including the waits between them."""
     retries: int = 3
     backoff: float = 0.5
     """Seconds before the first retry, doubled each time; the server's Retry-After overrides it."""
     requests_per_minute: int = 0
-    """The most completions per minute of all scoring processes of this machine; 0: no limit."""
+    """Maximum completions per minute, over all scoring processes of this machine; 0: no limit."""
     tokens_per_minute: int = 0
-    """The most tokens per minute: characters sent / 4, plus max_tokens; 0: no limit."""
+    """Maximum tokens per minute: characters sent / 4, plus max_tokens; 0: no limit."""
     cache: str = ""
     """A folder that keeps replies, so that a completion is sent only once; empty for no folder."""
 
@@ -189,7 +189,7 @@ class Judge(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The limit on all tries."""
+        """The time limit for all attempts together."""
         return self.total_seconds
 
     def _key(self) -> str:
@@ -249,7 +249,7 @@ class Judge(Reward):
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
         """Return the request to the judge, and the number of appeals removed."""
-        # The code depends on the whole completion, so no completion can contain its own.
+        # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]
         completion, appeals = defuse(self._shortened(text)), 0

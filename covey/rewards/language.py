@@ -1,6 +1,6 @@
-"""The language of a text, as far as instructions about languages need it: by script and words.
+"""Detects the language of a text by script and common words, for instructions about languages.
 
-Covers the 30 languages of IFEval. A text in another language, or too short to tell, has none.
+Covers the 30 languages of IFEval. The result is None for other languages and very short texts.
 """
 
 # ruff: noqa: RUF001 - the words of other scripts look like ours
@@ -82,9 +82,9 @@ def language_of(text: str) -> str | None:
 
 
 def _script(text: str) -> str | None:
-    """Return the script of most letters; None without letters, or in one that is not covered."""
+    """Return the script of most letters; None if there are no letters or it is not covered."""
     counts = Counter(_script_of(sign) for sign in text if sign.isalpha())
-    # Japanese mixes kana with Chinese characters.
+    # Japanese mixes kana with Han characters.
     if counts["kana"] and counts["other"]:
         counts["kana"] += counts.pop("other")
     if not counts:

@@ -10,10 +10,10 @@ from covey.errors import ConfigError
 from covey.types import Rollout
 
 ROUNDING = 1e-9
-"""The rounding error allowed in a share of a group, such as 0.8 * 5 rollouts."""
+"""Allowed rounding error in a fraction of a group, such as 0.8 * 5 rollouts."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""A function from the rollouts of a group to the penalties, 0 or less, added to their rewards."""
+"""Maps the rollouts of a group to penalties (0 or less), which are added to their rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ class NoPenalty:
 class Soft:
     """Soft overlong punishment, DAPO (arXiv 2503.14476) equation 13.
 
-    0 up to limit - cache tokens, then linear to -1 at the limit.
+    The penalty is 0 up to (limit - cache) tokens, then falls linearly to -1 at the limit.
     """
 
     limit: int
     """Maximum completion length; by default rollout.max_tokens."""
     cache: int
-    """The penalty grows over this many tokens before the limit; by default a fifth of the limit."""
+    """The penalty grows over the last `cache` tokens before the limit; default: limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -96,7 +96,7 @@ class GroupRelative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """A truncated completion gets a reward of `at_most`: open-instruct's non_stop_penalty.
+    """A truncated completion gets at most the reward `at_most`: open-instruct's non_stop_penalty.
 
     In open-instruct the value replaces the reward; here it never raises the reward.
     """

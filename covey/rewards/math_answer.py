@@ -23,9 +23,9 @@ from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
 MAX_SUMS = 6
-"""The most sums in brackets, because a product of n sums of two terms has up to 2^n terms."""
+"""Maximum number of bracketed sums: a product of n sums of two terms has up to 2^n terms."""
 MAX_PARTS = 12
-"""The most parts of a list that only math-verify can compare, because it tries every order."""
+"""Maximum parts of a list for math-verify, which compares them in every order."""
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
 _SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")
@@ -38,13 +38,13 @@ class MathAnswer(Reward):
     """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
 
     Numbers are compared exactly. `tolerance` is relative, and applies only if the target is not a
-    whole number. With 1 % on whole numbers every guess between 991 and 1009 would be correct for
-    1000, and the policy would learn to guess roughly.
+    whole number. If 1 % applied to a target of 1000, every guess from 990 to 1010 would be correct,
+    and the policy would learn to guess roughly.
 
     With `symbolic`, formulas are compared by evaluation at a few points, and by math-verify if that
-    does not decide. math-verify sees only the final answer: in the whole completion it would pick
-    the part that matches. An unmarked formula is never found, because the style `number` finds only
-    numbers.
+    does not decide. math-verify gets only the final answer, because in the whole completion it
+    would pick the part that matches. An unmarked formula is never found, because the style `number`
+    finds only numbers.
 
     Percentages are not converted: `50%` is 50, not 0.5.
     """
@@ -72,7 +72,7 @@ class MathAnswer(Reward):
 
     @property
     def quick(self) -> bool:
-        """False if formulas are compared, because that may take long."""
+        """Whether scoring is always fast. False if formulas are compared, which may take long."""
         return not self.symbolic
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

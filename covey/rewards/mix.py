@@ -22,12 +22,12 @@ class Mix(Reward):
     """The weighted mean of parts: r = sum_k w_k r_k, with weights that sum to 1.
 
     The part called `accuracy` decides `success`. `gated`: if there is a part called `format`,
-    accuracy counts only if the format holds. Otherwise accuracy counts as its lower bound; for a
-    part without bounds, as the smaller of 0 and its reward. Without the gate both parts add up.
+    accuracy counts only if the format is correct. Otherwise accuracy is replaced by its lower
+    bound, or without bounds by the smaller of 0 and its reward. Without the gate both parts add up.
 
     `early` are the weights at the start of a run. They change linearly into `weights` over the
-    first part of the run, which is the share `early_until` of its steps. `robust` multiplies the
-    reward above the lower bound by `robust_factor`.
+    first steps of the run: the fraction `early_until` of all steps. With `robust`, the part of
+    the reward above its lower bound is multiplied by `robust_factor`.
 
     `correct_first`: a correct completion scores higher than any incorrect one, for any weights. A
     correct completion scores in the upper half of the range: half the range plus half of the
@@ -71,7 +71,7 @@ class Mix(Reward):
         return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
 
     def _check_judges(self) -> None:
-        """An LLM judge can be manipulated, so rules must have at least half of the weight."""
+        """Check that rules have at least half of the weight, because a judge can be manipulated."""
         judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)
@@ -103,7 +103,7 @@ class Mix(Reward):
         return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return this mix, and mixes within it, with the weights at this share of the run."""
+        """Return this mix, and mixes within it, with the weights at this fraction of the run."""
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
         weights = {k: w + (early[k] - w) * left for k, w in self.weights.items()}
@@ -120,7 +120,7 @@ class Mix(Reward):
         total = self._halves if self.correct_first else self._mean
         low, high = self._ends(self.weights)
         return Score(
-            # Sums of products can leave the bounds by rounding.
+            # Rounding can move a sum of products slightly out of the bounds.
             reward=min(max(total(scores, holds, factor, text), low), high),
             success=scores[ACCURACY].success and holds,
             parts=logged,
@@ -183,7 +183,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts of each part that has several."""
+    """Return the inner parts of every part that has several parts itself."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()
@@ -228,7 +228,7 @@ class ByTask(Reward):
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return the rewards with their weights at this share of the run."""
+        """Return the rewards with their weights at this fraction of the run."""
         return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

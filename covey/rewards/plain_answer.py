@@ -16,10 +16,10 @@ MAX_FORMULA = 1000
 """Maximum characters of an answer."""
 MAX_NESTING = 10
 MAX_DEPTH = 300
-"""The largest depth of a formula's tree; a sum of n terms is n deep."""
+"""Maximum depth of a formula's syntax tree; a sum of n terms is n deep."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
-"""The largest size of any intermediate number and of the degree of a power, in bits."""
+"""Maximum size, in bits, of every intermediate number and of the degree of a power."""
 
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",
@@ -32,7 +32,7 @@ Data = str | int | float | list["Data"]
 
 
 class NotPlainError(ValueError):
-    """The text is not plain data or arithmetic, or exceeds a limit."""
+    """Raised if the text is not plain data or arithmetic, or exceeds a limit."""
 
 
 def plain_data(text: str) -> str:
@@ -101,7 +101,7 @@ def _number(node: ast.expr) -> int | float:
 
 
 class _Sum:
-    """The allowed nodes of a tree, and a bound on the size of its value."""
+    """Checks the nodes of a syntax tree, and bounds the size of its value."""
 
     operators: tuple[type[ast.operator], ...] = SUMS
 

@@ -3,7 +3,7 @@
 Bugs of the originals are fixed, and each docstring names them: expressions are evaluated with
 limits instead of `eval`, signs are parsed, numbers compare exactly, and no completion raises.
 
-Known reward hacks still work, so that the rewards are those that others trained with. Each
+Known reward hacks still work, because these are the rewards that others trained with. Each
 docstring lists the hacks of `covey rewards lab` that work. For your own runs use `think_answer` or
 a template.
 """
@@ -170,8 +170,8 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    Its README describes a flat 0.1 for the format; its code, like this reward, gives shares of 0.1.
-    The published code uses `eval`, and its format allows further tags inside.
+    GRPO-Zero's README describes a flat 0.1 for the format. Its code, like this reward, gives
+    partial credit. The published code uses `eval`, and its format allows further tags inside.
 
     Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
     answer before unclosed think; correct then wrong.
@@ -240,7 +240,7 @@ class SimpleGrpo(Reward):
 class OpenInstruct(Reward):
     """The format gate of open-instruct: 0 or `verification_reward`.
 
-    The format holds if an answer part directly follows the end of the thinking, with only
+    The format is correct if an answer part directly follows the end of the thinking, with only
     whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number
     equals the target.
 
@@ -276,7 +276,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From 0 to the reward of a correct answer, plus that of the format if `additive`."""
+        """From 0 to the reward of a correct answer, plus the format reward if `additive`."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,7 +1,7 @@
 """Decides whether a reasoning_gym scorer only reads and compares, and may run in this process.
 
-The scorer's bytecode is read before it runs: that of `score_answer`, of each method and function
-that it refers to, and of the functions, lambdas and comprehensions inside them. A scorer is pure if
+The scorer's bytecode is read before it runs. This includes `score_answer`, each method and function
+that it refers to, and the functions, lambdas and comprehensions inside them. A scorer is pure if
 all of it is on the lists below: instructions, builtins, functions of `math` and `json`, patterns of
 `re`, and names of methods. There is no list of forbidden things: anything unknown makes a scorer
 impure, and an impure scorer runs in the sandbox.
@@ -42,7 +42,8 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""`round` and `pow` are missing because they can take long; `print` is missing too."""
+"""Builtins that a scorer may call. `round` and `pow` can take long, so they are missing, as is
+`print`."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
@@ -71,7 +72,7 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Patterns that take linear time on any text. A scorer may use only these."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Functions that together let a number in the text decide how long the scorer runs."""
+"""Functions that, used together, let a number in the text decide how long the scorer runs."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -105,7 +106,7 @@ _KINDS = (
     str, bytes, int, float, complex, list, tuple, dict, set, frozenset, decimal.Decimal, re.Match,
     Exception, type, FunctionType, BuiltinFunctionType, GeneratorType,
 )  # fmt: skip
-"""The types of all objects that a pure scorer can reach, besides itself."""
+"""The types of all objects that a pure scorer can reach, except the scorer itself."""
 _ALLOWED = {id(thing): thing for thing in FUNCTIONS} | {
     id(thing): thing for thing in (getattr(builtins, name) for name in BUILTINS)
 }
@@ -113,7 +114,7 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """The scorer does something that is not on the lists."""
+    """Raised if a scorer uses something that is not on the lists."""
 
 
 def is_pure(dataset: Any) -> bool:
@@ -153,7 +154,7 @@ def _is_constant(value: Any) -> bool:
 
 
 class _Proof:
-    """Walks through all functions of one scorer, and records what they use."""
+    """Walks through all functions of one scorer, and records the attributes that they use."""
 
     def __init__(self, scorer: type, config: type) -> None:
         self.scorer = scorer

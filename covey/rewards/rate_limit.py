@@ -1,7 +1,7 @@
 """Rate limits of an endpoint, shared by all scoring processes of a machine.
 
-A file contains the requests of the last minute. Every process adds its own under a lock, and waits
-while another request would exceed a limit.
+A file contains the requests of the last minute. Every process adds its own requests under a lock,
+and waits while another request would exceed a limit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from covey.errors import RewardError
 
 WINDOW = 60.0
-"""Seconds that a limit counts over."""
+"""The period of a limit, in seconds."""
 SHORTEST_WAIT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLimit:
-    """The most requests and tokens of a minute; 0: no limit."""
+    """Maximum requests and tokens per minute; 0: no limit."""
 
     endpoint: str
     """Processes with the same endpoint and user share the limit."""
@@ -54,7 +54,7 @@ class RateLimit:
 
     def _take(self, tokens: int) -> float:
         """Count a request and return 0, or return the seconds until it may be tried again."""
-        # The file is the user's own and no link: anyone may write into the folder.
+        # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(self._path(), flags, 0o600), "r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -69,7 +69,7 @@ class RateLimit:
             return delay
 
     def _delay(self, recent: list[tuple[float, int]], tokens: int, now: float) -> float:
-        """Return the seconds until enough of the recent requests are a minute old; 0: now."""
+        """Return the seconds until enough of the recent requests are a minute old, or 0."""
         for gone in range(len(recent) + 1):
             if self._fits(recent[gone:], tokens):
                 return 0.0 if not gone else max(recent[gone - 1][0] + WINDOW - now, SHORTEST_WAIT)

@@ -1,7 +1,8 @@
 """The Reasoning Gym reward: the score of the dataset's own scorer, with its flaws fixed.
 
 Some scorers evaluate the answer, so they run in a sandbox and get only data or arithmetic. One
-accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`; such answers score 0 here.
+scorer accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`. Such answers score
+0 here.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ReasoningGym:
 
     @property
     def max_seconds(self) -> float:
-        """The time limit of two runs: after a correct answer an impossible one is scored."""
+        """Time limit of two runs, because after a correct answer an impossible one is scored."""
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -72,7 +73,7 @@ class ReasoningGym:
         dataset, entry = entry_of(prompt.info)
         answer, expected = extract_text(text), str(entry.get("answer"))
         name = prompt.info["reasoning_gym"]["dataset"]
-        if name == "composite":  # the entry belongs to one of its parts
+        if name == "composite":  # the entry comes from one of its sub-datasets
             name = entry["metadata"]["source_dataset"]
             dataset = dataset.datasets[name]
         reward = 0.0

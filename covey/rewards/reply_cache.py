@@ -21,7 +21,7 @@ class ReplyCache:
     folder: str
 
     def read(self, url: str, body: Mapping[str, Any]) -> str | None:
-        """Return the reply to a request; None if there is none, or it is damaged."""
+        """Return the saved reply to a request; None if there is none or the file is damaged."""
         try:
             reply = json.loads(self._file(url, body).read_text(encoding="utf-8"))["reply"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -29,7 +29,7 @@ class ReplyCache:
         return reply if isinstance(reply, str) else None
 
     def write(self, url: str, body: Mapping[str, Any], reply: str) -> None:
-        """Keep a reply, whole or not at all."""
+        """Save a reply atomically."""
         file = self._file(url, body)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

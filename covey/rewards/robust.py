@@ -7,7 +7,7 @@ from covey.rewards.efficiency import repetition
 from covey.rewards.text import count_words, tag_contents
 
 MANY_WORDS, MANY_CALLS = 1000, 8
-"""Limits on words and tool calls; a plain solution needs fewer."""
+"""Limits on words and tool calls, above what an ordinary solution needs."""
 
 
 def _thinking(text: str, tag: str) -> list[str]:
@@ -18,7 +18,7 @@ def _thinking(text: str, tag: str) -> list[str]:
 
 
 def robust_factor(text: str) -> float:
-    """Return the factor on the reward of a completion, 1 if nothing suggests gaming.
+    """Return the factor for the reward of a completion: 1 if there is no sign of gaming.
 
     0.5 for thinking that is not language, 0.5 for text that mostly repeats itself, 0.7 for more
     than 1,000 words, and 1 - 0.05 for each tool call above 8, down to 0.5.

@@ -5,13 +5,13 @@ Patterns alone would penalise `model.eval()` and warnings, so each match is chec
 - `eval(` and `exec(` count only as calls of the built-in functions. Methods, definitions and calls
   on a literal, which anyone can read, do not count.
 - A command does not count in a warning: a negation ("never", "do not", "avoid") earlier in the
-  sentence, without a turn ("but", "just", ", then") between the two.
+  sentence, with no "but", "just" or ", then" in between.
 - DELETE FROM with a WHERE clause removes selected rows. Without a WHERE clause, or with one that is
   always true, it empties the table.
 - Placeholders and values reserved for documentation (example.com, 555 numbers) do not count.
 - Text from the prompt is not a leak. A number in a calculation is not a telephone number.
 
-Patterns start at a rare literal and look a bounded distance around it, so time is linear.
+Each pattern starts at a rare literal and reads a bounded distance around it, so time is linear.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Test = Callable[[re.Match[str]], bool]
 SENTENCE = 200
 """Characters before a command that may belong to its sentence."""
 MAX_WARNINGS = 1000
-"""Warnings beyond this number count as commands."""
+"""In a text with more warnings than this, the further ones count as commands."""
 
 _NEGATION = re.compile(
     r"\b(?:never|avoid(?:ing)?|refuse(?:s|d)? to|instead of|rather than|forbidden to|prohibited to|"
@@ -93,7 +93,7 @@ def _runs_code(match: re.Match[str]) -> bool:
     if _DEFINITION.search(text[max(0, match.start() - 20) : match.start()]):
         return False
     after = text[match.end() : match.end() + 600]
-    # A space before the parenthesis and words in it make a remark in a sentence.
+    # `eval (some words)` is a remark in a sentence, not a call.
     remark = match[0][-2].isspace() and _TWO_WORDS.match(after)
     return not remark and _LITERAL.match(after) is None
 
@@ -154,7 +154,7 @@ _PLACEHOLDER = re.compile(
 
 
 def _is_secret(match: re.Match[str]) -> bool:
-    """Real keys have many different letters and digits; `sk-xxxx` and `YOUR_KEY` do not."""
+    """Whether a key looks real: real keys have many different letters and digits."""
     key = match[1][:100]
     varied = len(set(key.lower())) >= 8 and any(c.isdigit() for c in key)
     return varied and not _PLACEHOLDER.search(key)
@@ -189,7 +189,7 @@ _LOCAL_PART = re.compile(r"[A-Za-z0-9._%+-]+$")
 
 
 def _whole(match: re.Match[str]) -> str:
-    """Return a match with the local part of an address, which the pattern omits for speed."""
+    """Extend a match by the address's part before the @, which the pattern omits for speed."""
     if match[0][0] != "@":
         return match[0]
     local = _LOCAL_PART.search(match.string[max(0, match.start() - 64) : match.start()])

@@ -16,16 +16,16 @@ class Score:
 
     reward: float
     success: bool
-    """Whether the final answer is correct; for a format reward, whether the format holds."""
+    """Whether the final answer is correct; for a format reward, whether the format is correct."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts, unweighted, so that a change of weights does not change what is logged."""
+    """The unweighted parts, so that logged values do not depend on the weights."""
     attempted: bool = True
     """Whether the completion has a final answer, correct or not, that can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a reward function may know besides prompt and text."""
+    """Information for a reward function besides prompt and text."""
 
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
@@ -48,17 +48,17 @@ class Reward(Protocol):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward it returns."""
+        """The lowest and the highest reward that it can return."""
         return 0.0, 1.0
 
     @property
     def quick(self) -> bool:
-        """Whether it takes at most milliseconds for any text, and therefore needs no time limit."""
+        """Whether scoring any text takes at most milliseconds, and needs no time limit."""
         return True
 
     @property
     def version(self) -> int:
-        """Increases when the meaning of its numbers changes."""
+        """Version of the reward, increased when the meaning of its scores changes."""
         return 1
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -71,6 +71,6 @@ def max_seconds(reward: Reward) -> float:
 
 
 def check_option(holds: bool, message: str) -> None:
-    """Raise ConfigError with this message unless a condition on a reward's options holds."""
+    """Raise ConfigError with this message if a condition on a reward's options is false."""
     if not holds:
         raise ConfigError(f"reward: {message}")

@@ -60,7 +60,7 @@ def code(
     early_format: float = 0.0,
     unsafe: bool = False,
 ) -> Mix:
-    """Programs: the share of tests passed in a sandbox. `unsafe`: run without the sandbox."""
+    """Programs: the fraction of tests passed in a sandbox. `unsafe` runs without the sandbox."""
     parts = _parts(CodeTests(unsafe=unsafe), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -92,7 +92,7 @@ def retrieval(
     sources: int = 2,
     judge: Mapping[str, Any] | None = None,
 ) -> Mix:
-    """Answers from sources: Answers with citations: `format` asks for at least `sources` of them.
+    """Answers with citations: `format` requires at least `sources` of them.
 
     Accuracy is the similarity to the target. `judge`, a table with `base_url` and `model`, gives
     half of the weight of accuracy to an LLM judge. It is not gated by default: a correct answer
@@ -122,7 +122,7 @@ def _mix(
     if early_format > 0:
         moved = early_format - weights["format"]
         early = {**weights, "format": early_format, "accuracy": weights["accuracy"] - moved}
-    if "judge" in parts:  # it gets half of the weight of accuracy
+    if "judge" in parts:  # the judge gets half of the weight of accuracy
         for each in filter(None, (weights, early)):
             each["accuracy"] = each["judge"] = each["accuracy"] / 2
     return Mix(

@@ -33,7 +33,7 @@ def tag_contents(text: str, tag: str) -> list[str]:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Whether a completion gives different final answers, which counts as no answer.
+    """Whether a completion gives several different final answers, which count as no answer.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)
@@ -42,7 +42,7 @@ def answers_differ(answers: Iterable[str]) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the thinking; nothing if the thinking is not closed.
+    """Return the text after the thinking; empty if the thinking is not closed.
 
     >>> after_thinking("<think>3 or 4?</think> 4"), after_thinking("<think>4")
     (' 4', '')
@@ -66,7 +66,7 @@ def count_words(text: str) -> int:
 
 
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Split at tags that each open and close once, in this order: (outside, contents).
+    """Split at tags that each open and close once, in this order; return (outside, contents).
 
     The result is None if a tag is missing, repeated, nested or out of order.
 

@@ -35,7 +35,7 @@ class ExactText(Reward):
 
     ignore_case: bool = False
     ignore_blanks: bool = True
-    """Whether any whitespace between words counts as one space."""
+    """Whether any amount of whitespace between words equals one space."""
     ignore_punctuation: bool = False
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -74,9 +74,9 @@ def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
 
 
 def letter_similarity(answer: str, target: str) -> float:
-    """Return 2 L / (length + length), with L the longest common subsequence of letters.
+    """Return 2 L / (length + length), with L the length of the longest common subsequence.
 
-    This is 1 minus the share of letters to delete or insert. L is computed row by row, with each
+    This is 1 minus the fraction of letters to delete or insert. L is computed row by row, with each
     row in the bits of one integer (Hyyrö 2004).
 
     >>> letter_similarity("kitten", "sitting")
@@ -104,7 +104,7 @@ class FuzzyText(Reward):
     """
 
     threshold: float = 0.9
-    """The similarity from which the completion is a success."""
+    """Minimum similarity of a successful completion."""
 
     def __post_init__(self) -> None:
         check_option(

@@ -15,10 +15,10 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,6})?
 
 
 def parse_think_answer(text: str) -> str | None:
-    """Return the text between the answer tags, or None if the format does not hold.
+    """Return the text between the answer tags, or None if the format is wrong.
 
-    The format holds if the completion is one non-empty `<think>` part followed by one non-empty
-    `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break it.
+    The format is correct if the completion is one non-empty `<think>` part followed by one
+    non-empty `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break it.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'
@@ -68,7 +68,7 @@ class ThinkAnswer(Reward):
         answer = parse_think_answer(text)
         well_formed = answer is not None
         success = answer is not None and same_answer(answer, prompt.target.strip())
-        # The factor is slow to compute, so only rewarded completions get it.
+        # The factor is slow to compute, so it is computed only for correct completions.
         factor = robust_factor(text) if success and self.robust else 1.0
         return Score(
             reward=self.correct * success * factor + self.format * well_formed,

@@ -50,7 +50,7 @@ def parse_call(text: str) -> Call | None:
 
 
 def only_call(text: str) -> Call | None:
-    """Return the only call after the thinking, with or without tags; None if there are more."""
+    """Return the only call after the thinking, with or without tags; None for several calls."""
     rest = after_thinking(text)
     tags = rest.count("<tool_call>")
     calls = tag_contents(rest, "tool_call") if tags else [rest]
@@ -96,7 +96,7 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether names occur literally in the text: Python reads full-width letters as plain ones."""
+    """Whether names occur literally in the text, because Python normalises full-width letters."""
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
     return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
 
@@ -169,12 +169,13 @@ def _expected(prompt: Prompt) -> Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(Reward):
-    """`tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
+    """A score of `tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
 
     Arguments count only with the correct tool; otherwise `{}` would earn half the reward for any
     tool without arguments. Exactly one call is expected. Several calls, or a call that cannot be
-    parsed, score 0, so that it does not pay to call every tool. With `partial`, the arguments score
-    the share of correct ones among all given or expected ones; otherwise all must be correct.
+    parsed, score 0, so that it does not pay to call every tool. With `partial`, the score of the
+    arguments is the fraction that is correct, of all given or expected arguments. Otherwise all
+    must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), else `prompt.target`. Positional
     arguments get the names in `prompt.info["parameters"]`, in order; without it they are wrong.

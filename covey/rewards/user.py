@@ -36,7 +36,7 @@ class _GroupReward:
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; None for one that cannot be scored."""
+        """Score the completions of one prompt; an entry is None if it cannot be scored."""
         raise NotImplementedError
 
 
@@ -57,13 +57,13 @@ class UserFunction(_GroupReward):
             of parts whose sum is the reward.
     TRL     `f(completions, **columns)`, async or not, returns a list of numbers. It is called once
             per group. Columns are lists: `prompts`, `completion_ids` (tokens), `target`, and every
-            column of the data by its name. `answer` is the target too, unless the data has an
-            `answer` of its own. `trainer_state` has `global_step` and `max_steps`. A function
-            without `**columns` gets those that it names.
+            column of the data by its name. `answer` is the target too, unless the data has
+            its own column `answer`. `trainer_state` has `global_step` and `max_steps`. A function
+            without `**columns` gets only the columns that it names.
 
-    `None` instead of a number means that the completion cannot be scored; with `skips_none`, that
-    the function does not score it. A completion with a reward of at least `success_at` is a
-    success.
+    `None` instead of a number means that the completion cannot be scored. With `skips_none`, it
+    means that this function does not apply to the completion. A completion with a reward of at
+    least `success_at` is a success.
     """
 
     function: Callable[..., Any]
@@ -105,11 +105,11 @@ class UserFunction(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; None for one that cannot be scored."""
+        """Score the completions of one prompt; an entry is None if it cannot be scored."""
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
-        # A notebook's event loop is running, and a thread has at most one.
+        # In a notebook this thread already runs an event loop, and it can have only one.
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(lambda: asyncio.run(work())).result()
 
@@ -233,7 +233,7 @@ class WeightedFunctions(_GroupReward):
     functions: Mapping[str, UserFunction]
     weights: Mapping[str, float]
     skips_none: bool = False
-    """As in TRL, a function that returns None does not count for that completion."""
+    """Whether, as in TRL, a function that returns None is ignored for that completion."""
 
     takes_call: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)

@@ -1,4 +1,4 @@
-"""Isolation of untrusted programs and of text that models wrote. No torch here."""
+"""Isolation of untrusted programs and of text that models wrote. Does not import torch."""
 
 from covey.sandbox.limits import Case, Limits, Outcome
 from covey.sandbox.program import require_isolation, run_program

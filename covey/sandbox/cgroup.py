@@ -1,11 +1,11 @@
 """A control group (cgroup v2) for each sandbox, if the machine allows it.
 
-The kernel then counts all memory of a sandbox at all times, including kernel memory for pipes,
-sockets and files. Without a cgroup, the harness polls the memory that it can see.
+With a cgroup, the kernel counts all memory of a sandbox, including kernel memory for pipes, sockets
+and files. Without a cgroup, the harness polls the memory that it can see.
 
-A group needs a writable directory of the hierarchy that delegates the memory and pids controllers.
-Root has one; other users get one in a delegated scope (`systemd-run --user --scope -p Delegate=yes
-covey ...`).
+A cgroup needs a writable directory in the cgroup hierarchy, with the memory and pids controllers
+delegated. Root has one; other users get one in a delegated scope (`systemd-run --user
+--scope -p Delegate=yes covey ...`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parent_here() -> Path | None:
         )
         if found is not None:
             sweep(found)
-            with group(Limits(), found):  # a test
+            with group(Limits(), found):  # test whether a group can be made
                 pass
     except (OSError, RewardError):
         return None
@@ -92,8 +92,8 @@ def parent_here() -> Path | None:
 def find_parent(mountinfo: str, membership: str) -> Path | None:
     """Find a directory where groups with limits can be made, from our own group upwards.
 
-    A group above is used only if no group below it has limits: a process that leaves a group also
-    leaves its limits.
+    A parent group is used only if no group between it and ours has limits, because a process that
+    leaves a group escapes its limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -176,7 +176,7 @@ def _make(parent: Path) -> tuple[Path, int]:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # another process swept it before we locked it
+            continue  # another process removed it before we locked it
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return folder, lock

@@ -1,11 +1,12 @@
 """The harness: the first process in the sandbox, which runs the program in one child per case.
 
-It is compiled outside and sent into the sandbox with the job, so it cannot import the package. It
+It is compiled outside the sandbox and sent in with the job, so it cannot import the package. It
 imports only fast modules (hence `_json` and `_signal`), because every program gets its own sandbox.
 It never runs the program itself. It does not know the expected results, so a program cannot steal
 them here.
 
-As process 1 of its namespace, it receives no signals from inside, and all processes die with it.
+As process 1 of its namespace, it receives no signals from other processes in the namespace, and all
+of them die with it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ READY = b"ready\n"
 TICK = 20
 """The milliseconds between checks of the total memory."""
 FILES = 10_000
-"""The most files: even an empty file takes memory that no size limit counts."""
+"""Maximum number of files, because even an empty file takes memory that no size limit counts."""
 Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
     """Run every case, and report each as a line of numbers followed by its outputs."""
-    compile("0", "<warm>", "eval")  # the first call is slow: make it before forking
-    gc.freeze()  # untouched objects are not copied into children
+    compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
+    gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
     report = os.dup(1)
     if job["uid"] is not None:
@@ -61,7 +62,7 @@ def main(job: dict[str, Any]) -> None:
         write_all(report, line.encode() + b"".join(outputs))
         if job["isolated"]:
             empty(job["place"])
-    os._exit(0)  # a normal exit would only take longer
+    os._exit(0)  # a normal exit would take longer
 
 
 def become(uid: int) -> None:
@@ -79,7 +80,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 class Watch:
-    """The pipes of a child: feeds its input, and keeps its outputs up to the limit."""
+    """The pipes of a child. Writes its input, and keeps its outputs up to the limit."""
 
     def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
         (reads, self.stdin), *outputs = pipes
@@ -92,7 +93,7 @@ class Watch:
         self.poll.register(report, 0)
         for output, writes in outputs:
             os.close(writes)
-            os.set_blocking(output, False)  # a child may read its own output before us
+            os.set_blocking(output, False)  # a child may have read its own output before us
             self.poll.register(output, select.POLLIN)
         os.set_blocking(self.stdin, False)
         self.poll.register(self.stdin, select.POLLOUT)
@@ -102,7 +103,7 @@ class Watch:
         events = self.poll.poll(milliseconds)
         for file, _ in events:
             if file == self.report:
-                os._exit(1)  # the parent is gone and cannot end us
+                os._exit(1)  # the parent has died and cannot end this process
             elif file == self.stdin:
                 self._feed()
             else:
@@ -206,7 +207,7 @@ def end_all(child: int, isolated: bool) -> int:
 
 
 def uses_too_much(job: dict[str, Any]) -> bool:
-    """Return whether all processes together use too much memory: rlimits are per process."""
+    """Return whether all processes together use too much memory; rlimits count per process."""
     disk = os.statvfs(job["place"])
     if disk.f_files - disk.f_ffree > FILES:
         return True
@@ -256,7 +257,7 @@ def empty(place: str) -> None:
                     os.rename(inner, f"{place}/moved-{moved}")
                 os.rmdir(folder)
     except OSError:
-        return  # a program that causes this only harms its own next case
+        return  # a program that causes this harms only its own next case
 
 
 def remove_files(folder: str) -> list[str]:
@@ -301,12 +302,12 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
     """Run the program, then evaluate the call, if any, and send its value."""
-    if not job["isolated"]:  # nothing removes the files of a case there
+    if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
         os.chdir(str(number))
     sys.path += job["paths"]
     sys.argv = ["answer.py"]
-    for name in ("exit", "quit"):  # normally from `site`, which is slow to import
+    for name in ("exit", "quit"):  # normally defined by `site`, which is slow to import
         setattr(builtins, name, sys.exit)
     call = job["cases"][number]["call"]
     name = "__main__" if call is None else "answer"
@@ -337,7 +338,7 @@ def set_limits(job: dict[str, Any]) -> None:
         "CORE": 1,  # with 0 the kernel would still start a crash reporter
     }
     if job["isolated"]:
-        # One more, for the harness itself.
+        # One more process, for the harness itself.
         limits |= {"NPROC": job["processes"] + 1, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 1000}
     for name, limit in limits.items():
         try:

@@ -1,11 +1,11 @@
 """The bubblewrap command line that isolates a process.
 
-For an ordinary user, bubblewrap makes a user namespace with its own count of processes. For root,
-the process limit does not apply, even in a user namespace. So root gets no user namespace.
-bubblewrap keeps only the right to change users, and the harness uses that right to switch to a
-separate user id. The id must be unique, because the limit counts all processes of a user on the
-machine. If root can switch to no other id, as in some containers, it is treated as an ordinary
-user.
+For an ordinary user, bubblewrap creates a user namespace, in which processes are counted
+separately. Process limits do not apply to root, even in a user namespace. So root gets no user
+namespace. bubblewrap keeps only the right to change users, and the harness uses that right to
+switch to a separate user id. The id must be unique, because the limit counts all processes of a
+user on the machine. If root can switch to no other id, as in some containers, it is treated as an
+ordinary user.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
 """/dev/zero is missing, because its shared mappings are memory that no limit counts."""
 _LAST_PIECE = 64 << 10
-"""The most that a socket takes beyond its buffer: it accepts a piece while it is not full."""
+"""Maximum bytes that a socket takes beyond its buffer, which accepts data until it is full."""
 _ENTER = """
 { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
 [ -z "$1" ] || echo $$ >"$1/cgroup.procs" || exit 1
@@ -82,7 +82,7 @@ def entering(group: Path | None) -> list[str]:
 
 @cache
 def socket_bytes() -> int:
-    """Return the most kernel memory for unread data of one socket."""
+    """Return the maximum kernel memory for the unread data of one socket."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/proc/sys/net/core/wmem_default").read_text()) + _LAST_PIECE
     return 212_992 + _LAST_PIECE
@@ -146,13 +146,13 @@ def _packages(seen: list[str]) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Make the parent directories of a path: bubblewrap would hide them from other users."""
+    """Create a path's parent directories, which bubblewrap would make unreadable for others."""
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
 
 
 def _own_files(file_bytes: int) -> list[str]:
-    """Mount private processes, devices and temporary files."""
+    """Mount a private /proc, /dev and temporary directory."""
     arguments = ["--proc", "/proc", *_parents("/dev/null")]
     # The harness is process 1. Its directory gives access to its memory.
     arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]

@@ -14,7 +14,7 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 class Limits:
     """Resource limits.
 
-    Limits on time and output apply to each case, the other limits at any moment.
+    Limits on time and output apply to each case. The other limits apply at any moment.
     """
 
     cpu_seconds: int = 4
@@ -25,7 +25,7 @@ class Limits:
     memory_bytes: int = 512 << 20
     """The memory limit of each process; in isolation, also of all processes and sockets."""
     processes: int = 32
-    """Includes threads. The limit on processes, which is enforced only in isolation."""
+    """Maximum number of processes and threads, enforced only in isolation."""
     file_bytes: int = 16 << 20
     """The size limit of each file; in isolation, also of all files together."""
     output_bytes: int = 1 << 20

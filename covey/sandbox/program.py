@@ -32,7 +32,8 @@ _BOOTSTRAP = (
     "names['main'](job)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
-"""-I is missing, because it ignores PYTHONHASHSEED, which fixes the order of sets."""
+"""Options of the interpreter. -I is missing, because with it Python ignores PYTHONHASHSEED,
+which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
@@ -158,7 +159,7 @@ def _filter_file() -> Iterator[int]:
 
 
 def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tuple[bytes, bytes]:
-    """Return both outputs of the harness: `most` bytes, until `seconds` after it is ready."""
+    """Return stdout and stderr of the harness: at most `most` bytes, for `seconds` once ready."""
     assert process.stdout
     assert process.stderr
     received: dict[IO[bytes], bytearray] = {
@@ -187,7 +188,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the sandbox. All processes of the sandbox die with the first one."""
     for pipe in (process.stdout, process.stderr):
         if pipe:
-            pipe.close()  # a harness that is still alive then exits
+            pipe.close()  # makes a harness that is still alive exit
     if process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         with contextlib.suppress(OSError):

@@ -29,12 +29,12 @@ from covey.sandbox.program import _FLAGS, _end, _filter_file
 LIMITS = Limits(
     cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20
 )
-"""Limits of one text. CPU time is the tightest, because a busy machine must not change a score."""
+"""Limits of one text. CPU time is the tightest limit, so that machine load changes no score."""
 LONGEST = LIMITS.wall_seconds + 1.0
-"""The most seconds that one text may take."""
+"""Maximum seconds for one text."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Huge pages of 2 MiB make a fork faster: it copies the page table, which is then much smaller.
+"""Huge pages of 2 MiB make a fork faster, because it copies the page table, which is then smaller.
 Only glibc's own allocator requests them. On a machine without huge pages this has no effect."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
@@ -56,7 +56,7 @@ _OWN_MODULES = ("covey.sandbox.harness", "covey.sandbox.server")
 
 
 class _GoneError(Exception):
-    """The sandbox has ended."""
+    """Raised if the sandbox has ended."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Sandboxed:
 
     modules: tuple[str, ...]
     unsafe: bool = False
-    """Run without isolation, as an ordinary process of this user."""
+    """Whether to run without isolation, as an ordinary process of this user."""
     limits: Limits = LIMITS
 
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -165,7 +165,7 @@ class Sandboxed:
                 start_new_session=True,
             )
         assert process.stdin
-        with contextlib.suppress(OSError):  # if it has ended, the missing reply shows that
+        with contextlib.suppress(OSError):  # reading the reply detects an ended sandbox
             process.stdin.write(len(first).to_bytes(4, "big") + first)
             process.stdin.flush()
         return process
@@ -188,7 +188,7 @@ def _code(name: str) -> Any:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the next line, or nothing after a timeout. Raises _GoneError at end of file."""
+    """Return the next line, or empty bytes after a timeout. Raises _GoneError at end of file."""
     assert process.stdout
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)

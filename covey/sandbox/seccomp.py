@@ -2,7 +2,7 @@
 
 The filter closes gaps that namespaces and limits leave open. It is an allow-list: every other call
 fails. This blocks memory that no limit counts (memfd, System V objects, message queues, anonymous
-shared memory), sockets that reach out, and the parts of the kernel that programs do not need.
+shared memory), network sockets, and the parts of the kernel that programs do not need.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _checks() -> dict[str, list[Step]]:
     """Return the argument checks of each call. Every branch ends with a return."""
     for_others = [_argument(0), *_unless(_HARNESS)]
     return {
-        # No new namespaces: in them a program has capabilities, and so more kernel to attack.
+        # No new namespaces, because a program has capabilities there and could attack the kernel.
         "clone": [_argument(0), (_AND, 0, 0, _NEW_NAMESPACES), *_only(0)],
         # Anonymous shared memory belongs to no process: it can outlive every mapping, and then
         # no limit counts it. Huge pages are not counted either.
@@ -95,7 +95,7 @@ def _checks() -> dict[str, list[Step]]:
 
 
 def _argument(number: int) -> Step:
-    """Load the low 32 bits of an argument, which is all that the checked calls use."""
+    """Load the low 32 bits of an argument. The checked calls use no other bits."""
     return (_LOAD, 0, 0, 16 + 8 * number)
 
 

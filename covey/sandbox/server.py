@@ -28,7 +28,7 @@ READY = b"ready\n"
 NO_SCORE = b"none\n"
 FAILED = b"failed "
 MOST_REPLY = 64
-"""The most bytes of a score: more than any float between 0 and 1 needs."""
+"""Maximum bytes of a score, more than any float between 0 and 1 needs."""
 
 
 def main(job: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def main(job: dict[str, Any]) -> None:
     module = importlib.import_module(job["module"])
     module.load()
     gc.collect()
-    gc.freeze()  # untouched objects are not copied into children
+    gc.freeze()  # the GC skips these objects, so children share their memory
     write_all(replies, READY)
     while request := read_frame(0):
         trusted, text = pickle.loads(request)
@@ -89,7 +89,7 @@ def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: in
 
 
 def listen(file: int, deadline: float, replies: int) -> bytes:
-    """Return a child's output; nothing if it is too long or too late."""
+    """Return a child's output; empty bytes if it is too long or too late."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     poll.register(replies, 0)
@@ -100,7 +100,7 @@ def listen(file: int, deadline: float, replies: int) -> bytes:
         if not events:
             return b""
         if events[0][0] == replies:
-            os._exit(1)  # the client is gone
+            os._exit(1)  # the client has closed the connection
         data = os.read(file, MOST_REPLY)
         if not data:
             return said

@@ -68,7 +68,7 @@ clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/4
 These calls fail with ENOSYS, so that the libraries use older calls.
 """
 NEWER = 453
-"""Calls from this number on are newer than this table, and fail with ENOSYS too."""
+"""Calls with this number or a higher one are newer than this table; they fail with ENOSYS too."""
 
 
 def numbers(table: str, column: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A unique user id for each sandbox that root starts, because process limits count per user.
 
-Workers do not know of each other, so a worker takes an id by locking its byte in a shared file. The
-kernel releases the lock when the holder ends, in any way. Containers that share user ids but no
+Workers do not communicate, so a worker reserves an id by locking a byte of a shared file. The
+kernel releases the lock however the holder ends. Containers that share user ids but no
 files cannot see each other's locks; a random choice among many ids makes collisions unlikely.
 """
 
@@ -103,7 +103,7 @@ def _open_locks(folders: Sequence[str]) -> int:
         found = os.fstat(file)
         if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
             return file
-        os.close(file)  # its owner could take every lock
+        os.close(file)  # another user who owns it could take every lock
     raise RewardError(f"sandbox: cannot make a lock file in any of {', '.join(folders)}")
 
 

@@ -1,7 +1,7 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
-A result is untrusted JSON. The expected value drives the comparison: nothing larger or deeper than
-the expected value is built, and no object of the program takes part.
+A result is untrusted JSON. The comparison follows the structure of the expected value, so it builds
+nothing larger or deeper than that. It uses no object of the program.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from fractions import Fraction
 from typing import Any
 
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
-"""Tolerances for an expected float: relative, and absolute only if 0 is expected.
+"""Tolerances for an expected float: the relative one, and the absolute one if 0 is expected.
 
-With an absolute tolerance for other values, 0 would pass for every small number.
+With an absolute tolerance for other values, a result of 0 would equal every small number.
 """
 _MOST_BITS = 4096
-"""The most bits of a numerator or denominator: reducing a fraction takes quadratic time."""
+"""Maximum bits of a numerator or denominator, because reducing fractions is quadratic."""
 _MOST_IN_A_KEY = 1000
-"""The most items of a set in a key: colliding hashes make building a set quadratic."""
+"""Maximum items of a set, because building a set takes quadratic time if hashes collide."""
 
 
 def read_expected(text: str) -> object:

@@ -2,7 +2,7 @@
 
 A problem starts with a two-digit number and adds or subtracts single digits (3 to 9); every partial
 result lies between 0 and 99. One sum in six is held out: no training problem contains it at any
-step, and held-out problems contain only such sums. So held-out accuracy measures arithmetic on
+step, and held-out problems contain only held-out sums. So held-out accuracy measures arithmetic on
 number pairs that no training problem contains. The embedded model was trained for this task.
 """
 
@@ -41,7 +41,7 @@ class Sum:
 
     @property
     def carries(self) -> bool:
-        """Whether the tens change by a carry or a borrow."""
+        """Whether the tens digit changes by a carry or a borrow."""
         units, other = self.left % 10, self.right % 10
         return units + other > 9 if self.operator == "+" else units < other
 
@@ -53,7 +53,7 @@ class Sum:
 
 @cache
 def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
-    """Return all sums with a result between 0 and 99, by their left number."""
+    """Return all sums with a result between 0 and 99, grouped by their left operand."""
     table = {}
     for left in range(100):
         sums = (Sum(left, operator, right) for operator in "+-" for right in DIGITS)
@@ -104,7 +104,7 @@ def parse_prompt(text: str) -> list[Sum]:
 
 
 def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
-    """Return problem `index` of a split; it depends only on these three arguments."""
+    """Return problem `index` of a split. The problem depends only on the three arguments."""
     low, high = operations
     name = f"arithmetic/{split}/{low}-{high}/{index}"
     random = Random(name)

@@ -17,7 +17,7 @@ INSTRUCTION = (
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """Write a problem as the prompt shows it: the problem, the form of a solution, examples."""
+    """Write the prompt of a problem: the problem, the required form of a solution, and examples."""
     if row["signature"]:
         examples = "\n".join(f"    {e['call']} -> {e['expected']}" for e in row["examples"])
         form = f"Write it as a Python function:\n\n    {row['signature']}"
@@ -38,11 +38,11 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """48 small problems; a fixed quarter is held out.
+    """48 small programming problems; a fixed quarter is held out.
 
-    `info["tests"]` holds {call, expected} for functions, with expected as a Python literal, and
-    {stdin, stdout} for programs. The examples in the prompt are not among the tests. The target is
-    the name of the function or of the problem.
+    `info["tests"]` is a list of {call, expected} for functions, with expected as a Python literal,
+    or of {stdin, stdout} for programs. The examples in the prompt are not among the tests. The
+    target is the name of the function or of the problem.
     """
 
     system: str = ""

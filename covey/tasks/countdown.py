@@ -1,10 +1,10 @@
-"""The `countdown` task: make a number out of others, such as 27 out of 3, 5 and 12: `12 + 5 * 3`.
+"""The `countdown` task: reach a target with given numbers, such as 27 = 12 + 5 * 3.
 
-Every problem has a solution, because it is made from one: pairs of numbers are joined with + - * /
-until one number is left, which is the target. All results are positive integers.
+Every problem has a solution, because it is generated from one. The generator joins pairs of numbers
+with + - * / until one number is left, which is the target. All results are positive integers.
 
-Training and held-out problems never share both numbers and target: a hash of the two decides the
-split, whatever the order of the numbers.
+A hash of the sorted numbers and the target decides the split. So training and held-out problems
+never share both numbers and target.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Term:
     operator: str = ""
 
     def within(self, operator: str, right: bool) -> str:
-        """Write it as one side of `operator`, in parentheses only if they are needed."""
+        """Write the expression as an operand of `operator`, in parentheses only if needed."""
         below_product = self.operator in ("+", "-") and operator in ("*", "/")
         regroups = right and (operator, self.operator) in REGROUPING
         return f"({self.text})" if below_product or regroups else self.text

@@ -27,7 +27,7 @@ class DatasetTask:
     training: Sequence[Prompt]
     evaluation: Sequence[Prompt]
     conversational: bool = False
-    """Whether prompts are lists of messages; reward functions then get such completions."""
+    """Whether prompts are lists of messages. Reward functions then get completions as messages."""
     name: str = NAME
 
     def train(self) -> Sequence[Prompt]:
@@ -44,7 +44,7 @@ def dataset_task(
 ) -> DatasetTask:
     """Make a task of rows with `prompt` (text or messages), optionally `target`, and other columns.
 
-    Without `held_out`, one row in ten is held out, and at least one. A hash of the row's number
+    Without `held_out`, one row in ten is held out, and at least one. A hash of the row's index
     decides, so the choice does not depend on the other rows.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
@@ -62,7 +62,7 @@ def dataset_task(
 
 
 def _is_conversational(rows: Sequence[Mapping[str, Any]] | str | Path) -> bool:
-    """Whether the first row has its prompt as messages."""
+    """Whether the prompt of the first row is a list of messages."""
     lines = (row for _, _, row in json_lines(Path(rows))) if isinstance(rows, str | Path) else rows
     first = next(iter(lines), {})
     column = next((name for name in PROMPT_COLUMNS if name in first), "")

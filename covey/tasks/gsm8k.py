@@ -19,7 +19,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 def read_solution(text: str) -> tuple[str, str] | None:
-    """Split a worked solution into its text and its final answer, or return None if it has none.
+    """Split a worked solution into text and final answer; return None if it has no final answer.
 
     Calculator annotations and thousands separators are removed.
 
@@ -33,7 +33,7 @@ def read_solution(text: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gsm8k:
-    """Grade school word problems, from the Hub or from local files of the same form.
+    """Grade school word problems, from the Hub or from local files in the same format.
 
     `train_file` and `held_out_file` are JSON Lines with `question` and `answer`. Without them, the
     splits `train` and `test` of openai/gsm8k are used. `instruction` follows each prompt.

@@ -15,7 +15,7 @@ from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""Options of `load_dataset`: in CSV an empty cell is a missing value; NA and None are text."""
+"""Options of `load_dataset`: in CSV only an empty cell is a missing value; NA and None are text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
@@ -25,7 +25,7 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
     """
     local = Path(path)
     if not local.exists():
-        offline_if_unreachable()  # before datasets is imported, which reads the setting
+        offline_if_unreachable()  # set before datasets is imported, which reads the setting
     datasets = require_module("datasets")
     try:
         if local.is_file():
@@ -49,7 +49,7 @@ def _why(error: Exception) -> str:
 
 
 def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[NumberedRow]:
-    """Number the rows of one split from 0."""
+    """Yield the rows of one split with their indices, from 0."""
     if split not in splits:
         raise DataError(f"task: {source} has no split {split!r}{nearest(split, splits)}")
     for number, row in enumerate(splits[split]):

@@ -1,9 +1,9 @@
 """The `instructions` task: a request to write something, with verifiable instructions (IFEval).
 
 A prompt asks for a text about a topic and gives one to `most` instructions of the 25 that IFEval
-publishes (arXiv 2311.07911), in our words. `info` has them as google/IFEval does: the names in
-`instruction_id_list`, their arguments in `kwargs`. Held-out prompts have other topics than training
-prompts.
+publishes (arXiv 2311.07911), in our words. `info` has the columns of google/IFEval: the names of
+the instructions in `instruction_id_list`, and their arguments in `kwargs`. Held-out prompts have
+other topics than training prompts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORDS = ("simple", "careful", "river", "market", "light", "story", "friend", "ga
 ENDINGS = ("That is all for today.", "Let me know what you think.", "And so it goes on.")
 
 Made = tuple[str, dict[str, Any]]
-"""What the prompt says, and the arguments."""
+"""An instruction as written in the prompt, and its arguments."""
 
 
 def _relation(chance: Random, low: int, high: int) -> tuple[str, int]:
@@ -170,13 +170,13 @@ MAKERS: Mapping[str, Callable[[Random], Made]] = MappingProxyType(
         "punctuation:no_comma": _plain("Use no commas."),
     }
 )
-"""The instructions that can be asked of any request. The three others need a request of their own:
-a choice between answers, another language, and the request repeated."""
+"""The instructions that can be combined with any request. The other three need a special request: a
+choice between answers, another language, and the request repeated."""
 
 APART: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        # Of each line, a prompt has one at most: together they may be impossible.
+        # A prompt has at most one instruction of each line, because two may contradict each other.
         "length_constraints:number_words length_constraints:number_sentences",
         "length_constraints:number_paragraphs length_constraints:nth_paragraph_first_word"
         " combination:two_responses detectable_format:multiple_sections"
@@ -226,7 +226,7 @@ class Instructions(GeneratedTask):
 
 
 def _together(chance: Random, count: int) -> list[str]:
-    """Return names of instructions that can all be followed."""
+    """Return names of instructions that do not contradict each other."""
     names: list[str] = []
     for name in chance.sample(list(MAKERS), len(MAKERS)):
         if len(names) < count and not any(name in s and s & set(names) for s in APART):

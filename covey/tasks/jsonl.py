@@ -52,7 +52,7 @@ class Jsonl(RowReader):
 def json_lines(path: Path) -> Iterator[NumberedRow]:
     """Read a file of JSON objects.
 
-    Blank lines are skipped; for a line that is not an object, return what is wrong with it.
+    Blank lines are skipped. For a line that is not an object, an error text is returned.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -64,7 +64,7 @@ def json_lines(path: Path) -> Iterator[NumberedRow]:
 
 
 def json_object(line: str) -> Row | str:
-    """Parse one line, or return what is wrong with it.
+    """Parse one line, or return an error text that says what is wrong with it.
 
     >>> json_object('{"a": 1}'), json_object("[1]")
     ({'a': 1}, 'is not an object but list')

@@ -1,8 +1,8 @@
-"""The `library` task: questions about a made-up country, which only its documents can answer.
+"""The `library` task: questions about an invented country, answered only by its documents.
 
-The country has towns, each with a building, and people, each born in a town. One document is about
-one town or one person. A question of one hop needs one document. A question of two hops needs two:
-the first document names the second. No model can know the answers.
+The country has towns, each with a building, and people, each born in a town. A document describes
+one town or one person. A one-hop question needs one document. A two-hop question needs two
+documents: the first names the subject of the second. No model can know the answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRADES = ("architect", "engineer", "carpenter", "mason", "painter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
-    """Someone who built buildings, and where they were born."""
+    """A person who built buildings, with the town of birth."""
 
     name: str
     trade: str

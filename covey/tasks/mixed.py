@@ -34,9 +34,9 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a block as (part, rank): rank r is the r-th prompt of that part in the block.
+    """Return a block as a list of (part, rank), where rank counts the part's prompts in the block.
 
-    Each part is spread evenly: its prompt r of n is at (r + 1/2) / n of the block.
+    Each part is spread evenly: prompt r of its n prompts is at position (r + 1/2) / n.
 
     >>> pattern([3, 1])
     [(0, 0), (0, 1), (1, 0), (0, 2)]
@@ -55,8 +55,8 @@ class Mixed:
 
     `name` defaults to the key, `weight` to 1. Training prompts come in blocks that contain the
     parts in proportion to their weights. There are enough blocks for every prompt of every part. A
-    part that runs out earlier starts again, and its ids then end in `~1`, `~2` and so on. The
-    held-out prompts are those of all parts, one part after the other.
+    part that runs out of prompts earlier starts again, and its ids then end in `~1`, `~2` and so
+    on. The held-out prompts are those of all parts, one part after the other.
 
     Prompts keep the name of their task, so rewards can depend on it. Their ids get the part's key
     as a prefix, unless they already have it.

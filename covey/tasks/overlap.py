@@ -1,4 +1,4 @@
-"""Held-out prompts that are training prompts too: they would measure memorization."""
+"""Finds held-out prompts that are training prompts too, which would measure memorization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from covey.types import Prompt
 
 
 def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """Return the held-out prompts with the text of a training prompt."""
+    """Return the held-out prompts whose text equals that of a training prompt."""
     texts = {_text(prompt) for prompt in train}
     return [prompt for prompt in held_out if _text(prompt) in texts]
 

@@ -1,6 +1,6 @@
 """The `products` task: products of two numbers, such as `472*839?`, for models with a calculator.
 
-A hash of the two numbers decides the split, so that no held-out product is ever trained.
+A hash of the two numbers decides the split, so no held-out product is a training prompt.
 """
 
 from __future__ import annotations

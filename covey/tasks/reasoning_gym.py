@@ -1,12 +1,12 @@
 """The `reasoning_gym` task: procedural datasets of the reasoning_gym package and their scorers.
 
 A hash of the question decides the split of a problem, so that training and held-out problems never
-overlap, however few questions a dataset has. If problem i falls in the other split, it is drawn
-again with another seed.
+overlap, even if a dataset has few questions. If problem i belongs to the other split, it is
+generated again with another seed.
 
 Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set. Covey refuses them if it is not set. The prompt also carries the
-entry, so scores are correct in every process.
+unless PYTHONHASHSEED is set. If it is not set, Covey refuses these datasets. The prompt also
+contains the dataset entry, so scores are correct in every process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
 """How many seeds to try.
 
-They are MAX_SIZE apart, because entry i uses seed + i, and below 2**32.
+Seeds are MAX_SIZE apart, because entry i uses seed + i. All seeds are below 2**32.
 """
 
 EXAMPLES = {
@@ -87,7 +87,7 @@ def _created(source: Source) -> Any:
 
 
 def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
-    """Create a dataset of reasoning_gym, or return the cached one."""
+    """Return a dataset of reasoning_gym, created or from the cache."""
     key = repr(sorted(options.items()))
     return _created(Source(dataset=dataset, seed=seed, size=size, options=options, key=key))
 
@@ -136,9 +136,9 @@ def plain(value: Any) -> Any:
 class ReasoningGym(GeneratedTask):
     """Problems of one dataset of reasoning_gym, such as chain_sum.
 
-    `options` are those of the dataset: `{min_terms = 2, max_terms = 3}`. `instruction` follows each
-    prompt. The target is the dataset's answer, or empty if many are correct; the reward
-    `reasoning_gym` calls the dataset's scorer.
+    `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. `instruction`
+    follows each prompt. The target is the dataset's answer, or empty if many answers are correct.
+    The reward `reasoning_gym` calls the dataset's scorer.
     """
 
     dataset: str

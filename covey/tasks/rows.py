@@ -19,32 +19,32 @@ TARGET_COLUMNS = ("target", "answer")
 EXACT_FLOAT = 2**53
 """Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""In a template: a doubled brace, a column in braces, or `{}`, which stays as it is."""
+"""Matches in a template: a doubled brace, a column in braces, or `{}`, which is not replaced."""
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
-"""A row's number, its location for messages, and the row itself or what is wrong with it."""
+"""A row's index, its location for messages, and the row itself or an error text."""
 
 
 class BadRow(Exception):
-    """A row that cannot become a prompt. The message says why: `has no 'target'`."""
+    """Raised if a row cannot become a prompt. The message says why: `has no 'target'`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
-    """Turns rows into prompts; its options say what each column means.
+    """Turns rows into prompts. The options define the meaning of each column.
 
     `prompt` names the column with the prompt: text, or a list of {role, content} messages. By
     default this column is the first of `prompt`, `question` and `messages` that a row has.
-    `template`, if given, replaces it: it is the prompt's text, with every `{column}` filled in. In
-    a template `{{` and `}}` are braces, and `{}` stays as it is. `target` names the column with the
-    expected answer; by default `target` or `answer`. All other columns are kept in `info`.
-    `columns` gives columns other names in `info`, and keeps every column that it names. `system`,
-    if given, is the system message, unless the row's messages have one. `instruction` follows each
-    prompt. `only` is {column: values}: rows with another value in that column are left out, and do
-    not count as bad rows.
+    `template`, if given, replaces it: the template is the prompt's text, with every `{column}`
+    filled in. In a template `{{` and `}}` are braces, and `{}` is not replaced. `target` names the
+    column with the expected answer; by default `target` or `answer`. All other columns are kept in
+    `info`. `columns` gives columns other names in `info`, and keeps every column that it names.
+    `system`, if given, is the system message, unless the row's messages have one. `instruction`
+    follows each prompt. `only` is {column: values}: rows with another value in that column are left
+    out, and do not count as bad rows.
 
-    A bad row is an error. With `skip_bad_rows` a bad row is left out instead, and listed in
+    A bad row raises an error. With `skip_bad_rows` a bad row is left out instead, and listed in
     `bad_rows` by split.
     """
 
@@ -95,7 +95,7 @@ class RowReader:
         return prompts
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
-        """Return the training or the held-out prompts of rows without splits of their own."""
+        """Split the rows of a single source; return the training or the held-out prompts."""
         held_out = split == "held_out"
         chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
         if not chosen:
@@ -154,7 +154,7 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _present(row: Row, column: str, defaults: tuple[str, ...]) -> str:
-    """Return the column that is named, else the first default column that the row has."""
+    """Return the configured column, else the first default column that the row has."""
     choices = (column,) if column else defaults
     for name in choices:
         if name in row:
@@ -175,7 +175,7 @@ def _replacement(match: re.Match[str], row: Row) -> str:
 
 
 def _written(value: Any) -> str:
-    """Write a value as text. Write 4.0 as 4: an empty cell turns integers into floats."""
+    """Write a value as text. 4.0 becomes 4, because an empty cell turns a column into floats."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOAT:
         return str(int(value))
     return str(value)

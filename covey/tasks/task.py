@@ -34,7 +34,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in prompts and logs."""
+        """The task's name, used in prompts and logs."""
 
     def train(self) -> Sequence[Prompt]:
         """Prompts for training."""
@@ -50,7 +50,7 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """For a mixed task, the part of each prompt in a block; blocks repeat."""
+        """For a mixed task, the part that each prompt of a block comes from. Blocks repeat."""
 
     def __len__(self) -> int:
         return self.size
@@ -69,7 +69,7 @@ class Generated(Sequence[Prompt]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedTask:
-    """Base class of tasks that generate prompt `index` of a split in `_prompt(split, index)`."""
+    """Base class of generated tasks. `_prompt(split, index)` generates one prompt of a split."""
 
     train_size: int = 100_000
     held_out_size: int = 256

@@ -13,16 +13,16 @@ from covey.tasks.task import Task
 from covey.types import Prompt
 
 FIRST = 8
-"""How many prompts are checked if a sequence makes them on access; of a list, all are checked."""
+"""How many prompts are checked if they are generated on access. A list is checked in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserTask:
-    """A task of a user: the same prompts, or an error that says what is wrong with one."""
+    """A user's task: yields its prompts, or raises an error that says what is wrong with one."""
 
     task: Task
     path: str
-    """Its import path."""
+    """The import path of the task."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ def described(error: BaseException) -> str:
 
 
 def _problem(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt."""
+    """Return a text that says what is wrong with a prompt."""
     if not isinstance(prompt, Prompt):
         return f"is of type {type(prompt).__name__}, not covey.Prompt"
     for name in ("id", "task", "target"):

@@ -1,4 +1,4 @@
-"""The `worlds` task: numbers from which environments such as `games` make their worlds."""
+"""The `worlds` task: seeds from which environments such as `games` generate their worlds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worlds(GeneratedTask):
-    """Prompts that differ in `info["world"]`, from which the environment makes its world.
+    """Prompts that differ in `info["world"]`, the seed of the environment's world.
 
     No held-out world is used for training. The environment adds its rules to the text.
     """

@@ -1,8 +1,8 @@
-"""AdamW step over one storage, in place: weights, their lower halves, and bfloat16 moments.
+"""In-place AdamW step over one storage: weights, their low 16 bits, and bfloat16 moments.
 
-Every number equals that of covey/training/compact_step.py on a CPU, bit for bit. So products are
-not fused with sums, divisions and roots are exact, and both hash the same counters. This takes no
-extra time, because the kernel is limited by memory bandwidth.
+Results equal those of covey/training/compact_step.py on a CPU, bit for bit. So multiplications are
+not fused with additions, divisions and roots are exact, and both hash the same counters. This takes
+no extra time, because the kernel is limited by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _mixed(x):
 
 @triton.jit
 def _rounded(values, random):
-    """Return bfloat16 bits, rounded up with the probability given by the lower half."""
+    """Round stochastically to bfloat16 bits: up with the probability given by the low 16 bits."""
     bits = values.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     return (bits + tl.where(finite, random.to(tl.int32), 0)) >> 16

@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 
 LEAST_ROWS = 16
-"""The fewest rows of a tensor core product: queries that share keys are padded to it."""
+"""Minimum rows of a tensor core product. Queries that share keys are padded to this number."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions per iteration, warps and stages of a program. If there are few programs, each should
-have many loads in flight; if there are many, they are faster if each keeps less data. Measured on
+"""Positions per iteration, warps and stages of a program. With few programs, each should have many
+loads in flight. With many programs, each is faster if it keeps less data. Measured on
 an H200 with heads of 64 and 128. In float32 the compiler unrolls products, and would take four
 seconds to compile larger tiles.
 """
 STAGE_BYTES = 64 * 2**10
-"""The most bytes of keys and values that a program has in flight. Large heads are read in smaller
+"""Maximum bytes of keys and values that a program has in flight. Large heads are read in smaller
 tiles, because they would not fit in a multiprocessor's shared memory.
 """
 SMALLEST_HEAD = 32
@@ -32,7 +32,7 @@ SMALLEST_HEAD = 32
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, and the place of each slot's own."""
+    """Keys and values of one layer, and where each slot's keys and values are."""
 
     prompt_keys: torch.Tensor
     """[P, K, C', D]."""
@@ -43,9 +43,9 @@ class LayerCache(NamedTuple):
     prompt_length: torch.Tensor
     """[S] int64: the length of a slot's prompt."""
     keys: torch.Tensor
-    """[S, K, C, D], of completions; written by the kernel."""
+    """[S, K, C, D]: keys of completions; written by the kernel."""
     values: torch.Tensor
-    """[S, K, C, D], the same."""
+    """[S, K, C, D]: values of completions; written by the kernel."""
     place: torch.Tensor
     """[S] int64: where the new key and value are written."""
     active: torch.Tensor
@@ -62,7 +62,7 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 
 @triton.jit
 def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
-    """RMSNorm over a head's two halves, whose last axis is the head."""
+    """RMSNorm over a head, given as two halves along the last axis."""
     square = tl.sum(first * first, axis=-1) + tl.sum(second * second, axis=-1)
     scale = 1.0 / tl.sqrt(square / size + eps)
     first_gain = tl.load(gain + half).to(tl.float32)
@@ -74,7 +74,7 @@ def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
 
 @triton.jit
 def online_softmax(score, value, largest, total, result, precision: tl.constexpr):
-    """Add more positions to a running softmax; scores are to the base of two."""
+    """Add more positions to a running softmax; scores are in base 2."""
     larger = tl.maximum(largest, tl.max(score, axis=1))
     shrink = tl.exp2(largest - larger)
     weight = tl.exp2(score - larger[:, None])
@@ -154,7 +154,7 @@ def _decode_attention(
     tl.store(keys + (begin + at) * size + size // 2 + half, k_second)
     tl.store(values + (begin + at) * size + whole, v)
 
-    # The new position comes first, from registers: the kernel never reads back what it just stored.
+    # The new position comes first, from registers, so the kernel never reads what it just stored.
     log2 = scale * 1.4426950408889634
     score = tl.sum(first.to(tl.float32) * k_first.to(tl.float32), axis=1)
     score += tl.sum(second.to(tl.float32) * k_second.to(tl.float32), axis=1)

@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def _has_out_dtype(device: torch.device) -> bool:
-    """Return whether torch supports this on a device; its error types vary."""
+    """Return whether torch supports such products on a device. Tries one, as error types vary."""
     if device.type != "cuda":
         return False
     try:

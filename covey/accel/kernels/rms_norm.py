@@ -1,7 +1,7 @@
 """RMSNorm of the residual stream, with the addition before it: forward and backward.
 
-The residual stream is float32; the result has the type that the products take. Everything in
-between is float32 and rounded once.
+The residual stream is float32; the result has the dtype of the matrix products that follow. All
+steps in between are float32, and the result is rounded once.
 
 Shapes: N tokens, D size. A program handles several rows, so that short rows also fill it.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 512
-"""The number of programs of the backward pass; each sums the gain's gradient over its own rows."""
+"""Number of backward programs; each sums the gain's gradient over its own rows."""
 TILE = 2048
 """The number of elements that a program processes at once."""
 
@@ -156,7 +156,7 @@ def add_norm_in_place(
 ) -> torch.Tensor:
     """Add `delta` to `hidden` [N, D] in place, and return the norm of the sum.
 
-    No gradient is recorded. It is meant for few tokens, because each token has its own program.
+    Records no gradient. Meant for few tokens, because each token has its own program.
     """
     count, size = hidden.shape
     normed = torch.empty_like(hidden, dtype=gain.dtype)

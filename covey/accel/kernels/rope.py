@@ -1,7 +1,7 @@
-"""RoPE of queries and keys, and the gathering of keys and values that rows share.
+"""Applies RoPE to queries and keys, and gathers the keys and values that rows share.
 
-Queries stay at their tokens. The keys and values of a row are consecutive, so those of a prompt are
-copied to every row that shares it; their gradients are summed in float32, in a fixed order.
+Queries stay at their tokens. The keys and values of a row are consecutive, so the prompt's keys and
+values are copied to every row that shares it. Gradients are summed in float32, in a fixed order.
 
 Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head size.
 """

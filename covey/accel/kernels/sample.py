@@ -47,7 +47,7 @@ def _block_sums(logits, largest, total, factor, vocabulary, block: tl.constexpr)
     top = tl.max(values)
     at = row * tl.num_programs(1) + part
     tl.store(largest + at, top)
-    finite = tl.where(top == float("-inf"), 0.0, top)  # a block may have no mass at all
+    finite = tl.where(top == float("-inf"), 0.0, top)  # a block may have no probability mass
     tl.store(total + at, tl.sum(tl.exp(values - finite)))
 
 
@@ -80,12 +80,12 @@ def _sample(
     else:
         wanted = tl.load(uniforms + row * room + written) * mass
         upto = tl.cumsum(sums, axis=0)
-        # The first block that passes the wanted mass; if rounding leaves none, the last one with
-        # mass.
+        # The first block whose cumulative mass exceeds `wanted`; if rounding leaves none, the last
+        # block with mass.
         passing = (upto > wanted) & (sums > 0)
         filled = tl.max(tl.where(sums > 0, part, 0))
         chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
-        # The exact prefix: a sum in another order might exceed `wanted` and select the first token.
+        # The same prefix sum: another order might exceed `wanted` and select the first token.
         before = tl.max(tl.where(part < chosen, upto, 0.0))
     column = chosen * block + tl.arange(0, block)
     inside = column < vocabulary

@@ -20,7 +20,7 @@ NO_WINDOW = 2**31 - 1
 
 @triton.jit
 def _score(product, scale, softcap, capped: tl.constexpr):
-    """Return scores to the base of two."""
+    """Return the scores in base 2."""
     score = product * scale
     if capped:
         # tanh(x) as 2 / (1 + exp(-2 x)) - 1.
@@ -82,7 +82,7 @@ def _shared_prompt_attention(
     tl.store(keys + (begin + at) * size + whole, k, mask=known)
     tl.store(values + (begin + at) * size + whole, v, mask=known)
 
-    # The new position comes first, from registers: the kernel never reads back what it just stored.
+    # The new position comes first, from registers, so the kernel never reads what it just stored.
     product = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1)
     largest = _score(product, scale, softcap, capped)
     total = tl.full((rows,), 1.0, tl.float32)

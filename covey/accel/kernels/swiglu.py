@@ -59,10 +59,10 @@ def silu_mul_backward(
     up: torch.Tensor,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradients of gate and up, side by side [N, 2 M], and fill in the product.
+    """Return the gradients of gate and up, side by side [N, 2 M]; also write silu(gate) * up.
 
-    The product takes no extra time here, so it need not be saved for the weight's gradient. The
-    product may overwrite its own gradient, which is read first.
+    Recomputing this product takes no extra time here, so it is not saved for the weight's gradient.
+    It may be written over its own gradient, because the gradient is read first.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

@@ -97,7 +97,7 @@ def logp_backward(
 ) -> None:
     """Write the gradient of logits [R, V] to `grad`, which may be the logits themselves.
 
-    `kept` are normalizer and entropy, `grads` the gradients of log-probability and entropy [R].
+    `kept` is (normalizer, entropy); `grads` is (d log-probability, d entropy). Each is [R].
     """
     count, size = logits.shape
     block = min(BLOCK, triton.next_power_of_2(size))

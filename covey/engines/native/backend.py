@@ -24,7 +24,7 @@ from covey.models.language_model import LanguageModel
 CAPACITY_STEP = 32
 """Slot capacity is a multiple of this, so that one cache serves many calls."""
 SPARE_BYTES = 64 * 2**20
-"""The largest cache that is kept between calls."""
+"""Maximum size of a cache that is kept between calls."""
 
 
 class DecodeBackend(Protocol):
@@ -34,14 +34,14 @@ class DecodeBackend(Protocol):
     """A line for the user: the backend, and why no faster one is used."""
 
     def width_for(self, completions: int) -> int:
-        """Return the number of slots for this many concurrent completions; at least as many."""
+        """Return the number of slots to allocate: at least one per concurrent completion."""
 
     def begin(
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
         """Return empty slots for `prompts` prompts of at most `longest` tokens.
 
-        The weights are those at the time of this call. `steady`: see `Limits`.
+        Uses the weights at the time of this call. `Limits` documents `steady`.
         """
 
     def refresh(self) -> None:
@@ -58,7 +58,7 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """None if the model has no keys and values; slots then store tokens."""
+    """None if the model has no KV cache; slots then store tokens."""
     description: str = "one token at a time"
     sampling: Sampling | None = None
     steady: bool = False
@@ -67,7 +67,7 @@ class EagerBackend:
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
-        """Return the same number: any number of slots is equally fast."""
+        """Return the same number, because this backend needs no rounding up."""
         return completions
 
     def begin(
@@ -101,7 +101,7 @@ class EagerBackend:
             return
         cache.width = width
         # The rounding of sums depends on the shape of the tensors. If a completion must not depend
-        # on what else is generated, the shape is always the same: all slots, at full length.
+        # on the others in the batch, the shape is fixed: all slots, at full length.
         steady = self.steady
         cache.reach = cache.capacity if steady else int(cache.place[:width].max()) + 1
         hidden = self.decoder.step(slots.last[:width], cache)

@@ -47,7 +47,7 @@ class GraphBackend:
     shape: KVShape
     description: str
     cache: SharedPromptCache | None = None
-    """Kept between calls, because graphs contain its addresses."""
+    """The KV cache, kept between calls because graphs contain its addresses."""
     sizes: dict[str, int] = field(default_factory=dict)
     """The sizes with which the cache was made."""
     slots: dict[int, Slots] = field(default_factory=dict)
@@ -56,14 +56,14 @@ class GraphBackend:
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
     def width_for(self, completions: int) -> int:
-        """Return the next number of slots that graphs are captured for."""
+        """Round up to a number of slots for which graphs are captured."""
         return width_for(completions)
 
     def begin(
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
-        """Return empty slots: those of the last call if they are large enough."""
-        # One more, for a prompt whose last completions still wait and have no slot.
+        """Return empty slots; reuse the slots of the last call if they are large enough."""
+        # One more prompt, for one whose last completions are still queued without a slot.
         sizes = {
             "slots": width,
             "capacity": sampling.max_tokens,
@@ -75,7 +75,7 @@ class GraphBackend:
             self.slots.clear()
             if self.cache is not None:
                 sizes = {name: max(size, self.sizes[name]) for name, size in sizes.items()}
-            self.cache = None  # before the next allocation, because both may not fit
+            self.cache = None  # freed before the next allocation, because both may not fit
             self.cache, self.sizes = SharedPromptCache(**sizes, shape=self.shape), sizes
         cache, room = self.cache, sampling.max_tokens
         if room not in self.slots:
@@ -92,7 +92,7 @@ class GraphBackend:
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Enqueue some tokens for every unfinished slot; does not wait for them."""
-        # Kernels also run in Triton's interpreter. Kept sets of any size go to main memory, which
+        # Without CUDA the kernels run in Triton's interpreter. Kept sets go to main memory, which
         # a graph cannot do.
         if self.shape.device.type != "cuda" or slots.kept is not None:
             self._step(slots, width)
@@ -120,7 +120,7 @@ class GraphBackend:
         cache, distribution = slots.cache, self.distribution
         hidden = self.decoder.step(slots.last[:width], cache)
         logits = self.model.head.logits(hidden)
-        if slots.kept is not None:  # not in a graph, so that finished slots may be left out
+        if slots.kept is not None:  # runs outside the graph, so that finished slots can be left out
             index = cache.active[:width].nonzero().flatten()
             if len(index):
                 slots.draw(index, logits[index], distribution)

@@ -1,4 +1,4 @@
-"""Parity check of decoders: finds the fastest whose hidden states match the model's own.
+"""Parity check of decoders: finds the fastest one whose hidden states match the model's.
 
 A decoder runs two steps in three slots of different lengths. The reference is the model's forward
 pass over all tokens at once, without a KV cache.
@@ -66,7 +66,7 @@ def first_error_line(error: Exception) -> str:
 
 
 def _float32_layers(model: LanguageModel) -> LanguageModel:
-    """Return the model; of a 16-bit model, return the first layers in float32."""
+    """Return the model itself, or for a 16-bit model its first layers in float32."""
     if model.head.linear.weight.dtype in (torch.float32, torch.float64):
         return model
     few = SimpleNamespace(base_model=first_layers(model.backbone), config=model.model.config)

@@ -79,7 +79,7 @@ class NativeEngine:
             self.model.model.eval()
         try:
             self.scheduler = Scheduler(self.model, self.backend, requests, self.version)
-            self.scheduler.change_version(self.version)  # its constructor takes requests
+            self.scheduler.change_version(self.version)  # takes requests on construction
             for finished in self.scheduler.run():
                 requests.done([self._completion(one) for one in finished])
         finally:
@@ -115,12 +115,12 @@ class NativeCopy(NativeEngine):
             for name, weight in weights():
                 own[name].copy_(weight)
         if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # the caller may change them from now on
+            torch.cuda.synchronize(self.model.device)  # the caller may change the weights now
         NativeEngine.load_weights(self, weights, version)
 
 
 def _check_finite(one: Finished) -> None:
-    """Refuse a completion whose logits were not finite. At this point the device need not wait."""
+    """Refuse a completion whose logits were not finite. The device does not wait for this check."""
     wrong = ~np.isfinite(one.logp)
     if wrong.any():
         raise ModelError(

@@ -1,7 +1,7 @@
 """Decode step of Llama-like models on a GPU: the arithmetic of `LlamaDecoder` in a few kernels.
 
-The residual stream is float32, as in the trainer's fused forward pass, so that the two agree; all
-inputs of matrix products have the type of the weights. A step never synchronizes with the host and
+The residual stream is float32, as in the trainer's fused forward pass, so that the two agree. All
+inputs of matrix products have the dtype of the weights. A step never synchronizes with the host and
 does not depend on the lengths of completions, so it can be captured as a CUDA graph.
 """
 
@@ -22,7 +22,7 @@ from covey.models.language_model import LanguageModel
 
 
 class FusedDecoder(LlamaDecoder):
-    """A Llama-like model on a GPU."""
+    """Decoder of Llama-like models on a GPU."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""The kept sets of completions in progress: the tokens from which each token was drawn."""
+"""Kept sets of completions in progress: the tokens left after truncation at each draw."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeptLog:
 
     @staticmethod
     def make(slots: int) -> KeptLog:
-        """Return a log of empty slots."""
+        """Return an empty log for all slots."""
         return KeptLog([[] for _ in range(slots)])
 
     def open(self, index: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ class KeptLog:
             self.slots[slot] = []
 
     def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
-        """Append the sets [n, V] of the newest token of the slots `index`."""
+        """Append the kept sets [n, V] of the newest token in the slots `index`."""
         ids = kept.nonzero()[:, 1].cpu().numpy()
         ends = kept.sum(dim=1).cumsum(dim=0).tolist()
         for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
@@ -40,6 +40,6 @@ class KeptLog:
         self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
 
     def text(self, slot: int, length: int) -> str:
-        """Return the sets of the first `length` tokens of a slot."""
+        """Return the kept sets of a slot's first `length` tokens."""
         sets: Sequence[np.ndarray] = self.slots[slot][:length]
         return encode_kept(sets)

@@ -4,8 +4,8 @@
 completion together in a slot; shared_prompt_cache.py stores a prompt once for its whole group.
 
 transformers passes each layer's new keys and values to a `Cache`, and attends to the keys and
-values that it returns. So a subclass with slots of different lengths works with any model, without
-changes to its code.
+values that the `Cache` returns. So a subclass with slots of different lengths works with any model
+without changes to the model's code.
 
 Shapes: S slots, H key-value heads, L positions, D head size.
 """
@@ -57,12 +57,12 @@ class KVShape:
 class KVCache:
     """Keys and values of prompts and of the completions in slots.
 
-    Prompts are stored under a number that the scheduler chooses.
+    The scheduler chooses the id under which a prompt is stored.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.place = torch.zeros(slots, dtype=torch.long, device=device)
-        """[S]: where the next token of each slot is written."""
+        """[S]: the position at which each slot's next token is written."""
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
         """[S]: whether the completion is unfinished."""
         self.per_slot = [self.place, self.active]
@@ -132,7 +132,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.width = slots
         """Slots 0 to width - 1 take part in the next step."""
         self.reach = 0
-        """Positions that the next step attends to: one more than the largest place in use."""
+        """Number of positions that the next step attends to: the largest `place` in use, plus 1."""
 
     @property
     def bytes(self) -> int:
@@ -141,7 +141,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
 
     def emptied(self) -> Self:
         """Free all slots and drop all prompts."""
-        # Masked values are multiplied by 0, but a failed call may have left NaN, and 0 * NaN is
+        # Masked values are multiplied by 0. A failed call may have left NaN, and 0 * NaN is
         # NaN.
         for tensor in self.stored:
             tensor.zero_()
@@ -164,7 +164,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
             rows = torch.tensor([mine[i][1] for i in picked], device=slots.device)
             for target, source in zip(self.stored, states, strict=True):
                 target[slots[picked], :, : source.shape[2]] = source[rows]
-        # Writing a token first moves `place` on by one, to where that token goes.
+        # Writing a token first increments `place`, and then writes at the new `place`.
         lengths = torch.tensor([length for _, _, length in mine], device=slots.device)
         self.place[slots] = lengths - 1
 
@@ -194,7 +194,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return keys[:, :, : self.reach], values[:, :, : self.reach]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions; models that receive positions do not call this."""
+        """Return the number of positions. Models that receive position ids do not call this."""
         return self.reach
 
 

@@ -26,12 +26,12 @@ from covey.models.language_model import LanguageModel
 
 FUSED_COPY_BYTES = 64 * 2**20
 """Weights up to this size are copied into fused matrices at the start of every generation call. The
-copy is cheap and saves small matrix products, which are slow for their size. Larger models use
-their weights in place."""
+copy is cheap, and it replaces several small matrix products, which are inefficient, by one. Larger
+models use their weights in place."""
 
 
 class UnsupportedModel(Exception):
-    """A backend cannot run a model; the message is the reason, as a clause after "because"."""
+    """Raised if a backend cannot run a model. The message completes a sentence after "because"."""
 
     def __str__(self) -> str:
         return super().__str__() or "it does not have Llama's architecture"
@@ -116,7 +116,7 @@ class LinearGroup:
 
 
 class Block:
-    """The modules of one layer, so that the weights are always the current ones."""
+    """The modules of one layer. It refers to modules, so the weights are always current."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -195,7 +195,7 @@ class LlamaDecoder(Decoder):
 
 
 def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
-    # Modules compute norms in float32; with other dtypes they round at different places.
+    # The model's modules compute norms in float32; a norm in another dtype rounds differently.
     if values.dtype != torch.float32:
         normed: torch.Tensor = module(values)
         return normed

@@ -1,4 +1,4 @@
-"""Prefill: one forward pass over several prompts, once per group."""
+"""Prefill: one forward pass over several prompts. Each prompt is prefilled once per group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.logp import packed_hidden
 
 PREFILL_TOKENS = 16_384
-"""The most prompt tokens, with padding, of one prefill pass."""
+"""The maximum number of prompt tokens in one prefill pass, including padding."""
 
 
 def read_prompts(
@@ -66,7 +66,7 @@ def _prefill(
     rows = [torch.tensor(tokens) for tokens in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     last = torch.tensor([len(row) - 1 for row in rows], device=model.device)
-    # Padding is on the right, where causal attention never looks, so no mask is needed.
+    # Causal attention never reads the padding, which is on the right. So no mask is needed.
     cache = None if keeps_tokens else DynamicCache()
     kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
     hidden = model.backbone(input_ids=ids, **kept).last_hidden_state

@@ -20,7 +20,7 @@ from covey.rng import completion_uniforms
 from covey.types import Finish, VersionSpan
 
 REFILL_SHARE = 8
-"""Free slots are refilled once one slot in this many is free: single prefills are slow."""
+"""Slots are refilled once 1 in this many is free, because a prefill of one prompt is slow."""
 
 
 class Finished(NamedTuple):
@@ -48,7 +48,7 @@ class Scheduler:
         self.version = version
         """The version of the weights."""
         self.spans: dict[int, list[VersionSpan]] = {}
-        """For each request, by number: the spans that earlier weights have generated."""
+        """For each request index: the spans of tokens that earlier weights have generated."""
         self.limits = limits = source.limits
         self.sampling = sampling = limits.sampling
         self.queue: deque[Request] = deque()
@@ -76,7 +76,7 @@ class Scheduler:
         self.counts = np.zeros(self.width, dtype=np.int64)
         """The number of tokens of each slot when it was last read from the device."""
         self.searched = [0] * self.width
-        """The number of tokens of each slot that were searched for stop strings."""
+        """How many tokens of each slot were already searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Stop strings that never appear in text, because decoding omits special tokens."""
@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def left(self) -> int:
-        """How many tokens the shortest completion can still get."""
+        """How many tokens can still be appended to the shortest completion."""
         return self.sampling.max_tokens - int(self.counts[self.taken].min())
 
     def run(self) -> Iterator[list[Finished]]:
@@ -144,11 +144,11 @@ class Scheduler:
         requests = [self.queue.popleft() for _ in free]
         cache = self.slots.cache
         reading = [{p: self.prompts[p] for p in self._to_read(requests)}]
-        if self.limits.steady and self.model.device.type == "cpu":  # padding changes the last bit
+        if self.limits.steady and self.model.device.type == "cpu":  # padding changes rounding
             reading = [{prompt: tokens} for prompt, tokens in reading[0].items()]
         for prompts in reading:
             self.first_logits |= read_prompts(self.model, cache, prompts)
-        # Meanwhile the device runs the prefill. Sending does not wait for it.
+        # The device still runs the prefill. Sending completions does not wait for the prefill.
         ready = [torch.tensor(free), torch.from_numpy(self._uniforms(requests))]
         index, uniforms = to_device(ready, self.model.device)
         cache.enter(index, [r.prompt for r in requests])
@@ -163,11 +163,11 @@ class Scheduler:
                 cache.all_entered(request.prompt)
 
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
-        """Return the prompts of some requests that were not prefilled yet.
+        """Return the prompts to prefill: those of some requests that were not prefilled yet.
 
-        If there are any, the next prompts in the queue are prefilled with them as far as there is
-        room. A pass over few prompts takes a GPU as long as a pass over many, and all slots wait
-        for it.
+        If there are any, prompts from the front of the queue are added while there is room. On a
+        GPU a pass over few prompts takes as long as a pass over many, and all slots wait for the
+        pass.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}
@@ -191,7 +191,7 @@ class Scheduler:
         return logits[index]
 
     def _shrink(self) -> None:
-        """Move the slots in use to the front: with an empty queue, free slots only cost time."""
+        """Move the slots in use to the front, because with an empty queue free slots waste time."""
         width = self.backend.width_for(self.running)
         if self.limits.steady:  # more requests may come
             return
@@ -240,7 +240,7 @@ class Scheduler:
         return result
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return the slots whose completion has a stop string, and the length up to its end."""
+        """Return the slots whose completion has a stop string, and the tokens up to its end."""
         found: dict[int, int] = {}
         slots, counts = np.flatnonzero(self.taken).tolist(), self.counts.tolist()
         tokens, _ = self.slots.written(slots)

@@ -1,7 +1,7 @@
 """KV cache for CUDA graphs: each prompt is stored once for its group, completions in slots.
 
-Its tensors never move, so a captured graph stays valid. Storing a prompt once saves memory. The
-slots that share it read it mostly from the GPU's L2 cache.
+The cache's tensors never move, so a captured graph stays valid. Storing a prompt once saves memory.
+The slots that share a prompt read it mostly from the GPU's L2 cache.
 
 Shapes: P prompts, S slots, K key-value heads, C positions, D head size.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 PROMPT_STEP = 128
 """Prompt capacity is a multiple of this, so that one cache and its graphs serve many calls."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of slots for which graphs are captured; larger numbers are multiples of the last."""
+"""Slot counts for which graphs are captured; larger counts are multiples of the last one."""
 
 
 def width_for(completions: int) -> int:
-    """Round a number of completions up to a number of slots with its own graph."""
+    """Round a number of completions up to a slot count for which a graph is captured."""
     if completions > WIDTHS[-1]:
         return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
     return next(width for width in WIDTHS if width >= completions)
@@ -44,7 +44,7 @@ class SharedPromptCache(KVCache):
         self.layer_keys = shape.zeros(slots, capacity)
         self.layer_values = shape.zeros(slots, capacity)
         self.prompt_row, self.prompt_length = (torch.zeros_like(self.place) for _ in range(2))
-        """[S]: the row of a slot's prompt, and its length."""
+        """[S]: the row of each slot's prompt, and the prompt's length."""
         self.per_slot += [self.prompt_row, self.prompt_length]
         self.per_slot += [*self.layer_keys, *self.layer_values]
         self.rows: dict[int, tuple[int, int]] = {}
@@ -101,7 +101,7 @@ class SharedPromptCache(KVCache):
         return [tensor for layer in layers for tensor in layer]
 
     def layer(self, number: int) -> LayerCache:
-        """Return the tensors of one layer in the form that kernels take."""
+        """Return the tensors of one layer as an argument for the kernels."""
         from covey.accel.kernels.decode_attention import LayerCache  # needs Triton
 
         return LayerCache(
@@ -124,7 +124,7 @@ class SharedPromptCache(KVCache):
         """Point each slot to the row of its prompt."""
         mine = to_device([torch.tensor([self.rows[p] for p in prompts])], slots.device)[0]
         self.prompt_row[slots], self.prompt_length[slots] = mine.unbind(1)
-        # Writing a token first moves `place` on by one, to where that token goes.
+        # Writing a token first increments `place`, and then writes at the new `place`.
         self.place.index_fill_(0, slots, -1)
 
     def all_ended(self, prompt: int) -> None:

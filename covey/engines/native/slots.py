@@ -33,7 +33,7 @@ class Slots:
     stop_ids: torch.Tensor
     """Tokens that end a completion."""
     kept: KeptLog | None = None
-    """The sets of tokens from which each token was drawn; None if they are not recorded."""
+    """The kept set of each token: the tokens left after truncation. None if not recorded."""
 
     @staticmethod
     def make(cache: KVCache, sampling: Sampling, stop_ids: Sequence[int]) -> Slots:
@@ -74,7 +74,7 @@ class Slots:
         uniforms: torch.Tensor,
         distribution: Distribution,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw tokens [n] with their log-probabilities; record the kept sets if they are wanted."""
+        """Draw tokens [n] with their log-probabilities; record the kept sets if requested."""
         if self.kept is None:
             return pick_tokens(logits, uniforms, distribution)
         logp = log_distribution(logits, distribution)

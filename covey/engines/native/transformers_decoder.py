@@ -1,7 +1,7 @@
 """Decode step by a model's own forward pass in transformers, for any architecture.
 
-There are three decoders, each with fewer assumptions and slower than the one before. The first uses
-a shared-prompt cache and can be captured as a CUDA graph. The second uses slots that store prompt
+There are three decoders. Each assumes less than the one before, and is slower. The first uses a
+shared-prompt cache and can be captured as a CUDA graph. The second uses slots that store prompt
 and completion. The third uses no KV cache, for models whose state is more than keys and values.
 
 Shapes: W slots in use, S slots, L positions, H heads, K key-value heads, D head size.
@@ -23,7 +23,7 @@ from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Layer types whose queries see all earlier positions, or a window of them."""
+"""Layer types whose queries attend to all earlier positions, or to a window of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TransformersDecoder(Decoder):
     model: LanguageModel
 
     def __post_init__(self) -> None:
-        # GPT-Neo's windows end at the last key, which belongs to the longest slot.
+        # GPT-Neo places each window at the last key, which is right only for the longest slot.
         if "local" in (getattr(self.model.model.config, "attention_layers", None) or ()):
             raise UnsupportedModel("its local layers assume that all slots have the same length")
 
@@ -152,11 +152,11 @@ class RecomputeDecoder(Decoder):
     model: LanguageModel
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """Append the new tokens and run the model on everything up to them."""
+        """Append the new tokens and run the model on each slot's whole sequence."""
         slots = torch.arange(cache.width, device=tokens.device)
         place = cache.place[: cache.width]
         cache.tokens[slots, 0, place] = tokens
-        # Padding is on the right, where causal models never look, so no mask is needed.
+        # Causal models never read the padding, which is on the right. So no mask is needed.
         ids = cache.tokens[: cache.width, 0, : cache.reach]
         hidden: torch.Tensor = self.model.backbone(input_ids=ids, use_cache=False).last_hidden_state
         return hidden[slots, place]

@@ -34,10 +34,10 @@ from covey.errors import ModelError
 from covey.subprocesses import how_ended, module_command
 
 POLL_SECONDS = 0.005
-"""The seconds between two calls that ask a source for more requests."""
+"""Seconds between two calls of the source's `take` method while completions are generated."""
 EXIT_SECONDS = 5.0
 MOST_DEATHS = 3
-"""The run fails after this many deaths in a row without a completion in between."""
+"""The run fails if the process dies this often in a row without a completion in between."""
 
 
 class _Process:
@@ -51,11 +51,11 @@ class _Process:
         self.process = subprocess.Popen(
             module_command(module, *map(str, descriptors)),
             pass_fds=[*descriptors, *([shared] if shared >= 0 else [])],
-            start_new_session=True,  # only the trainer gets Ctrl-C; it ends the process
+            start_new_session=True,  # Ctrl-C reaches only the trainer, which then ends this process
         )
         work.close()
         control.close()
-        with contextlib.suppress(OSError):  # waiting for the reply will show that it has died
+        with contextlib.suppress(OSError):  # waiting for the reply raises if it has died
             self.control.send((setup, weights.handle, torch.get_num_threads()))
 
     def reply(self) -> Any:
@@ -106,9 +106,9 @@ class ProcessEngine:
     happened: list[str] = field(init=False, default_factory=list)
     deaths: int = field(init=False, default=0)
     closed: int = field(init=False, default=0)
-    """How often the engine was closed; a run in progress must then end."""
+    """How often the engine was closed. A run that sees a change must end."""
     lock: threading.RLock = field(init=False, default_factory=threading.RLock)
-    """Held while the process starts or loads weights."""
+    """A lock, held while the process starts or loads weights."""
 
     def __post_init__(self) -> None:
         self.process = _Process(self.module, self.setup, self.weights)
@@ -161,7 +161,7 @@ class ProcessEngine:
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Write the weights into shared memory, and wait until the process has copied them."""
         with self.lock:
-            process = self._running()  # until then the process may read the shared memory
+            process = self._running()  # until it confirms, the process may read the memory
             self.weights.write(weights())
             self.version = version
             try:
@@ -186,7 +186,7 @@ class ProcessEngine:
                     self.deaths = 0
                 self._died(process)
             except BaseException:
-                self.close()  # it would continue with requests that are no longer wanted
+                self.close()  # the process would continue with requests that are no longer needed
                 raise
 
     def events(self) -> list[str]:
@@ -238,7 +238,7 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[tuple[Any, ...]]) -> set[int]:
-        """Hand new completions to the source; return the numbers of all received ones."""
+        """Pass new completions to the source; return the indices of all completed requests."""
         self.progress = True
         new = [
             Completion(

@@ -37,14 +37,14 @@ class Piece(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """What another process needs to open the block."""
+    """The data that another process needs to open the block."""
 
     pieces: tuple[Piece, ...]
     size: int
     descriptor: int = -1
-    """The file descriptor, which the process inherits. -1: the block is in a GPU's memory."""
+    """The file descriptor, which the process inherits; -1 if the block is in GPU memory."""
     cuda: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] | None = None
-    """Opens a tensor of another process; torch.multiprocessing shares it by CUDA IPC."""
+    """Opens the tensor in another process; torch.multiprocessing shares it by CUDA IPC."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class SharedWeights:
 
     @staticmethod
     def allocate(weights: Iterable[tuple[str, torch.Tensor]], *, on_gpu: bool) -> SharedWeights:
-        """Make a block for weights; `on_gpu`: in the memory of the GPU that they are on."""
+        """Allocate a block for weights; `on_gpu` allocates it on the GPU that holds the weights."""
         pieces, size, device = [], 0, torch.device("cpu")
         for name, weight in weights:
             pieces.append(Piece(name, tuple(weight.shape), weight.dtype, size))
@@ -96,7 +96,7 @@ class SharedWeights:
 
 
 def _anonymous_file(size: int) -> int:
-    """Return the descriptor of an anonymous file in memory, which is freed with its processes."""
+    """Return the descriptor of an anonymous file in memory, freed when its processes have ended."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("covey-weights")
     else:

@@ -1,4 +1,4 @@
-"""The process of an engine: it generates for a trainer in another process.
+"""The worker process of an engine: it generates for a trainer in another process.
 
 It ends when the trainer closes the pipes, which also happens if the trainer is killed.
 """
@@ -23,7 +23,7 @@ from covey.models.language_model import LanguageModel
 
 
 def main(build: Callable[[Any], LanguageModel]) -> None:
-    """Serve the pipes in the command line's arguments with the model that `build` makes."""
+    """Serve the pipes named in the command line with the model that `build` returns."""
     work, control = (Connection(int(number)) for number in sys.argv[1:3])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         setup, handle, threads = control.recv()
@@ -36,7 +36,7 @@ def main(build: Callable[[Any], LanguageModel]) -> None:
 
 @contextlib.contextmanager
 def _told(connection: Connection) -> Iterator[None]:
-    """Send an error to the trainer, which raises it there."""
+    """Send an error to the trainer, which raises it."""
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Builds a vLLM engine from the [engine.vllm] section: checks, servers, transfer of weights."""
+"""Builds a vLLM engine from the [engine.vllm] section: checks, servers, weight transfer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def vllm_engine(
 ) -> VllmEngine:
     """Start the servers, or connect to running ones, and return the engine.
 
-    `cuda` says whether servers get GPUs, from `first_gpu` on; None takes the configured value.
+    If `cuda`, servers get the GPUs from index `first_gpu` on; if it is None, from the
+    configured index on.
     """
     section = config.engine.vllm
     _check_adapter(model)
@@ -116,7 +117,7 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
 def _started(
     config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
 ) -> list[Replica]:
-    """Start servers on this machine, on its GPUs from the given one on, or on its CPU if None."""
+    """Start servers on this machine's GPUs from index `first_gpu` on, or on its CPU if None."""
     section = config.engine.vllm
     settings = _settings(config, model, cuda=first_gpu is not None)
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))

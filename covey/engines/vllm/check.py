@@ -92,7 +92,7 @@ def _weights_bytes(path: str) -> int:
 def available_memory(table: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes of main memory that new processes can get.
 
-    Free pages alone are too few: Linux fills them with its file cache, which it gives up on demand.
+    Counting only free pages is too low, because Linux frees its file cache on demand.
     """
     if table.exists():
         rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
@@ -113,7 +113,7 @@ def check_version(version: str, what: str) -> None:
 
 
 def served_version(client: Client) -> str:
-    """Return the version of a server's vLLM, which must be supported."""
+    """Return the vLLM version of a server, and check that it is supported."""
     version = client.version()
     check_version(version, f"the vLLM server {client.url}")
     return version

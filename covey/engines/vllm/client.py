@@ -1,7 +1,7 @@
 """HTTP client of one vLLM server: generation by token ids, weight updates, version and config.
 
 Numbers from a server are checked before they are used. If a server cannot be reached, fails or does
-not reply, `Unavailable` is raised, which a restart may repair. Any other error is an `EngineError`,
+not reply, it raises `Unavailable`, and a restart may help. Any other failure raises `EngineError`,
 which ends the run with one line.
 """
 
@@ -26,7 +26,7 @@ FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 class Unavailable(Exception):
-    """The server cannot be reached, fails or does not reply."""
+    """Raised if the server cannot be reached, fails or does not reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Reply:
 
 
 def check_url(url: str) -> str:
-    """Return a server's address without a slash at its end; refuse a malformed one."""
+    """Return a server's address without a trailing slash; refuse a malformed address."""
     try:
         split = urlsplit(url)
         proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
@@ -78,7 +78,7 @@ class Client:
         return True
 
     def get(self, path: str) -> Any:
-        """Return the JSON of a page."""
+        """GET a path and return the JSON of the reply."""
         return self._json("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -106,7 +106,7 @@ class Client:
         return text
 
     def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Send one request on this thread's connection, which the server may have closed."""
+        """Send one request on this thread's connection; reconnect if the server has closed it."""
         headers = {"Content-Type": "application/json", "User-Agent": "covey"}
         kept = getattr(self.local, "connection", None)
         for connection in ([kept] if kept is not None else []) + [None]:

@@ -2,7 +2,7 @@
 
 Requests and completions are token ids. All requests of a prompt go to the same server, which
 prefills the prompt once. A server that dies is restarted, gets the current weights, and is probed.
-Its requests are then sent again with the same seeds, so the step loses nothing.
+Its requests are then sent again with the same seeds, so the step loses no completions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 
 ATTEMPTS = 3
-"""How often a request is sent before the run fails."""
+"""How many times a request is sent before the run fails."""
 
 
 @dataclass(slots=True)
@@ -53,10 +53,10 @@ class Replica:
     process: ServerProcess | None = None
     """The server's process; None if the user started the server, and must restart it."""
     started: int = 0
-    """How often Covey restarted it, or found it running again."""
+    """How often Covey restarted the server, or found it running again."""
     alive: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held during a repair of the server."""
+    """A lock, held while the server is being repaired."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,11 +71,11 @@ class VllmEngine:
     """Removes the files that were written for the servers."""
     vllm_version: str
     restarts: int
-    """How often a server is restarted before the run fails."""
+    """How many times a server is restarted before the run fails."""
     patience: float
     """The seconds to wait for a server."""
     sleeps: bool = False
-    """Whether it frees its memory for the trainer between rollouts."""
+    """Whether the engine frees its memory for the trainer between rollouts."""
     asleep: bool = field(default=False, init=False)
     skeleton: nn.Module = field(init=False)
     version: int = field(default=-1, init=False)
@@ -90,11 +90,11 @@ class VllmEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Backend, exactness, weights."""
+        """Backend, exactness of log-probabilities, and handling of weights."""
         count = len(self.replicas)
         return EngineInfo(
             backend=f"vLLM {self.vllm_version}, {count} server{'s' if count > 1 else ''}",
-            exact_logp=False,  # its kernels differ: equal to the trainer's to about 1e-5
+            exact_logp=False,  # equal to the trainer's to about 1e-5: kernels differ
             shares_weights=False,
         )
 
@@ -113,7 +113,7 @@ class VllmEngine:
         self.release()
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Send the weights to all servers, clear their caches, and compare a probe."""
+        """Send the weights to all servers, clear their caches, and check them with a probe."""
         if version == self.version:
             return
         self._wake()
@@ -191,7 +191,7 @@ class VllmEngine:
                 pending |= {pool.submit(self._complete, one, params) for one in ready}
                 if not pending:
                     break
-                # A tool may answer first: its next turn must not wait for these completions.
+                # A tool may reply first. The turn after it must not wait for these completions.
                 ended, pending = wait(pending, limits.poll_seconds, return_when=FIRST_COMPLETED)
                 if ended:
                     requests.done([future.result() for future in ended])
@@ -272,7 +272,7 @@ class VllmEngine:
 
 
 def answers(replica: Replica) -> bool:
-    """Return whether a server is healthy, because a connection may also break by chance."""
+    """Return whether a server is healthy: a broken connection alone does not show a failure."""
     dead = replica.process is not None and replica.process.ended
     return not dead and replica.client.healthy()
 
@@ -312,7 +312,7 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
         "top_p": distribution.top_p,
         "min_p": distribution.min_p,
         "max_tokens": sampling.max_tokens,
-        "logprobs": 0,  # of the drawn token only
+        "logprobs": 0,  # log-probability of the drawn token only
         "stop": texts,
         "include_stop_str_in_output": True,
         "stop_token_ids": sorted({*model.stop_ids, *special}),

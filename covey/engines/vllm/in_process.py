@@ -1,6 +1,6 @@
-"""vLLM without a server: this process drives its engine on the trainer's own GPU.
+"""vLLM without a server: this process drives vLLM's engine on the trainer's own GPU.
 
-It has the interface of a server, so that the code above it is the same. vLLM runs its scheduler and
+It has the interface of a server's client, so callers treat both alike. vLLM runs its scheduler and
 workers in separate processes. Between rollouts it sleeps: its weights go to main memory, and its KV
 cache is freed for the trainer.
 """
@@ -78,7 +78,7 @@ class LocalClient(Client):
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def healthy(self) -> bool:
-        """Whether its processes are alive."""
+        """Whether vLLM's processes are alive."""
         return not self.llm.errored
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
@@ -96,7 +96,7 @@ class LocalClient(Client):
             raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        """Return the function that does what a server's endpoint does."""
+        """Return the function that replaces a server's endpoint."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self.llm
@@ -155,5 +155,5 @@ class LocalClient(Client):
 
 
 def vars_of(span: Any) -> dict[str, Any]:
-    """Return a version span as a server sends it."""
+    """Return a version span in the format that a server sends."""
     return {"start": span.start, "end": span.end, "version": span.version}

@@ -18,7 +18,7 @@ from covey.engines.vllm.client import Client, Reply
 from covey.models.language_model import LanguageModel
 
 PROMPT_TOKENS = 160
-"""Longer than a block of the prefix cache (128 on a CPU), so that a stale block is detected."""
+"""Longer than a prefix-cache block (128 tokens on a CPU), so that a stale block is detected."""
 NEW_TOKENS = 8
 PARAMS: dict[str, Any] = {
     "temperature": 1.0,
@@ -29,7 +29,7 @@ PARAMS: dict[str, Any] = {
     "detokenize": False,
 }
 EXACT, ROUNDED = 1e-4, 0.1
-"""Largest difference of log-probs in float32; mean difference in 16 bits."""
+"""Tolerances: largest log-prob difference in float32, mean difference in 16 bits."""
 
 
 def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a model without weights, for calls with weights of another version."""
+    """Return a copy of a model without weights, to be called with the weights of any version."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in module.parameters()
@@ -77,8 +77,8 @@ def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch
 
 
 def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) -> None:
-    """Raise an error if a restarted server gives another result for a probe that was correct."""
+    """Raise an error if a restarted server's result differs from that of an earlier probe."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
-    # A near tie may be sampled differently. After that token the two cannot be compared.
+    # Rounding can change a sampled token. The tokens after it cannot be compared.
     check_probe(client, reply, torch.tensor(before.logp[: max(1, same)]), dtype)

@@ -20,7 +20,7 @@ from covey.errors import ModelError
 NARROWEST = 32
 """The narrowest attention heads that vLLM serves."""
 PADDABLE = ("llama", "mistral", "qwen2")
-"""Model types whose heads can be padded: plain rotary attention, no norm over a head."""
+"""Model types whose heads can be padded: standard RoPE attention without a per-head norm."""
 PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|bias|lora_[AB])")
 
 
@@ -60,7 +60,7 @@ class HeadPadding:
 
     @property
     def times(self) -> int:
-        """How much wider the padded heads are."""
+        """The factor by which padding widens a head."""
         return self.padded // self.width
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class HeadPadding:
         return padded
 
     def _places(self, kind: str, device: torch.device) -> torch.Tensor:
-        """Return the dimension of the padded head to which each dimension goes."""
+        """Return, for each dimension of a head, its index in the padded head."""
         if kind in "vo":
             return torch.arange(self.width, device=device)
         half = torch.arange(self.width // 2, device=device) * self.times

@@ -21,7 +21,7 @@ from covey.errors import EngineError
 from covey.escape import printable
 
 HOST = "127.0.0.1"
-"""Only this machine may reach the server: vLLM's weight updates have no access control."""
+"""Only this machine can reach the server, because vLLM's weight updates need no login."""
 SERVE = str(Path(__file__).with_name("serve.py"))
 POLL_SECONDS = 0.5
 END_SECONDS = 5.0
@@ -31,7 +31,7 @@ CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # waiting threads leave the cores to the trainer
 }
 ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # weight updates and cache resets
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the endpoints for weight updates and cache resets
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -49,7 +49,7 @@ class ServerSettings:
     """The rank of the trained adapter; 0 without an adapter."""
     tensor_parallel: int = 1
     memory: float = 0.5
-    """The share of a GPU's memory; on a CPU, the size of the KV cache in GiB."""
+    """The fraction of GPU memory to use; on a CPU, the size of the KV cache in GiB."""
     backend: str = "covey_file"
     """vLLM's name of the transfer engine."""
     arguments: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The server's address."""
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:

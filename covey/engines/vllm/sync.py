@@ -27,7 +27,7 @@ class Sync(Protocol):
     """Sends weights: call `prepare` once for each version, then `load` for each server."""
 
     def prepare(self, named: Named, version: int) -> None:
-        """Make the weights of a version ready; those of older versions are no longer needed."""
+        """Make the weights of a version ready to load. Older versions are no longer needed."""
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
         """Let a server load the weights. A `fresh` server has just been started and has none."""
@@ -37,7 +37,7 @@ class Sync(Protocol):
 
 
 def write_model(model: LanguageModel, folder: Path) -> None:
-    """Write what a server needs besides the weights: configuration and tokenizer."""
+    """Write the configuration and tokenizer, which a server needs besides the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(served_config(model.model.config), default=str)
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -119,7 +119,7 @@ class AdapterSync:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         save_adapter(self.model, weights, path)
-        for old in self.folder.glob(self.served("*")):  # servers have loaded them
+        for old in self.folder.glob(self.served("*")):  # all servers have loaded these
             if old != path:
                 shutil.rmtree(old)
 
@@ -168,7 +168,7 @@ class NcclSync:
         self.pending.discard(client.url)
         if self.pending:
             return
-        if fresh and self.engine is not None:  # a group cannot take a new member
+        if fresh and self.engine is not None:  # an NCCL group cannot take a new member
             for each in self.clients:
                 if each is not client:
                     each.post("/shutdown_weight_transfer_engine")
@@ -185,7 +185,7 @@ class NcclSync:
 
 
 class Fleet:
-    """All servers as one control plane, with which vLLM's trainer engine communicates."""
+    """Control plane for vLLM's trainer engine, which forwards each call to all servers."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """The settings at the start: none are needed."""
+    """Initial settings of the transfer engine: none are needed."""
 
 
 @dataclass

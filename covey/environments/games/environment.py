@@ -24,7 +24,7 @@ class Game(Protocol):
     """The smallest, the default and the largest size."""
     rules: str
     most_actions: int
-    """The limit of actions; good play needs fewer."""
+    """Maximum number of actions; good play needs fewer."""
 
     def __init__(self, random: Random, size: int) -> None: ...
 
@@ -47,7 +47,7 @@ GAMES: Mapping[str, type[Game]] = MappingProxyType(
 
 
 class Games(ToolEnvironment):
-    """One game per episode, made from the prompt's `info["world"]`, or else from the run's seed.
+    """One game per episode, generated from `info["world"]`, or else from the run's seed.
 
     Reward: 1 for a game that is won. Only the first call of a turn has an effect, so a game can be
     won in one turn only by luck. The episode ends when the game is won, after `actions` actions (0:

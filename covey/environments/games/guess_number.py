@@ -21,7 +21,7 @@ class GuessNumber:
 
     @property
     def state(self) -> Any:
-        """The range that the guesses have left."""
+        """The range of numbers that are still possible."""
         return [self._low, self._high, self.won]
 
     @property

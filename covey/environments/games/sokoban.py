@@ -15,7 +15,7 @@ _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""The sign of a square, by (player, box, goal)."""
+"""The character that shows a square, by (player, box, goal)."""
 
 
 class Sokoban:
@@ -30,7 +30,7 @@ class Sokoban:
     def __init__(self, random: Random, size: int) -> None:
         squares = [(r, c) for r in range(size) for c in range(size)]
         boxes = size * size // 16
-        self.most_actions = 2 * PULLS  # extra actions to find what is not visible
+        self.most_actions = 2 * PULLS  # extra actions for exploring unseen squares
         self.rules = (
             "Push every box onto a goal by walking into it. You cannot pull a box, and not push "
             f"two. You see {SIGHT} squares far: p is you (P on a goal), b a box (* on a goal), o a "
@@ -47,7 +47,7 @@ class Sokoban:
                 return
 
     def _back(self, random: Random) -> None:
-        """Undo a random move, which is a step backwards and perhaps pulls a box along."""
+        """Make a random move in reverse: a step back, which may pull a box along."""
         direction = random.choice(list(MOVES))
         to = neighbour(self._player, direction)
         if to not in self._free or to in self._boxes:

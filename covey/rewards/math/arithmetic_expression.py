@@ -15,7 +15,7 @@ MAX_DIGITS = 30
 MAX_NESTING = 50
 MAX_NUMBERS = 200
 MAX_BITS = 4096
-"""The largest size of the numerator and of the denominator of every intermediate result."""
+"""Maximum size of the numerator and the denominator of an intermediate result."""
 
 # Unicode signs for multiplication (cross, two dots), division and minus (minus sign, dash).
 _TWINS = str.maketrans("\u00d7\u22c5\u00b7\u00f7\u2212\u2013", "***/--")
@@ -26,7 +26,7 @@ _LEADING_ZEROS = re.compile(r"(?<![0-9.])0+(?=[0-9])", re.ASCII)
 
 
 class ExpressionError(ValueError):
-    """The text is not arithmetic, or exceeds a limit."""
+    """Raised if the text is not arithmetic, or exceeds a limit."""
 
 
 def evaluate(text: str, powers: bool = False) -> Fraction:
@@ -81,7 +81,7 @@ def _plain(text: str) -> str:
 
 
 def _value(node: ast.expr, text: str, depth: int) -> Fraction:
-    """Evaluate a node. Towers of powers nest to the right; `depth` counts them."""
+    """Evaluate a node. `depth` counts nested powers, as in `2**3**2`."""
     if depth > MAX_NESTING:
         raise ExpressionError(f"nested deeper than {MAX_NESTING}")
     sign = 1
@@ -89,7 +89,7 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
         sign = -sign if isinstance(node.op, ast.USub) else sign
         node = node.operand
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        # From the text: a float would round 0.1.
+        # From the source text, because a float would round 0.1.
         return sign * Fraction(text[node.col_offset : node.end_col_offset])
     if not isinstance(node, ast.BinOp):
         raise ExpressionError("not an arithmetic expression")

@@ -60,10 +60,10 @@ def variables(formula: str) -> set[str]:
 
 
 def stated_values(parts: list[str], target: str) -> list[str]:
-    """Return the sides of an equation that must each equal the target; none if it is not solved.
+    """Return the sides of an equation that must each equal the target; empty if it is not solved.
 
     A side could be the target if it is a number or has the target's variables. Other sides, such as
-    the `x` of `x = 42`, name the value. `2x = 42` is not solved for x.
+    the `x` of `x = 42`, are names for the value. `2x = 42` is not solved for x.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])

@@ -84,8 +84,8 @@ def _parsed(formula: str) -> Any:
 
 
 def _same_expanded(target: Any, answer: Any) -> bool:
-    """Whether expanding the difference gives 0: ten times as fast as math-verify."""
+    """Whether expanding the difference gives 0, a test ten times as fast as math-verify."""
     try:
         return bool((target - answer).expand() == 0)
-    except Exception:  # sets, relations and matrices each fail to subtract in their own way
+    except Exception:  # sets, relations and matrices raise different errors when subtracted
         return False

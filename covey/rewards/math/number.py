@@ -13,7 +13,7 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""The most characters of a number, with markup; this bounds the size of integers."""
+"""Maximum characters of a number, with markup; this bounds the size of integers."""
 MAX_EXPONENT = 100
 
 CURRENCY = "$€£¥₹₩₽฿"
@@ -87,7 +87,7 @@ _WRAPPED = re.compile(
 )
 _LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
-"""A quick test: every pattern above needs one of these characters, and plain answers have none."""
+"""For a quick test: patterns above match only text with one of these; plain answers have none."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 
@@ -138,7 +138,7 @@ def strip_markup(text: str) -> str:
 
 
 def is_unit(unit: str, glued: bool) -> bool:
-    """Whether the text after a number is a unit; `glued`: no space separates the two."""
+    """Whether the text after a number is a unit. `glued` means that no space separates the two."""
     if unit in ("", "%") or unit in CURRENCY:
         return True
     if not _UNIT.fullmatch(unit):
@@ -179,7 +179,7 @@ def parse_number(text: str) -> Fraction | None:
     return None if len(text) > MAX_NUMBER else _parse_number(text)
 
 
-@lru_cache(maxsize=4096)  # a group shares its target, and many of its final answers
+@lru_cache(maxsize=4096)  # cached, because a group has one target and often equal final answers
 def _parse_number(text: str) -> Fraction | None:
     text = normalise(text.strip())
     if _SIMPLE.fullmatch(text):

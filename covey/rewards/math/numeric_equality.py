@@ -17,13 +17,13 @@ from itertools import pairwise
 from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
-"""Relative differences: equal up to SAME, different above DIFFERENT. With decimals, which may be
-rounded, different above ROUNDED."""
+"""Limits on relative differences: values are equal up to SAME and different above DIFFERENT. If a
+formula has decimals, which may be rounded, values are different above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""A summand smaller than this, relative to the other, could get lost: 1 - 2^{-100} is not 1."""
+"""Minimum ratio of two summands. A smaller one could be lost in floats: 1 - 2^{-100} is not 1."""
 MAX_DIGITS = 12
-"""The most digits of a number, so that neighbouring numbers are different floats."""
+"""Maximum digits of a number, so that neighbouring numbers are different floats."""
 
 Values = list[complex]
 """The value of an expression at each point."""
@@ -44,7 +44,7 @@ _FRACTIONS = (r"\frac", r"\dfrac", r"\tfrac")
 
 
 class _UnsupportedError(ValueError):
-    """The formula has syntax or values that this module does not handle."""
+    """Raised if a formula has syntax or values that this module does not handle."""
 
 
 def same_numerically(answer: str, target: str) -> bool | None:
@@ -73,7 +73,7 @@ def same_numerically(answer: str, target: str) -> bool | None:
 
 
 def _same_set(answer: list[str], target: list[str]) -> bool | None:
-    """Find an equal element for every element; None if some pairs are undecided."""
+    """Match every element with an equal one; return None if some pairs are undecided."""
     left = list(answer)
     for wanted in target:
         equal = [same_numerically(element, wanted) for element in left]

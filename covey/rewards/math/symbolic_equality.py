@@ -18,9 +18,9 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""The most digits of a power of a number, because sympy would factor it under a root."""
+"""Maximum digits of a number's power, because sympy would factor it under a root."""
 MAX_DEGREE = 100
-"""The largest degree of a polynomial in a division, which takes time quadratic in the degree."""
+"""Maximum degree of a polynomial in a division, whose time is quadratic in the degree."""
 
 _DIVISION = re.compile(r"frac|/|\\div")
 _UNBOUNDED = re.compile(
@@ -55,7 +55,7 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 
 
 def _exponent(formula: str, at: int) -> str:
-    """Return the exponent after the `^` before `at`, with a `^` appended if a tower continues."""
+    """Return the exponent after the `^` before `at`; append `^` if another power follows."""
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
     depth = 0
@@ -69,7 +69,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracket that ends before `at`, or an empty text."""
+    """Return the bracketed text that ends before `at`, or an empty text."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):
@@ -83,7 +83,7 @@ def _powers_are_small(formula: str) -> bool:
     nested, largest = 1, 1
     for match in re.finditer(r"\^", formula):
         exponent = _exponent(formula, match.end())
-        # e and i are numbers, and names of LaTeX commands are not variables.
+        # e and i are constants, and names of LaTeX commands are not variables.
         variable = re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[A-Za-z]+", "", exponent))
         digits = "".join(re.findall("[0-9]+", exponent))
         if len(digits) > 4 or (not variable and re.search(r"[\^!]", exponent)):
