@@ -131,7 +131,7 @@ def test_a_missing_model_leaves_the_rest_of_the_plan(
     assert data["memory"] is None
     assert data["memory_unknown"].startswith(f"model: {tmp_path} is a folder without config.json")
     assert data["plan"]["held_out"] == 256
-    assert "memory: unknown, model: " in planned(capsys, "--model", str(tmp_path))
+    assert "memory: unknown, model: " in planned(capsys, "arithmetic", "--model", str(tmp_path))
 
 
 def test_training_prints_findings_before_the_first_step(
