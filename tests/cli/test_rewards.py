@@ -453,4 +453,4 @@ def test_parts_that_come_and_go_do_not_break_the_table_at_the_end(here: Path) ->
         folder.log_evaluation(row)
     table = before_and_after(folder)
     assert table is not None
-    assert [str(cell) for cell in table.columns[0].cells] == ["greedy", "greedy: parts/often"]
+    assert [str(cell) for cell in table.columns[0].cells] == ["greedy", "greedy: often"]
