@@ -31,6 +31,7 @@ _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNO
 _SCORER = (
     "covey.errors",
     "covey.episode",
+    "covey.totals",
     "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",

@@ -75,7 +75,7 @@ class Scorer(Protocol):
 def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     """Score every completion of a job. An exception in the reward becomes a result."""
     reward = at_progress(reward, job.progress)
-    if hasattr(reward, "score_group"):
+    if _takes_groups(reward):
         try:
             return _checked_group(reward.score_group(*_arguments(reward, job)), job, reward)
         except Exception as error:
@@ -87,6 +87,11 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
         except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
+
+
+def _takes_groups(reward: Any) -> bool:
+    """Whether a reward scores a list of completions. Only `whole_groups` says so for a class."""
+    return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 
 
 async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:

@@ -26,7 +26,7 @@ import covey.sandbox
 from covey.config.schema import Named
 from covey.rewards import Reward
 from covey.rewards.build import REWARDS, make_reward, reward_options
-from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools
+from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
 from covey.types import Prompt
 
 SANDBOX = str(Path(covey.sandbox.__file__).parent)
@@ -170,6 +170,8 @@ def asked(name: str) -> list[Prompt]:
         return [Countdown().held_out()[0]]
     if name in ("tool_call", "agent"):
         return [Tools().held_out()[0]]
+    if name == "instructions":
+        return make_task("instructions", {}).held_out()[:8]
     if name in PROGRAMS:
         return [Code().held_out()[0]]
     first = Arithmetic().held_out()[0]

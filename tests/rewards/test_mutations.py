@@ -21,7 +21,7 @@ from covey.rewards import Reward
 from covey.rewards.build import REWARDS, make_reward, reward_options
 from covey.rewards.completion_format import FORMATS, THINKING
 from covey.sandbox import require_isolation
-from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools
+from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
 from covey.types import Prompt
 from tests.rewards.test_judge import Server, key, server  # noqa: F401 - fixtures
 
@@ -37,6 +37,7 @@ PROMPTS: dict[str, Prompt] = {
     "countdown": Countdown().held_out()[0],
     "tools": Tools().held_out()[0],
     "code": Code().held_out()[0],
+    "instructions": make_task("instructions", {}).held_out()[0],
     "formula": Prompt(
         id="f", task="f", messages=({"role": "user", "content": "?"},), target=r"\frac{x+1}{2}"
     ),
@@ -50,6 +51,7 @@ NEEDS = {
     "code": "code",
     "tool_call": "tools",
     "agent": "tools",
+    "instructions": "instructions",
     GYM: GYM,
 }
 """The prompts of rewards that cannot score every prompt."""

@@ -94,7 +94,7 @@ def test_a_failing_reward_costs_one_completion_its_reward(pool: Pool, bad: str, 
 
 def test_a_time_limit_kills_what_the_reward_had_started_as_well(pool: Pool) -> None:
     (result,) = pool.submit(job("child raise")).result()
-    pid = int(result.error.split()[-1])
+    pid = int(result.error.split(" (")[0].split()[-1])
     assert alive(pid)
     # Both processes are busy, so each reaches its time limit; one of them has the child.
     for future in [pool.submit(job("loop")) for _ in range(4)]:

@@ -342,7 +342,9 @@ def test_completions_that_cannot_be_scored_are_left_out_of_their_group(
     )
     first = next(row for row in rows if row["reward"] is None)
     (note,) = notes
-    assert note == f"step 1: {lost} unscored, {first['prompt_id']} sample {first['sample']}: {why}"
+    what = f"step 1: {lost} unscored, {first['prompt_id']} sample {first['sample']}: {why}"
+    assert note.startswith(what)
+    assert ("judged.py, line " in note) == (how == "raises")
     compared = 0
     for group in fours(rows):
         scored = [row for row in group if row["reward"] is not None]

@@ -204,7 +204,7 @@ def before_and_after(run: RunFolder) -> Table | None:
     for name in [n for n in estimates if n in last]:
         a, b = first[name], last[name]
         table.add_row(
-            _cell(f"greedy: {name}" if is_reward(name) else name),
+            _cell(f"greedy: {name.removeprefix('parts/')}" if is_reward(name) else name),
             estimate_text(name, a),
             estimate_text(name, b),
             change_text(name, b["value"] - a["value"]),
