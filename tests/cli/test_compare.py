@@ -158,7 +158,7 @@ def test_finished_runs_are_not_repeated(
     assert arms(near)["still"].weights == arms(finished)["frozen"].weights
     capsys.readouterr()
     assert covey(command(finished, "--algorithms", "grpo,dapo")) == 2
-    assert "holds another comparison" in capsys.readouterr().err
+    assert "contains another comparison" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
     assert "and their last bits depend on it" in capsys.readouterr().err
 
