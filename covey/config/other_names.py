@@ -108,4 +108,4 @@ def ours(name: str) -> str | None:
 
 
 COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temperature"})
-"""Last parts of verl's names that are too common to identify one setting."""
+"""Last components of verl's dotted names, such as `enable`, that many settings share."""

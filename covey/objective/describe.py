@@ -164,7 +164,8 @@ def page(name: str) -> str:
             "",
             _options_table(description.own),
             "",
-            "It also has the [options of every algorithm](README.md#options-of-every-algorithm).",
+            "It also accepts the "
+            "[options that all algorithms share](README.md#options-of-every-algorithm).",
             "",
         ]
     )

@@ -117,7 +117,7 @@ def _protocol(limiter: ConnectionLimiter) -> type[Connection]:
 
 
 def _tracked(application: Application) -> Application:
-    """Wrap the application, so that the limiter knows the phase of each request."""
+    """Wrap the ASGI application so that the limiter knows the phase of each request."""
 
     async def track(scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

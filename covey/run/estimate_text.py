@@ -24,7 +24,7 @@ def value_text(name: str, value: float) -> str:
 
 
 def change_text(name: str, change: float) -> str:
-    """Return a difference of two numbers, with its unit.
+    """Format the difference of two numbers as text, with its unit.
 
     >>> change_text("greedy", 0.125), change_text("reward", 0.125)
     ('+12.5 points', '+0.125')

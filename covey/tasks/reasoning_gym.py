@@ -87,7 +87,7 @@ def _created(source: Source) -> Any:
 
 
 def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
-    """Return a dataset of reasoning_gym, created or from the cache."""
+    """Return a reasoning_gym dataset: from the cache, or newly created."""
     key = repr(sorted(options.items()))
     return _created(Source(dataset=dataset, seed=seed, size=size, options=options, key=key))
 

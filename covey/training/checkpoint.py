@@ -145,7 +145,7 @@ def save_policy(
 ) -> None:
     """Write policy, optimizer and `state` into an existing folder.
 
-    With a sharded policy, all ranks call this, and the rank with `writes` writes the whole model.
+    With a sharded policy, all ranks call this; the rank where `writes` is true saves the model.
     The optimizer's state is then in the folder already.
     """
     try:

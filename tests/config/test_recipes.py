@@ -298,7 +298,9 @@ def test_a_recipe_runs_with_the_embedded_model(
     assert config.objective.name == WHAT[name][3]
     steps = read(folder / "steps.jsonl")
     assert [row["step"] for row in steps] == [1, 2]
-    assert all(row["rollout/trained_groups"] == config.rollout.prompts_per_step for row in steps)
+    may_lose = 0 if not config.filter.drop_flat else config.rollout.prompts_per_step
+    lost = [config.rollout.prompts_per_step - row["rollout/trained_groups"] for row in steps]
+    assert max(lost) <= may_lose
     assert [row["step"] for row in read(folder / "eval.jsonl")] == [0, 2]
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["000002"]
 

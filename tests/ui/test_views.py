@@ -12,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -282,13 +283,18 @@ def test_the_command_refuses_a_missing_folder_and_a_port_in_use(
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     started = [sys.executable, "-m", "covey", "ui", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
-        line = process.stdout.readline()
-        address = re.search(r"http://127\.0\.0\.1:\d+/", line).group()
-        with urllib.request.urlopen(f"{address}api/runs", timeout=30) as reply:
-            assert [run["id"] for run in json.load(reply)["runs"]] == ["run"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+    # A background job ignores SIGINT, and so would the processes that it starts.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
+        try:
+            line = process.stdout.readline()
+            address = re.search(r"http://127\.0\.0\.1:\d+/", line).group()
+            with urllib.request.urlopen(f"{address}api/runs", timeout=30) as reply:
+                assert [run["id"] for run in json.load(reply)["runs"]] == ["run"]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
     assert line.startswith("1 runs and 0 comparisons")
 
 

@@ -87,9 +87,9 @@ def clip_cov() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
-    Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes one more
-    forward pass. The random tokens are picked by a hash of the sampler's log-probabilities, so the
-    choice does not depend on the order of rows or on the micro-batches.
+    Choices: cov is computed over the whole optimizer step, not per micro-batch. This takes one
+    more forward pass. The random tokens are picked by a hash of the sampler's log-probabilities, so
+    the choice does not depend on the order of rows or on the micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -108,8 +108,8 @@ def kl_cov() -> Objective:
         loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
                tokens with the largest cov ]
 
-    Ratios are not clipped. Choices: cov is over the whole optimizer step, not over a micro-batch,
-    so it takes one more forward pass; only tokens with cov above 0 are picked.
+    Ratios are not clipped. Choices: cov is computed over the whole optimizer step, not per
+    micro-batch. This takes one more forward pass. Only tokens with a positive cov are selected.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -12,7 +12,7 @@ def test_the_table_of_a_step(run_path: Path, capsys: pytest.CaptureFixture[str])
     assert run(["explain", str(run_path), "--step", "2"]) == 0
     shown = capsys.readouterr().out
     assert "step 2: grpo, 32 rollouts, 2 optimizer steps" in shown
-    assert "checkpoints/000001): those that generated these rollouts" in shown
+    assert "checkpoints/000001): the weights that generated these rollouts" in shown
     rows = [
         json.loads(line) for line in (run_path / "rollouts/000002.jsonl").read_text().splitlines()
     ]
@@ -60,7 +60,7 @@ def test_replay_prints_families_and_cosines(
     arguments = ["explain", str(run_path), "--step", "1", "--replay", "grpo,gspo,dapo"]
     assert run([*arguments, "--set", "beta=0"]) == 0
     shown = capsys.readouterr().out
-    assert "the initial model (embedded): those that generated these rollouts" in shown
+    assert "the initial model (embedded): the weights that generated these rollouts" in shown
     assert "equal: grpo = gspo\n" in shown
     assert "after the run's 2 optimizer steps with grpo" in shown
     assert run([*arguments, "--set", "beta=0", "--json"]) == 0
@@ -77,8 +77,8 @@ def test_replay_prints_families_and_cosines(
     ("arguments", "code", "message"),
     [
         (["--step", "9"], 1, "has no completions of step 9; the run has steps 1 to 3"),
-        (["--step", "1", "--rollout", "33"], 2, "--rollout 33: the step has 32 rollouts"),
-        (["--step", "1", "--rollout", "1", "--replay", "all"], 2, "give one of the two"),
+        (["--step", "1", "--rollout", "33"], 2, "--rollout 33: the step has only 32 rollouts"),
+        (["--step", "1", "--rollout", "1", "--replay", "all"], 2, "give only one of the two"),
         (["--step", "1", "--replay", "grop"], 2, "did you mean 'grpo'"),
         (["--step", "1", "--replay", "grpo", "--set", "beta"], 2, "--set takes key=value"),
         (["--step", "1", "--set", "beta=0"], 2, "--replay"),

@@ -178,11 +178,11 @@ def replayed(recorded_run: RunFolder):
 def test_every_algorithm_replays_a_recorded_step(replayed) -> None:
     first, later = replayed.moments
     assert (first.updates, later.updates) == (0, 2)
-    assert len(first.algorithms) == 30
+    assert len(first.algorithms) == 32
     for moment in replayed.moments:
         cosine = torch.tensor(moment.cosine, dtype=torch.float64)
         torch.testing.assert_close(cosine, cosine.T)
-        torch.testing.assert_close(cosine.diagonal(), torch.ones(30).double())
+        torch.testing.assert_close(cosine.diagonal(), torch.ones(32).double())
         assert cosine.abs().max() <= 1
         assert all(a.grad_norm > 0 for a in moment.algorithms)
         names = [a.name for a in moment.algorithms]

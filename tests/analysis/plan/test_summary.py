@@ -40,7 +40,8 @@ def test_the_packaged_recipe_in_words() -> None:
         "100 training steps. Each takes 16 prompts and generates 8 completions per prompt: 128 "
         "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last one the "
         "completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
-        f"generated tokens. The reward think_answer is between 0 and 1: {reward} There is no KL "
+        "generated tokens. Learning rate: 0.0001, linear. `covey plan --measure` forecasts the "
+        f"hours. The reward think_answer is between 0 and 1: {reward} There is no KL "
         "penalty and no reference. It is evaluated 11 times on 256 held-out prompts, with at most "
         "135,168 tokens."
     )
@@ -118,7 +119,7 @@ def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_weights_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    found, whole = as_data(capsys, "--model", str(folder)), as_data(capsys)
+    found, whole = as_data(capsys, "arithmetic", "--model", str(folder)), as_data(capsys)
     assert found["memory"]["peak_bytes"] == whole["memory"]["peak_bytes"]
     assert found["findings"] == whole["findings"] == []
 
@@ -126,11 +127,11 @@ def test_no_weights_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_a_missing_model_leaves_the_rest_of_the_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    data = as_data(capsys, "--model", str(tmp_path))
+    data = as_data(capsys, "arithmetic", "--model", str(tmp_path))
     assert data["memory"] is None
     assert data["memory_unknown"].startswith(f"model: {tmp_path} is a folder without config.json")
     assert data["plan"]["held_out"] == 256
-    assert "memory: unknown, model: " in planned(capsys, "--model", str(tmp_path))
+    assert "memory: unknown, model: " in planned(capsys, "arithmetic", "--model", str(tmp_path))
 
 
 def test_training_prints_findings_before_the_first_step(
