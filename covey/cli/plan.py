@@ -82,7 +82,6 @@ def plan_command(
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
     with waiting(STARTING) as say, measuring() as measure:
         config = resolved(label, settings, model=False)
-        tell_defaults(label, config)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
@@ -92,6 +91,7 @@ def plan_command(
         say("reading the task")
         facts = task_facts(config, measure)
         config = over_epochs(config, facts.prompts)
+        tell_defaults(label, config)
         if cluster or measure_steps:
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)

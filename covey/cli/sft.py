@@ -17,7 +17,6 @@ from covey.cli.startup import (
     resolved,
     settings_of,
     source_of,
-    tell_defaults,
     waiting,
 )
 from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
@@ -60,8 +59,8 @@ def sft_command(
     label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke)
-    tell_defaults(label, config)
-    sft.start(config, run, f"{Path(label or config.task.name.replace(':', '.')).stem}-sft")
+    name = f"{Path(label or config.task.name.replace(':', '.')).stem}-sft"
+    sft.start(config, label, run, name)
 
 
 def _build(config: Config, world: World) -> SftParts:

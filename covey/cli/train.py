@@ -88,11 +88,11 @@ def train_command(
     label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke, imports=not print_config)
-    tell_defaults(label, config)
     if print_config:
+        tell_defaults(label, config)
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
-    _training(context, not_own).start(config, run, _run_name(label, config))
+    _training(context, not_own).start(config, label, run, _run_name(label, config))
 
 
 def _run_name(label: str | None, config: Config) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from covey.cli.screen import Screen, echo
-from covey.cli.startup import STARTING, tell_notes, waiting
+from covey.cli.startup import STARTING, tell_defaults, tell_notes, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder, check_new_run, next_run_path
@@ -62,8 +62,11 @@ class Training:
     arguments: Sequence[str]
     """The arguments of the command line, which Ray passes to the ranks that it starts."""
 
-    def start(self, config: Config, path: Path | None, name: str) -> None:
-        """Create a run folder and train. Without `path`, the folder is runs/`name` and a number."""
+    def start(self, config: Config, source: str | None, path: Path | None, name: str) -> None:
+        """Create a run folder and train. Without `path`, the folder is runs/`name` and a number.
+
+        Without `source`, the file or recipe of the settings, print which defaults the run has.
+        """
         from covey.training.run_start import created_run, locked_by_main
 
         self._start_ranks(config)
@@ -72,6 +75,8 @@ class Training:
             with closing(parts):
                 chosen = path or next_run_path(Path("runs"), name)
                 folder = created_run(parts, chosen, self.environment(parts))
+                if world.is_main:
+                    tell_defaults(source, config)
                 with locked_by_main(folder, world):
                     code = self._run(parts, folder, Start())
         raise typer.Exit(code)

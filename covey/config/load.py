@@ -29,6 +29,8 @@ DEEPEST = 16
 """Maximum depth of nested tables; settings need only a few levels."""
 PLAIN = ("seed", "trackers")
 """Settings outside any section."""
+MAIN = ("model", "rollout", "optimizer", "train", "evaluate")
+"""Sections that every run uses."""
 
 
 def recipe_names() -> list[str]:
@@ -173,8 +175,8 @@ def _section(path: list[str]) -> type[BaseModel]:
 
 
 def _other_section(key: str) -> str:
-    """Return a hint if another section has this key."""
-    sections = [name for name in Config.model_fields if name not in PLAIN]
+    """Return a hint if another section has this key; sections that every run uses come first."""
+    sections = [*MAIN, *(name for name in Config.model_fields if name not in (*PLAIN, *MAIN))]
     found = (name for name in sections if key in _section([name]).model_fields)
     return next((f"; did you mean '{name}.{key}'?" for name in found), "")
 

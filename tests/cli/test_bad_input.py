@@ -78,7 +78,11 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["scoring.workers=1000000001"], 2, ["scoring.workers"]),
         (["evaluate.samples=1000000001"], 2, ["evaluate.samples"]),
         (["task.train_size=1000000001"], 2, ["train_size", "at most 1000000000"]),
-        (["rollout.group_size=1"], 2, ["rollout.group_size = 1", "greater than or equal to 2"]),
+        (
+            ["rollout.group_size=1", "train.mini_batches=1"],
+            2,
+            ["rollout.group_size = 1", "greater than or equal to 2"],
+        ),
         (["rollout.prompts_per_step=0"], 2, ["rollout.prompts_per_step = 0"]),
         (["rollout.temperature=0.0"], 2, ["rollout.temperature"]),
         (["optimizer.learning_rate=fast"], 2, ["optimizer.learning_rate = 'fast'"]),
@@ -92,9 +96,10 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["reward.correct=-1.0"], 2, ["correct=-1.0"]),
         (["trian.steps=5"], 2, ["trian", "did you mean 'train'"]),
         (["learning_rate=1"], 2, ["did you mean 'optimizer.learning_rate'"]),
+        (["temperature=1"], 2, ["did you mean 'rollout.temperature'"]),
         (["train.old_logp=sampler", "rollout.top_p=0.5"], 2, ["old_logp", "top_p"]),
         (["train.old_logp=sampler", "objective.veto=0.5"], 2, ["old_logp", "veto", "'recompute'"]),
-        (["rollout.max_tokens=600"], 1, ["600", "context is 512"]),
+        (["rollout.max_tokens=600"], 2, ["600", "no room for a prompt", "context is 512"]),
         (["task.train_size=1"], 1, ["1 training prompts", "rollout.prompts_per_step"]),
     ],
 )
@@ -125,7 +130,8 @@ def test_one_line_and_nothing_written(
         (["train", "missing.toml"], 2, ["missing.toml"]),
         (["train", "--set", "steps"], 2, ["key=value"]),
         (["train", "--resume", "nowhere"], 1, ["nowhere", "not a run"]),
-        (["train", "--resume", "nowhere", "--set", "seed=1"], 2, ["--resume"]),
+        (["train", "--resume", "nowhere", "--set", "seed=1"], 1, ["nowhere", "not a run"]),
+        (["train", "arithmetic", "--resume", "nowhere"], 2, ["--resume"]),
         (["eval", "/no/such/model"], 1, ["/no/such/model"]),
         (["eval"], 2, ["RUN|MODEL"]),
         (["runs", "nowhere"], 1, ["no runs in nowhere"]),
@@ -171,7 +177,7 @@ def test_wrong_commands(
         ([], ["has no prompts"]),
         (["not an object"], ["train.jsonl:1", "str"]),
         ([{"question": "1+1?", "answer": "2"}, {"qestion": "2+2?", "answer": "4"}], ["train.jsonl:2", "'question'", "did you mean 'qestion'"]),
-        ([{"question": "9" * 600, "answer": "2"}] * 4, ["600 tokens", "context is 512"]),
+        ([{"question": "9" * 600, "answer": "2"}] * 4, ["jsonl/train/1, has 600", "context is 512"]),
     ],
 )  # fmt: skip
 def test_bad_datasets_are_named_by_file_and_line(
@@ -263,6 +269,6 @@ def test_scores_of_nothing_are_no_mean_of_zero(
     assert captured.out == ""
     assert captured.err == (
         "covey: rows.jsonl: none of the 3 completions could be scored; the first error: OSError: "
-        "offline\n"
+        f"offline ({tmp_path / 'away.py'}, line 1)\n"
     )
     assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 3

@@ -89,7 +89,12 @@ def timeless(comparison: Comparison) -> Comparison:
         name="",
         environment={},
         runs=tuple(
-            replace(o, points=tuple(replace(p, seconds=0.0) for p in o.points))
+            replace(
+                o,
+                points=tuple(replace(p, seconds=0.0) for p in o.points),
+                memory_gib=0.0,
+                cpu_seconds=0.0,
+            )
             for o in comparison.runs
         ),
     )
@@ -158,9 +163,9 @@ def test_finished_runs_are_not_repeated(
     assert arms(near)["still"].weights == arms(finished)["frozen"].weights
     capsys.readouterr()
     assert covey(command(finished, "--algorithms", "grpo,dapo")) == 2
-    assert "holds another comparison" in capsys.readouterr().err
+    assert "contains another comparison" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
-    assert "and their last bits depend on it" in capsys.readouterr().err
+    assert "and their last bits depend on that" in capsys.readouterr().err
 
 
 def test_arms_with_other_rewards_are_evaluated_with_the_common_one(finished: Path) -> None:

@@ -237,16 +237,16 @@ DAMAGES = {
     "lock: stale": Damage(write(".lock", "12345")),
     "lock: a folder": Damage(folder(".lock"), ".lock"),
     # Checkpoints.
-    "checkpoints: missing": Damage(remove("checkpoints"), "checkpoints holds no checkpoint", 0),
+    "checkpoints: missing": Damage(remove("checkpoints"), "checkpoints contains no checkpoint", 0),
     "checkpoints: a file": Damage(
-        both(remove("checkpoints"), write("checkpoints", "mine")), "checkpoints holds no", 0
+        both(remove("checkpoints"), write("checkpoints", "mine")), "checkpoints contains no", 0
     ),
     "checkpoints: newest missing": Damage(
         remove(NEWEST), "checkpoints contains no checkpoint after step 2", 2
     ),
     "checkpoints: newest a loop": Damage(loop(NEWEST), NEWEST, 2),
     "checkpoints: missing, of an older version": Damage(
-        both(remove("checkpoints"), remove("checkpoints.jsonl")), "checkpoints holds no", 0
+        both(remove("checkpoints"), remove("checkpoints.jsonl")), "checkpoints contains no", 0
     ),
     "checkpoints: half written": Damage(cut(MODEL, 5000), MODEL, 2),
     "checkpoints: one bit": Damage(flip(MODEL), MODEL, 2),

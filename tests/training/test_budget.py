@@ -81,7 +81,7 @@ def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
 
 def test_a_run_stops_after_one_thing() -> None:
     with pytest.raises(
-        ConfigError, match=r"stop_after takes only one of steps, tokens and updates"
+        ConfigError, match=r"stop_after takes only one of steps, tokens, updates and epochs"
     ):
         load_config(None, ["train.stop_after={tokens=3, updates=4}"])
     assert load_config(None, ["train.stop_after={steps=3}"]).train.steps == 3

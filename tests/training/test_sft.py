@@ -254,7 +254,7 @@ def test_what_the_prompt_already_says_is_not_said_again() -> None:
 
 def test_a_template_without_fields_is_refused() -> None:
     config = settings_of(sft={"template": "Yes {indeed}."})
-    with pytest.raises(ConfigError, match=r"sft.template = 'Yes \{indeed\}.' has none of"):
+    with pytest.raises(ConfigError, match=r"sft.template = 'Yes \{indeed\}.' contains none of"):
         solutions_of(config, Arithmetic())
 
 
