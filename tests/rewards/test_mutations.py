@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ PROMPTS: dict[str, Prompt] = {
     "countdown": Countdown().held_out()[0],
     "tools": Tools().held_out()[0],
     "code": Code().held_out()[0],
-    "instructions": make_task("instructions", {}).held_out()[0],
+    # With a target, because other rewards score its completions too.
+    "instructions": replace(make_task("instructions", {}).held_out()[0], target="42"),
     "formula": Prompt(
         id="f", task="f", messages=({"role": "user", "content": "?"},), target=r"\frac{x+1}{2}"
     ),
