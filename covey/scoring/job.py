@@ -76,8 +76,9 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     """Score every completion of a job. An exception in the reward becomes a result."""
     reward = at_progress(reward, job.progress)
     if _takes_groups(reward):
+        groups: Any = reward
         try:
-            return _checked_group(reward.score_group(*_arguments(reward, job)), job, reward)
+            return _checked_group(groups.score_group(*_arguments(reward, job)), job, reward)
         except Exception as error:
             return failed(error, job.texts)
     results = []
