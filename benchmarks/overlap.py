@@ -62,7 +62,7 @@ WANTED: dict[str, dict[str, float]] = {
     "cpu": {"one core each, staleness 1": 1.4},
     "gpu": {"staleness 1": 1.3, "staleness 3": 1.6},
 }
-"""How many times as fast as the first arm; with a verdict on the last lines."""
+"""Required speed relative to the first arm. The last lines say whether each arm reached it."""
 CONFIGS = {"cpu": "arithmetic", "gpu": str(HERE / "chain_sum.toml")}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"model.device": "cpu", "train.steps": 40, "rollout.max_tokens": 32},
@@ -140,7 +140,7 @@ def summary(runs: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
     return lines
 
 
-def verdict(line: dict[str, Any], wanted: float | None) -> dict[str, Any]:
+def compared(line: dict[str, Any], wanted: float | None) -> dict[str, Any]:
     """Return whether an arm is as much faster as wanted, and not less accurate."""
     if wanted is None:
         return {}
@@ -148,7 +148,7 @@ def verdict(line: dict[str, Any], wanted: float | None) -> dict[str, Any]:
     speed = f"{'at least' if fast else 'less than'} {wanted:g} times as fast"
     return {
         "ok": fast and good,
-        "verdict": f": {speed}, {'as accurate within the interval' if good else 'less accurate'}",
+        "result": f": {speed}, {'as accurate within the interval' if good else 'less accurate'}",
     }
 
 
@@ -179,11 +179,11 @@ def main() -> None:
         del one["right"]
     for line in arms:
         difference = line["accuracy_difference"]
-        line |= verdict(line, WANTED[given.what].get(line["arm"]))
+        line |= compared(line, WANTED[given.what].get(line["arm"]))
         print(
             f"{line['arm']}: {line['speedup']:.2f} times, accuracy {100 * difference['value']:+.1f}"
             f" [{100 * difference['low']:+.1f}, {100 * difference['high']:+.1f}] points"
-            f"{line.get('verdict', '')}"
+            f"{line.get('result', '')}"
         )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     environment = described(0, device, torch.get_num_threads())

@@ -29,26 +29,33 @@ def tasks_command(
     """List the tasks, or describe one with its options."""
     from covey.tasks import TASKS, find_task
 
-    rows = [_described(each, find_task(each)[0]) for each in ([name] if name else sorted(TASKS))]
+    names = [name] if name else sorted(TASKS)
+    rows = [described(each, find_task(each)[0], ("name", "bad_rows")) for each in names]
     if as_json:
         return typer.echo(json.dumps(rows[0] if name else rows, default=str))
     if name is None:
         _show("task", [(row["name"], row["text"].partition("\n\n")[0]) for row in rows])
         return Screen().print("covey tasks NAME shows the full description and the options.")
-    console = Screen(soft_wrap=True)
-    console.print(name, style="bold")
-    console.print(f"\n{rows[0]['text']}\n")
-    for option, default in rows[0]["options"].items():
-        console.print(f"task.{option} = {default}")
+    show_options("task", rows[0])
 
 
-def _described(name: str, maker: Any) -> dict[str, Any]:
+def described(name: str, maker: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the docstring and the options of the function that makes a task or a reward."""
     options = {
         option: "(must be given)" if p.default is p.empty else repr(p.default)
         for option, p in inspect.signature(maker).parameters.items()
-        if option not in ("name", "bad_rows")
+        if option not in without
     }
     return {"name": name, "text": inspect.getdoc(maker) or "", "options": options}
+
+
+def show_options(section: str, row: dict[str, Any]) -> None:
+    """Print a task or a reward with its options, as settings of its section."""
+    console = Screen(soft_wrap=True)
+    console.print(row["name"], style="bold")
+    console.print(f"\n{row['text']}\n")
+    for option, default in row["options"].items():
+        console.print(f"{section}.{option} = {default}")
 
 
 def recipes_command(as_json: AsJson = False) -> None:

@@ -78,6 +78,6 @@ def doctor_command(
         typer.echo(json.dumps(data))
     else:
         show_results(found, console)
-        verdict = f"{len(failed)} of {len(found)} checks failed" if failed else "all checks pass"
-        console.print(f"{verdict}, in {seconds:.0f} s")
+        outcome = f"{len(failed)} of {len(found)} checks failed" if failed else "all checks pass"
+        console.print(f"{outcome}, in {seconds:.0f} s")
     raise typer.Exit(1 if failed else 0)

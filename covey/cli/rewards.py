@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from contextlib import closing
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
+from covey.cli.catalog import described, show_options
 from covey.cli.screen import Screen, cell, echo
 from covey.cli.startup import STARTING, Trust, resolved, waiting
 from covey.config import Config
@@ -81,32 +81,20 @@ def list_command(
     from covey.rewards.published import gamed_by
 
     names = list(REWARDS) if name is None else [name]
-    rows = [_described(n, find_reward(n)) for n in names]
+    rows = [described(n, find_reward(n)) for n in names]
     if as_json:
         typer.echo(json.dumps(rows if name is None else rows[0]))
         return
-    console = Screen(soft_wrap=name is not None)
-    if name is None:
-        table = Table(Column("name", style="bold", no_wrap=True), "scores", box=SIMPLE)
-        for row in rows:
-            known = gamed_by(REWARDS[row["name"]])
-            games = f"\nGamed by: {'; '.join(known)}." if known else ""
-            table.add_row(row["name"], row["text"].partition("\n")[0] + games)
-        console.print(table)
-        console.print("covey rewards list NAME shows the full description and the options.")
-        return
-    console.print(name, style="bold")
-    console.print(f"\n{rows[0]['text']}\n")
-    for option, default in rows[0]["options"].items():
-        console.print(f"reward.{option} = {default}")
-
-
-def _described(name: str, maker: Any) -> dict[str, Any]:
-    options = {
-        option: "(must be given)" if p.default is p.empty else repr(p.default)
-        for option, p in inspect.signature(maker).parameters.items()
-    }
-    return {"name": name, "text": inspect.getdoc(maker) or "", "options": options}
+    if name is not None:
+        return show_options("reward", rows[0])
+    table = Table(Column("name", style="bold", no_wrap=True), "scores", box=SIMPLE)
+    for row in rows:
+        known = gamed_by(REWARDS[row["name"]])
+        games = f"\nGamed by: {'; '.join(known)}." if known else ""
+        table.add_row(row["name"], row["text"].partition("\n")[0] + games)
+    console = Screen()
+    console.print(table)
+    console.print("covey rewards list NAME shows the full description and the options.")
 
 
 @app.command("score")

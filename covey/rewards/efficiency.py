@@ -11,7 +11,7 @@ from covey.rewards.text import count_words
 from covey.types import Prompt
 
 PHRASE = 6
-"""Words per phrase: so many that ordinary prose seldom repeats a phrase."""
+"""Words per phrase. Ordinary prose seldom repeats a phrase of this length."""
 MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3

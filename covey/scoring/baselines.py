@@ -95,9 +95,14 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether a reward may score baselines: not if it is a user's function or an LLM judge."""
-    return not any(
-        isinstance(part, Judge | UserFunction | WeightedFunctions) for part in _all(reward)
+    """Whether a reward may score baselines: not if a part is a user's own or an LLM judge.
+
+    A call of these may cost money or have side effects.
+    """
+    return all(
+        type(part).__module__.startswith("covey.")
+        and not isinstance(part, Judge | UserFunction | WeightedFunctions)
+        for part in _all(reward)
     )
 
 

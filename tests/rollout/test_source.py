@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from covey.config import Config, load_config
+from covey.config import load_config
 from covey.errors import RewardError
 from covey.objective import build as build_objective
 from covey.objective import with_advantage, with_weight
@@ -125,24 +125,16 @@ class FailsAt:
         return ThinkAnswer()(prompt, text)
 
 
-def failing(config: Config, *numbers: int) -> Parts:
-    """Assemble a run, whose baselines are scored first, and count completions from there."""
-    reward = FailsAt(*numbers)
-    parts = assemble(config, reward)
-    reward.count = 0
-    return parts
-
-
 def test_unscored_completions_are_a_share_of_the_step_and_not_of_a_refill() -> None:
     config = resolve(load_config("arithmetic", [*QUICK, "filter.dynamic_sampling=true"]))
     whole = groups_of(assemble(config, FailsAt()))
     assert whole.rounds > 1
     count = len(whole.collected.rollouts)
     # The last two rollouts may be more than a tenth of a small refill.
-    found = groups_of(failing(config, count - 1, count))
+    found = groups_of(assemble(config, FailsAt(count - 1, count)))
     assert len(found.collected.failures) == 2 < 0.1 * len(found.collected.rollouts)
     with pytest.raises(RewardError, match="3 of 24 completions could not be scored"):
-        groups_of(failing(config, 1, 2, 3))
+        groups_of(assemble(config, FailsAt(1, 2, 3)))
 
 
 def test_refills_stop_at_the_cap_and_leave_the_first_round_as_it_was() -> None:

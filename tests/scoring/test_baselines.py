@@ -76,7 +76,17 @@ def test_a_few_equal_targets_may_be_chance() -> None:
     assert baselines(PROMPTS[:4], scorer("think_answer")).flagged() == []
 
 
+class OwnReward:
+    """A user's class. Its call may cost money, even if it says that it is quick."""
+
+    quick, version, bounds = True, 1, (0.0, 1.0)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        raise AssertionError("called for a baseline")
+
+
 def test_user_code_and_judges_are_not_called_for_it() -> None:
     assert may_probe(scorer("think_answer").reward)
     assert not may_probe(as_reward(lambda prompt, text: 0.0))
+    assert not may_probe(OwnReward())
     assert may_probe(scorer("math").reward)
