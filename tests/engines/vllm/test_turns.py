@@ -29,7 +29,7 @@ def request(number: int) -> Request:
 
 @dataclass
 class Turns:
-    """Two requests; a tool works on the first one's completion, and then there is a third."""
+    """Two requests; a tool works on the first completion, and then there is a third request."""
 
     ready: list[Request] = field(default_factory=lambda: [request(0), request(1)])
     tool_ends: float = float("inf")
@@ -48,7 +48,7 @@ class Turns:
 
     def done(self, completions: Sequence[Completion]) -> None:
         self.order += [completion.request.number for completion in completions]
-        if self.order == [0]:
+        if len(self.order) == 1:  # whichever request the server received first
             self.tool_ends = time.monotonic() + TOOL_SECONDS
 
 
