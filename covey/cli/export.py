@@ -24,7 +24,10 @@ from covey.run.model_card import Exported, model_card
 def export_command(
     target: Annotated[
         str,
-        typer.Argument(metavar="RUN|CHECKPOINT", help="A run, one of its checkpoints, or a model."),
+        typer.Argument(
+            metavar="RUN|CHECKPOINT",
+            help="What to export: a run, a checkpoint of a run, or a model.",
+        ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")],
     step: Annotated[

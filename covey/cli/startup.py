@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 Source = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG", help="A TOML file or the name of a recipe. Default: arithmetic."
+        metavar="CONFIG",
+        help="Configuration: a TOML file, or the name of a recipe that `covey recipes` lists. "
+        "Default: arithmetic.",
     ),
 ]
 Overrides = Annotated[
@@ -34,10 +36,18 @@ Overrides = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
+    typer.Option(
+        help="Model (sets model.path): a folder, a Hugging Face name, a GGUF file, or a packaged "
+        "model ('embedded' or 'smollm2')."
+    ),
 ]
 Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Shrink the settings so that a run takes 1 or 2 minutes.")
+    bool,
+    typer.Option(
+        "--smoke",
+        help="Quick test: reduce batch sizes, lengths and steps, so that a run takes 1 or 2 "
+        "minutes.",
+    ),
 ]
 Trust = Annotated[
     list[str] | None,

@@ -28,12 +28,16 @@ REPEATS_SECONDS = 2.0
 
 NewRun = Annotated[
     Path | None,
-    typer.Option("--run", help="The run folder to create. Default: the next free runs/NAME-N."),
+    typer.Option(
+        "--run",
+        help="The run folder to create. Default: runs/NAME-N with the next free number N.",
+    ),
 ]
 Resume = Annotated[
     Path | None,
     typer.Option(
-        metavar="RUN", help="Resume this run with its saved settings; --set can change some."
+        metavar="RUN",
+        help="Resume this run with its saved settings. Some settings can be changed with --set.",
     ),
 ]
 ResumeStep = Annotated[
@@ -42,8 +46,8 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: resume from the checkpoint of this step; 0 means from the start. "
-        "Records of later steps move to RUN/superseded. Default: the newest checkpoint.",
+        help="With --resume: the step of the checkpoint to resume from, or 0 to restart the run. "
+        "Records of later steps are moved to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
 
