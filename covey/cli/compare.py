@@ -96,8 +96,8 @@ Parallel = Annotated[
     typer.Option(
         min=1,
         max=1024,
-        help="Number of runs to train at the same time. Default: CPU cores divided by the threads "
-        "of a run, or 1 on a GPU.",
+        help="Number of runs to train at the same time. Default: the CPU cores divided by the "
+        "threads of a run, or 1 on a GPU.",
     ),
 ]
 Threads = Annotated[
@@ -105,7 +105,7 @@ Threads = Annotated[
     typer.Option(
         min=1,
         max=4096,
-        help="Number of CPU threads per run. Default: CPU cores divided by the number of runs.",
+        help="Number of CPU threads per run. Default: the CPU cores divided by the number of runs.",
     ),
 ]
 Report = Annotated[
@@ -138,7 +138,7 @@ def compare_command(
     report: Report = None,
     plan_only: DryRun = False,
 ) -> None:
-    """Train several arms (algorithms or settings) under equal conditions, and report the better.
+    """Train several arms (algorithms or settings) under equal conditions, and compare the results.
 
     All arms have the same starting weights, first rollouts, prompts, budget and held-out prompts.
     The report states how certain each difference between arms is. After Ctrl-C or a crash, run the

@@ -52,8 +52,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Start from the exact weights before the step. They are computed by training all "
-        "steps since the nearest checkpoint again.",
+        help="Start from the exact weights before the step: first train all steps since the "
+        "nearest checkpoint again.",
     ),
 ]
 

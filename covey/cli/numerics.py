@@ -74,8 +74,8 @@ def numerics_command(
 ) -> None:
     """Measure how much the log-probs of engine and trainer differ, and why.
 
-    The command generates and scores the rollouts of one step. It computes the log-probs of these
-    rollouts in several ways, to separate the causes: precision, batch shape, truncation, kernels
+    The command generates and scores the rollouts of one step. The log-probs of every rollout are
+    computed in several ways, to separate the causes: precision, batch shape, truncation, kernels
     and staleness. The run folder does not change.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None

@@ -24,7 +24,7 @@ Connections = Annotated[
     typer.Option(
         "--max-connections",
         min=1,
-        help="Maximum number of open connections. When this number is reached, the server closes "
+        help="Maximum number of open connections. When the maximum is reached, the server closes "
         "idle and unfinished connections.",
     ),
 ]

@@ -36,7 +36,7 @@ def verify_command(
     """Check that no step, prompt or rollout of a run is lost, repeated or changed.
 
     The configuration, data, reward, rollouts, steps and checkpoints of the run are compared with
-    each other. The exit code is 0 if all of them agree, and 1 if not.
+    each other. The exit code is 0 if all records agree, and 1 if not.
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):
