@@ -37,7 +37,8 @@ def pickled(thing: Any, what: str) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = str(error)
     raise ConfigError(
-        f"{what} ({why}); move it to a module, or set `quick = True` on it if it is always fast"
+        f"{what} cannot be sent to a worker process ({why}); move it to a module, or set `quick = "
+        "True` on it if it is always fast"
     )
 
 

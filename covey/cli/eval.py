@@ -161,8 +161,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 fitting, notes = fitting_prompts(config, model, prompts, "held-out")
                 if found and len(fitting) < len(prompts):
                     raise DataError(
-                        f"{path}: {notes[0]}, so the models would get different prompts; set "
-                        "rollout.max_prompt_tokens to a length that all of them support"
+                        f"{path}: {notes[0]}, so the two models would get different prompts; set "
+                        "rollout.max_prompt_tokens to a length that both models support"
                     )
                 prompts = fitting
                 engine = NativeEngine(model)

@@ -76,10 +76,13 @@ def explain_command(
     """
     if line is not None and algorithms is not None:
         raise ConfigError(
-            "--rollout shows one rollout, and --replay uses all of them; give only one of the two"
+            "--rollout cannot be combined with --replay, which uses all rollouts of the step; "
+            "leave one of these options out"
         )
     if options and algorithms is None:
-        raise ConfigError("--set sets options of the algorithms in --replay; give --replay too")
+        raise ConfigError(
+            "--set changes options of the algorithms in --replay, so --replay is needed too"
+        )
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
@@ -118,7 +121,8 @@ def _check_line(line: int, trained: list[int], rollouts: int) -> None:
         raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
     if line not in trained:
         raise ConfigError(
-            f"--rollout {line}: the step did not train on this rollout; its group was filtered out"
+            f"--rollout {line}: the step did not train on this rollout, because the group of the "
+            "rollout was filtered out"
         )
 
 

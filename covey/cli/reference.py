@@ -89,7 +89,7 @@ def serve_command(
     token = _token(token_env)
     if host not in LOOPBACK and not token:
         raise ConfigError(
-            f"--host {host} accepts other machines, so a token is needed; give --token-env too"
+            f"--host {host} accepts requests from other machines, so --token-env is needed too"
         )
     _need_extra()
     check_model_path(model)
@@ -148,8 +148,8 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
-    other = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
-    return ConfigError(f"--host {host} --port {port}: {error.strerror or error}{other}")
+    advice = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"--host {host} --port {port}: {error.strerror or error}{advice}")
 
 
 def _token(variable: str) -> str:
@@ -169,5 +169,6 @@ def _need_extra() -> None:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        what = f"the reference server needs {error.name}"
-        raise ConfigError(f"{what}: pip install 'covey[server]'") from None
+        raise ConfigError(
+            f"the reference server needs {error.name}: pip install 'covey[server]'"
+        ) from None

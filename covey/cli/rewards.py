@@ -138,10 +138,11 @@ def score_command(
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
-    if summary["unscored"] == summary["completions"]:
+    count, first_error = summary["completions"], summary["first_error"]
+    if summary["unscored"] == count:
         raise RewardError(
-            f"{file}: none of the {summary['completions']} completions could be scored; the first "
-            f"error: {summary['first_error']}"
+            f"{file}: none of the {count} completions could be scored; the first error: "
+            f"{first_error}"
         )
     echo(json.dumps(summary) if as_json else _summary_lines(summary))
 

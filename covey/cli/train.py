@@ -43,8 +43,8 @@ Verify = Annotated[
     typer.Option(
         "--verify",
         help="With --resume: before training, recompute the newest checkpoint from the previous "
-        "checkpoint and the recorded rollouts. Stop if the recomputed weights differ from the saved "
-        "weights.",
+        "checkpoint and the recorded rollouts. Stop if the recomputed weights differ from the "
+        "saved weights.",
     ),
 ]
 Ray = Annotated[

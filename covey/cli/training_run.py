@@ -183,8 +183,8 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
         raise ConfigError("--verify needs --resume RUN: a new run has nothing to verify")
     if step is not None:
         raise ConfigError(
-            f"--step {step} chooses a checkpoint to resume from; give --resume RUN too, or set the "
-            "number of steps with train.steps"
+            f"--step {step} chooses the checkpoint to resume from, so --resume RUN is needed too; "
+            "to set the number of training steps, use train.steps"
         )
     if run is not None:
         check_new_run(run)
@@ -193,4 +193,7 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
 def check_alone(*given: object) -> None:
     """Reject options that do not combine with --resume."""
     if any(given):
-        raise ConfigError("--resume uses the settings of the run; the only other option is --set")
+        raise ConfigError(
+            "--resume uses the saved settings of the run; change settings only with --set, and "
+            "leave out CONFIG and options such as --model"
+        )

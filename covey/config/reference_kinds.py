@@ -26,10 +26,10 @@ def check_reference(section: Section) -> None:
     """Reject a setting that the chosen kind of reference does not read."""
     for name, value in section.model_dump(exclude={"kind"}).items():
         if name not in OPTIONS[section.kind] and value != Section.model_fields[name].default:
-            users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
+            kinds = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
             raise ConfigError(
                 f"config: reference.{name} = {value!r} has no effect with reference.kind = "
-                f"{section.kind!r}; it is a setting of {users}"
+                f"{section.kind!r}; it works only with reference.kind = {kinds}"
             )
     if section.kind == "server" and not section.url:
         raise ConfigError(
@@ -41,7 +41,7 @@ def check_teacher(section: Teacher) -> None:
     """Reject a [teacher] with no model, with both path and url, or with unused settings."""
     if bool(section.path) == bool(section.url):
         raise ConfigError(
-            "config: this objective needs a teacher; set one of teacher.path and teacher.url"
+            "config: this objective needs a teacher; set either teacher.path or teacher.url"
         )
     idle = ("token_env", "timeout", "patience") if section.path else ("offload",)
     for name in idle:

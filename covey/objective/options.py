@@ -163,15 +163,16 @@ PAIRS = (
 def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Reject values that do not have the type in the function's signature."""
     for key, value in options.items():
-        hint, what = hints.get(key), f"objective.{key} = {value!r} of {name}"
+        hint, setting = hints.get(key), f"objective.{key} = {value!r} of {name}"
         if typing.get_origin(hint) is Literal:
             choices = typing.get_args(hint)
             if value not in choices:
-                raise ConfigError(f"{what} is not known{nearest(str(value), choices)}")
+                raise ConfigError(f"{setting} is not known{nearest(str(value), choices)}")
         elif hint is bool and not isinstance(value, bool):
-            raise ConfigError(f"{what} must be true or false")
+            raise ConfigError(f"{setting} must be true or false")
         elif hint in (int, float) and not _is_number(value, Integral if hint is int else Real):
-            raise ConfigError(f"{what} must be {'an integer' if hint is int else 'a number'}")
+            kind = "an integer" if hint is int else "a number"
+            raise ConfigError(f"{setting} must be {kind}")
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -191,9 +192,11 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     dual, bound = numbers.get("dual"), 1 + numbers.get("clip_high", 0.0)
     if dual and dual <= bound:
         raise ConfigError(
-            f"objective.dual = {dual} of {name} must exceed 1 + clip_high = {bound:g}"
+            f"objective.dual = {dual} of {name} must be above 1 + clip_high = {bound:g}"
         )
     for clip_low, clip_high in PAIRS:
         if clip_low in numbers and clip_high in numbers and numbers[clip_low] > numbers[clip_high]:
-            what = f"objective.{clip_low} = {numbers[clip_low]} of {name}"
-            raise ConfigError(f"{what} exceeds {clip_high} = {numbers[clip_high]}")
+            low, high = numbers[clip_low], numbers[clip_high]
+            raise ConfigError(
+                f"objective.{clip_low} = {low} of {name} is above {clip_high} = {high}"
+            )

@@ -73,7 +73,9 @@ class MovingReference(FrozenReference):
             ) from None
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:
-                raise RunError(f"checkpoint {folder}: {REFERENCE_FILE} lacks {name}")
+                raise RunError(
+                    f"checkpoint {folder}: {REFERENCE_FILE} has no tensor {name} of the right shape"
+                )
             weight.copy_(saved[name])
         self._round_to_parameters()
 

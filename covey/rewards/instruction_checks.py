@@ -37,9 +37,8 @@ def counts(number: int, relation: str, wanted: int) -> bool:
     rules = {"less than": number < wanted, "at least": number >= wanted,
              "at most": number <= wanted, "exactly": number == wanted}  # fmt: skip
     if relation not in rules:
-        raise DataError(
-            f"instructions: relation {relation!r} is not known; it is {', '.join(rules)}"
-        )
+        known = ", ".join(rules)
+        raise DataError(f"instructions: relation {relation!r} is not known; choose from {known}")
     return rules[relation]
 
 
@@ -272,7 +271,9 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
     """Return whether a text follows an instruction. An empty text follows none."""
     if name not in CHECKS:
-        raise DataError(f"instructions: {name!r} is not one of the {len(CHECKS)} known")
+        raise DataError(
+            f"instructions: {name!r} is not one of the {len(CHECKS)} known instructions"
+        )
     if not text.strip() or len(text) > MOST_CHARACTERS:
         return False
     known = {key: value for key, value in given.items() if value is not None}
@@ -301,5 +302,8 @@ def instructions_of(info: Mapping[str, Any], target: str) -> list[tuple[str, Map
         return [from_open_instruct(target)]
     given = info.get("kwargs") or [{}] * len(names)
     if len(given) != len(names):
-        raise DataError(f"instructions: {len(names)} names and {len(given)} tables of arguments")
+        raise DataError(
+            f"instructions: a prompt has {len(names)} instruction names, but {len(given)} tables "
+            "of arguments"
+        )
     return list(zip(names, given, strict=True))

@@ -106,7 +106,7 @@ class RolloutIndex:
         entry = next((entry for entry in self.entries if entry.line == line), None)
         row = None if entry is None else self._read(entry)
         if row is None:
-            raise RunError(f"{self.path} has no readable line {line}")
+            raise RunError(f"line {line} of {self.path} cannot be read")
         return row
 
     def _read(self, entry: Entry) -> Row | None:
@@ -177,7 +177,7 @@ class RolloutIndexes:
         try:
             found = path.stat()
         except OSError:
-            raise RunError(f"{path.name} is not among the run's rollouts") from None
+            raise RunError(f"the run has no rollouts file {path.name}") from None
         key = (path, found.st_size, found.st_mtime_ns)
         with self._lock:
             index = self._kept.pop(key, None) or RolloutIndex(path)

@@ -78,8 +78,8 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
     """Refuse a number of training steps that the run has already passed."""
     if not sft and config.train.budget == "steps" and config.train.steps < step:
         raise ConfigError(
-            f"train.steps = {config.train.steps}: the run is already at step {step}; set more "
-            f"steps, or resume an earlier checkpoint with --step"
+            f"train.steps = {config.train.steps}, but the run is already at step {step}; raise "
+            "train.steps, or resume an earlier checkpoint with --step"
         )
 
 

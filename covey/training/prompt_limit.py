@@ -31,7 +31,7 @@ def longest_prompt(config: Config, context: int) -> int:
     if room < 1:
         raise ConfigError(
             f"config: rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a "
-            f"prompt: the model's context is {context}"
+            f"prompt in the model's context of {context} tokens"
         )
     return min(room, config.rollout.max_prompt_tokens or room)
 
@@ -42,8 +42,8 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
         return model
     if config.environment.name != NONE:
         raise ConfigError(
-            "config: rollout.long_prompts = 'truncate' does not work with an environment, whose "
-            "conversations are kept whole; set it to 'skip'"
+            "config: rollout.long_prompts = 'truncate' does not work with an environment, because "
+            "conversations are not truncated; set rollout.long_prompts = 'skip'"
         )
     return replace(model, longest_prompt=longest_prompt(config, model.context))
 
@@ -69,16 +69,17 @@ def fitting_prompts(
         f"longest, {prompts[worst].id}, has {long[worst]}"
     )
     if choice == "truncate":
-        return prompts, [f"{found}: their first tokens are cut off"]
+        return prompts, [f"{found}: the first tokens of these prompts are cut off"]
     if choice == "error":
         raise DataError(
-            f"task: {found}: {_why(config, model.context)}; set rollout.long_prompts = 'skip' to "
-            "leave them out, or 'truncate' to cut off their first tokens"
+            f"task: {found} ({_why(config, model.context)}); set rollout.long_prompts = 'skip' to "
+            "leave long prompts out, or 'truncate' to cut off their first tokens"
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        raise DataError(f"task: {found}: none is left; {_why(config, model.context)}")
-    return kept, [f"{found}: they are left out"]
+        why = _why(config, model.context)
+        raise DataError(f"task: no {split} prompt is short enough: {found} ({why})")
+    return kept, [f"{found}: these prompts are left out"]
 
 
 def _why(config: Config, context: int) -> str:

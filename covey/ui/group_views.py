@@ -111,7 +111,7 @@ def group(site: Site, query: Query) -> dict[str, Any]:
     index.update(READ_SECONDS)
     mine = [e for e in index.entries if e.prompt_id == query.get("prompt_id")]
     if not mine:
-        raise RunError("this step has no such group")
+        raise RunError("this step has no group of the requested prompt")
     rows = [(entry.line, index.row(entry.line)) for entry in mine[:SHOWN]]
     return {
         "prompt_id": mine[0].prompt_id,

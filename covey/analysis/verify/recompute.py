@@ -40,7 +40,8 @@ def recomputed(run: RunFolder) -> Result:
     training_step(trainee.learner_now(), recorded.groups, step)
     if not (folder / OPTIMIZER_FILE).exists():
         raise RunError(
-            f"{folder} was written by several ranks; verify it with the same number of ranks"
+            f"the checkpoint {folder} was written by several ranks; verify it with the same number "
+            "of ranks"
         )
     found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
     then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
