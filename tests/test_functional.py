@@ -154,7 +154,7 @@ def test_a_wrong_shape_is_told_from_the_right_one(tensor: str) -> None:
     given = step(success=torch.ones(ROWS))
     if tensor == "mask, flat":
         given["mask"] = given["mask"][:, 0]
-        assert refused("dapo", given) == "mask must be [B, T], not [8]"
+        assert refused("dapo", given) == "mask must have the shape [B, T], not [8]"
     elif tensor == "mask, wide":
         given["mask"] = torch.ones(ROWS, WIDTH + 1)
         assert refused("dapo", given) == "logp must be [8, 6], not [8, 5]"
@@ -177,7 +177,7 @@ def test_a_group_of_one_is_refused_where_answers_are_compared(name: str) -> None
     if name in WITHOUT_GROUPS:
         assert run(name, given)[1].any()
     else:
-        message = "group -4 has one completion; a group needs at least two to compare"
+        message = "group -4 has only one completion; a group needs at least two completions"
         assert refused(name, given) == message
 
 

@@ -75,9 +75,9 @@ def extended(
         agreement = AGREEMENT.get(correction, 1.0)
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
-                f"objective.correction = {correction!r} gives {agreement:g} where sampler and "
-                f"trainer agree, so correction_low = {correction_low} must be at most, and "
-                f"correction_high = {correction_high} at least {agreement:g}"
+                f"objective.correction = {correction!r} is {agreement:g} where sampler and trainer "
+                f"agree; {agreement:g} must be between correction_low = {correction_low} and "
+                f"correction_high = {correction_high}"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
@@ -177,8 +177,8 @@ def _checked(name: str, objective: Objective) -> Objective:
         )
     if "parts" in objective.needs and objective.kl_in_reward:
         raise ConfigError(
-            f"objective.kl_in = 'reward' does not work with {name}, which uses the parts of the "
-            "reward, because the KL belongs to no part; set objective.kl_in = 'loss'"
+            f"objective.kl_in = 'reward' does not work with {name}, because the KL belongs to no "
+            "part of the reward; set objective.kl_in = 'loss'"
         )
     if "teacher" in objective.reads and "groups" not in objective.reads and objective.kl_in_reward:
         raise ConfigError(

@@ -198,5 +198,5 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         if clip_low in numbers and clip_high in numbers and numbers[clip_low] > numbers[clip_high]:
             low, high = numbers[clip_low], numbers[clip_high]
             raise ConfigError(
-                f"objective.{clip_low} = {low} of {name} is above {clip_high} = {high}"
+                f"objective.{clip_low} = {low} of {name} exceeds {clip_high} = {high}"
             )

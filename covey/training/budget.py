@@ -53,7 +53,7 @@ class Budget:
             if used.steps > most:
                 raise RunError(
                     f"the run took only {used.updates} of the {self.amount} optimizer steps in "
-                    f"train.stop_after after {used.steps} training steps, because most steps had "
+                    f"train.stop_after after {used.steps} training steps, because most steps have "
                     "no group to train on; use easier prompts, or another filter"
                 )
         return False

@@ -81,7 +81,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (
             ["rollout.group_size=1", "train.mini_batches=1"],
             2,
-            ["rollout.group_size = 1", "greater than or equal to 2"],
+            ["rollout.group_size = 1", "to at least 2"],
         ),
         (["rollout.prompts_per_step=0"], 2, ["rollout.prompts_per_step = 0"]),
         (["rollout.temperature=0.0"], 2, ["rollout.temperature"]),

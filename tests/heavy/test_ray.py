@@ -69,7 +69,8 @@ def test_a_wrong_address_is_one_line() -> None:
 
     ray.shutdown()
     with pytest.raises(
-        ConfigError, match=r"cluster.address = '127.0.0.1:9': Ray cannot be reached"
+        ConfigError,
+        match=r"cluster.address = '127.0.0.1:9', but this Ray cluster cannot be reached",
     ):
         connect("127.0.0.1:9")
 
@@ -82,7 +83,9 @@ def test_a_ray_that_starts_too_slowly_is_one_line(monkeypatch: pytest.MonkeyPatc
 
     ray.shutdown()
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ConfigError, match=r"'local': Ray does not start here: .* timed out"):
+    with pytest.raises(
+        ConfigError, match=r"'local', but Ray cannot start on this machine: .* timed out"
+    ):
         connect("local")
 
 

@@ -80,13 +80,13 @@ def test_braces_in_a_prompt_are_not_fields() -> None:
     ("form", "message"),
     [
         ("chatt", "did you mean 'chat'?"),
-        ("", "is not auto, chat, plain or a text"),
-        ("Q: {questoin}", "has the field {questoin}"),
-        ("Q: {question!r}", "has the field {question!r}"),
-        ("Q: {question:9}", "has the field {question:9}"),
-        ("Q: {}", "has the field {}"),
+        ("", "is not 'auto', 'chat', 'plain' or a text"),
+        ("Q: {questoin}", "has the unknown field {questoin}"),
+        ("Q: {question!r}", "has the unknown field {question!r}"),
+        ("Q: {question:9}", "has the unknown field {question:9}"),
+        ("Q: {}", "has the unknown field {}"),
         ("Q: {question} {", "double all braces"),
-        ("{system}", "has no {question}"),
+        ("{system}", "must contain the field {question}"),
     ],
 )
 def test_an_invalid_template_is_an_error(form: str, message: str) -> None:
@@ -125,9 +125,11 @@ def test_chat_options_reach_the_chat_template() -> None:
         make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
     with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
-    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey sets this itself"):
+    with pytest.raises(
+        ConfigError, match=r"chat_options\.messages cannot be set, because Covey sets it itself"
+    ):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, but tiny"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet has no effect, because tiny"):
         make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 

@@ -45,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("my.toml/x/y", "there is no folder 'my.toml/x'"),
         ("runs/sums-grpo-1", "is a run; give its newest checkpoint: runs/sums-grpo-1/checkpoints/000010"),
         ("runs/young", "is a run; it has no checkpoint yet"),
-        ("runs", "runs is a folder without config.json or adapter_config.json"),
+        ("runs", "runs is not a model: it has no config.json or adapter_config.json"),
         ("my.toml", "my.toml is not a GGUF file"),
     ],
 )  # fmt: skip

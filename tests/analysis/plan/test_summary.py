@@ -129,7 +129,9 @@ def test_a_missing_model_leaves_the_rest_of_the_plan(
 ) -> None:
     data = as_data(capsys, "arithmetic", "--model", str(tmp_path))
     assert data["memory"] is None
-    assert data["memory_unknown"].startswith(f"model: {tmp_path} is a folder without config.json")
+    assert data["memory_unknown"].startswith(
+        f"model: {tmp_path} is not a model: it has no config.json"
+    )
     assert data["plan"]["held_out"] == 256
     assert "memory: unknown, model: " in planned(capsys, "arithmetic", "--model", str(tmp_path))
 
