@@ -133,7 +133,7 @@ def train(
         if any(given is not None for given in (config, model, run)):
             raise ConfigError(
                 "resume uses the saved settings of the run; leave out config, model and run, and "
-                "change settings by dotted keys"
+                "change settings by dotted keys such as train.steps"
             )
         folder = RunFolder.open(Path(resume))
         _check_passed(folder, passed, reward)

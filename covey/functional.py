@@ -52,13 +52,13 @@ from covey.types import Batch
 ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
     {
         "reference": ("ref_logp", "its beta is not 0"),
-        "sampler_logp": ("sampler_logp", "it compares with the sampler"),
+        "sampler_logp": ("sampler_logp", "it compares the policy with the sampler"),
         "old_entropy": ("entropy", "it reads entropies"),
         "entropy": ("entropy", "it reads entropies"),
         "tokens": ("tokens", "it compares tokens"),
         "parts": ("parts", "it compares the parts of the reward"),
         "teacher": ("teacher_logp", "it learns from a teacher"),
-        "values": ("values", "its advantages are over a critic's values"),
+        "values": ("values", "its advantages use the values of a critic"),
     }
 )
 """The argument that provides each need of an objective, and why it is needed."""
@@ -191,7 +191,7 @@ def advantages(
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
-        raise ConfigError(f"{algorithm} needs old_logp, because its KL is in the reward")
+        raise ConfigError(f"{algorithm} needs old_logp, because its KL penalty is in the reward")
     if "teacher" in objective.reads and old_logp is None:
         raise ConfigError(f"{algorithm} needs old_logp to compare with the teacher")
     # Advantages do not need the inputs that only the loss needs.

@@ -27,8 +27,8 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", START, ROOT, module, *arguments]
 
 
-def pickled(thing: Any, what: str) -> bytes:
-    """Pickle an object for another process. An error message calls the object `what`."""
+def pickled(thing: Any, name: str) -> bytes:
+    """Pickle an object for another process. An error message calls the object `name`."""
     why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)
@@ -37,7 +37,7 @@ def pickled(thing: Any, what: str) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = str(error)
     raise ConfigError(
-        f"{what} cannot be sent to a worker process ({why}); move it to a module, or set `quick = "
+        f"{name} cannot be sent to a worker process ({why}); move it to a module, or set `quick = "
         "True` on it if it is always fast"
     )
 

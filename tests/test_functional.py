@@ -116,9 +116,9 @@ def test_an_algorithm_needs_no_more_than_it_says(name: str) -> None:
         ("dapo", {"top_entropy": 0.2}, "entropy", "this objective needs entropy, because it reads entropies"),
         ("dapo", {"entropy_bonus": 0.1}, "entropy", "this objective needs entropy, because it reads entropies"),
         ("gtpo_trajectory", {}, "tokens", "this objective needs tokens, because it compares tokens"),
-        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
-        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
-        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
+        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
+        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
+        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_is_needed_is_asked_for(
@@ -296,7 +296,7 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
     needed = {k: given[k] for k in ("mask", "rewards", "group", *NEEDS.get(name, []))}
     if name in ("rloo", "reinforce_pp", "ppo"):
         with pytest.raises(
-            ConfigError, match=f"^{name} needs old_logp, because its KL is in the reward$"
+            ConfigError, match=f"^{name} needs old_logp, because its KL penalty is in the reward$"
         ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]

@@ -132,7 +132,7 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         typer.echo(json.dumps(rows))
         return
     if not rows:
-        raise RunError(f"there are no runs in {path}; `covey train` creates one")
+        raise RunError(f"there are no runs in {path}; `covey train` creates a run")
     if not console.is_terminal:  # a pipe has no limit on the width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))

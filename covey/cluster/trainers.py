@@ -52,8 +52,8 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
     except ray.exceptions.GetTimeoutError:
         ray.util.remove_placement_group(group)
         raise EngineError(
-            f"cluster: no free resources for {ranks} trainer ranks within {patience:g} s; `ray "
-            "status` shows the free resources"
+            f"cluster: there were no free resources for {ranks} trainer ranks within {patience:g} "
+            "s; `ray status` shows the free resources"
         ) from None
     return group
 

@@ -60,7 +60,7 @@ class Template:
             if name not in FIELDS:
                 raise ConfigError(
                     f"config: model.template has the unknown field {{{name}}}; use only the fields "
-                    "{question} and {system}, and double all other braces"
+                    "{question} and {system}, and write {{ and }} for other braces"
                 )
         if "question" not in fields:
             raise ConfigError("config: model.template must contain the field {question}")
@@ -76,7 +76,8 @@ def _fields(text: str) -> list[str]:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
         raise ConfigError(
-            f"config: model.template = {text!r}: {error}; double all braces that are not fields"
+            f"config: model.template = {text!r}: {error}; write {{{{ and }}}} for braces that are "
+            "not fields"
         ) from None
     # The suffix is kept, because {question!r}, {question:>9} and {question.x} are refused.
     return [

@@ -264,12 +264,14 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
         worst = float((again(ids).logits - expected).abs().max() / expected.abs().max())
     if not worst <= 1e-5:
         raise ModelError(
-            f"model: {file} cannot be imported: saving the model changes its logits by a relative "
-            f"{worst:.2g}"
+            f"model: {file} cannot be imported: saving the model changes its logits (relative "
+            f"difference: {worst:.2g})"
         )
     reread = read_tokenizer(str(folder))
     stops = again.generation_config.eos_token_id
     same = reread.encode(SAMPLE_TEXT) == tokenizer.encode(SAMPLE_TEXT)
     same = same and reread.eos_token_id == tokenizer.eos_token_id
     if not same or stops != model.generation_config.eos_token_id:
-        raise ModelError(f"model: {file} cannot be imported: saving the tokenizer changes it")
+        raise ModelError(
+            f"model: {file} cannot be imported: saving the tokenizer changes its tokens"
+        )

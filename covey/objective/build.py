@@ -75,9 +75,9 @@ def extended(
         agreement = AGREEMENT.get(correction, 1.0)
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
-                f"objective.correction = {correction!r} is {agreement:g} where sampler and trainer "
-                f"agree; {agreement:g} must be between correction_low = {correction_low} and "
-                f"correction_high = {correction_high}"
+                f"objective.correction = {correction!r} has the value {agreement:g} where sampler "
+                f"and trainer agree, so {agreement:g} must be between correction_low = "
+                f"{correction_low} and correction_high = {correction_high}"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)

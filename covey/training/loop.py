@@ -77,10 +77,12 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            given_up = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(f"{given_up}; --resume continues from the last checkpoint") from None
-            log.note(given_up)
+                raise RunError(
+                    f"step {state.step} was abandoned while it waited or evaluated; --resume "
+                    "continues from the last checkpoint"
+                ) from None
+            log.note(f"step {state.step} was abandoned while it waited or evaluated")
         except Exception:
             loop.keep_progress()
             raise

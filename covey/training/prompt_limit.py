@@ -64,22 +64,22 @@ def fitting_prompts(
     if not long:
         return prompts, []
     worst = max(long, key=lambda index: long[index])
-    found = (
+    too_long = (
         f"{len(long)} of {len(checked)} {split} prompts have more than {limit} tokens; the "
         f"longest, {prompts[worst].id}, has {long[worst]}"
     )
+    why = _why(config, model.context)
     if choice == "truncate":
-        return prompts, [f"{found}: the first tokens of these prompts are cut off"]
+        return prompts, [f"{too_long}: the first tokens of these prompts are cut off"]
     if choice == "error":
         raise DataError(
-            f"task: {found} ({_why(config, model.context)}); set rollout.long_prompts = 'skip' to "
-            "leave long prompts out, or 'truncate' to cut off their first tokens"
+            f"task: {too_long} ({why}); set rollout.long_prompts = 'skip' to leave long prompts "
+            "out, or 'truncate' to cut off their first tokens"
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        why = _why(config, model.context)
-        raise DataError(f"task: no {split} prompt is short enough: {found} ({why})")
-    return kept, [f"{found}: these prompts are left out"]
+        raise DataError(f"task: no {split} prompt is short enough: {too_long} ({why})")
+    return kept, [f"{too_long}: these prompts are left out"]
 
 
 def _why(config: Config, context: int) -> str:

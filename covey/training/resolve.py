@@ -144,8 +144,8 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
-            f"config: {name} uses ratios to the engine's log-probs, which are those of a truncated "
-            "distribution with rollout.top_k, top_p or min_p; set rollout.mask_replay = true"
+            f"config: {name} uses ratios to the engine's log-probs, but rollout.top_k, top_p or "
+            "min_p truncates the engine's distribution; set rollout.mask_replay = true"
         )
     if objective.corrects:
         raise ConfigError(
@@ -211,8 +211,8 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
         staleness, groups = resolved.overlap.staleness, resolved.replay.groups
         cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: with {cause}, completions come from older weights, which must be corrected; "
-            f"set objective.correction = {STALE_CORRECTION!r}"
+            f"config: with {cause}, completions come from older weights; to correct for that, set "
+            f"objective.correction = {STALE_CORRECTION!r}"
         )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:

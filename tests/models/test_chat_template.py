@@ -85,7 +85,7 @@ def test_braces_in_a_prompt_are_not_fields() -> None:
         ("Q: {question!r}", "has the unknown field {question!r}"),
         ("Q: {question:9}", "has the unknown field {question:9}"),
         ("Q: {}", "has the unknown field {}"),
-        ("Q: {question} {", "double all braces"),
+        ("Q: {question} {", "for braces that are not fields"),
         ("{system}", "must contain the field {question}"),
     ],
 )

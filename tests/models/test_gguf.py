@@ -200,13 +200,13 @@ def test_an_import_that_changes_the_model_is_refused(
             next(iter(model.parameters())).mul_(1.01)
 
     monkeypatch.setattr(importing, "_save", spoiled)
-    with pytest.raises(ModelError, match="changes its logits by"):
+    with pytest.raises(ModelError, match="changes its logits"):
         import_gguf(file)
     monkeypatch.undo()
     monkeypatch.setenv("COVEY_CACHE", str(cache.parent))
     # transformers would load this one's tokenizer as Qwen's, which splits differently.
     file = write_gguf(tmp_path / "odd.gguf", tiny("qwen2"))
-    with pytest.raises(ModelError, match="saving the tokenizer changes it"):
+    with pytest.raises(ModelError, match="saving the tokenizer changes"):
         import_gguf(file)
     assert not [p for p in cache.iterdir() if p.is_dir()]
 

@@ -143,7 +143,7 @@ def config_of(*settings: str) -> Config:
 
 PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
 ONE_TEACHER = "config: this objective needs a teacher; set either teacher.path or teacher.url"
-TRUNCATED = "which are those of a truncated distribution with rollout.top_k, top_p or min_p; set rollout.mask_replay = true"
+TRUNCATED = "but rollout.top_k, top_p or min_p truncates the engine's distribution; set rollout.mask_replay = true"
 
 
 @pytest.mark.parametrize(

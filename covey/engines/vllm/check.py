@@ -101,14 +101,14 @@ def available_memory(table: Path = Path("/proc/meminfo")) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def check_version(version: str, what: str) -> None:
+def check_version(version: str, name: str) -> None:
     """Refuse an unsupported version of vLLM."""
     match = re.match(r"(\d+)\.(\d+)", version)
     found = tuple(int(part) for part in match.groups()) if match else (0, 0)
     if not OLDEST <= found < NEWEST:
         low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
         raise EngineError(
-            f"engine: {what} has version {printable(version)[:40]}; covey needs vLLM >= {low} and "
+            f"engine: {name} has version {printable(version)[:40]}; Covey needs vLLM >= {low} and "
             f"< {high}"
         )
 
