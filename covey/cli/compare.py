@@ -164,10 +164,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError(
-            "--add extends an existing comparison; give its --folder, and leave out the recipe and "
-            "all settings"
-        )
+        raise ConfigError("--add extends the comparison in --folder; leave out recipe and settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)

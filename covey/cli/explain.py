@@ -80,9 +80,7 @@ def explain_command(
             "leave one of these options out"
         )
     if options and algorithms is None:
-        raise ConfigError(
-            "--set changes options of the algorithms in --replay, so --replay is needed too"
-        )
+        raise ConfigError("--set changes options of the algorithms in --replay; give --replay too")
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded

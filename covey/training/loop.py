@@ -77,12 +77,10 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
+            end = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(
-                    f"step {state.step} was abandoned while it waited or evaluated; --resume "
-                    "continues from the last checkpoint"
-                ) from None
-            log.note(f"step {state.step} was abandoned while it waited or evaluated")
+                raise RunError(f"{end}; --resume continues from the last checkpoint") from None
+            log.note(end)
         except Exception:
             loop.keep_progress()
             raise
