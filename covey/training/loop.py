@@ -77,10 +77,12 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            end = f"step {state.step} was abandoned while it waited or evaluated"
+            abandoned = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(f"{end}; --resume continues from the last checkpoint") from None
-            log.note(end)
+                raise RunError(
+                    f"{abandoned}; --resume continues from the last checkpoint"
+                ) from None
+            log.note(abandoned)
         except Exception:
             loop.keep_progress()
             raise

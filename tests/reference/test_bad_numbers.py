@@ -174,4 +174,4 @@ def test_an_optimizer_step_that_is_left_out_is_noted(tmp_path: Path) -> None:
     assert folder.steps()[0]["optim/skipped"] == 1
     said = [note for note in notes.notes if "optimizer steps skipped" in note]
     assert len(said) == 1
-    assert "1 optimizer steps skipped: their gradient was not finite" in said[0]
+    assert "1 optimizer steps skipped, because gradients were not finite" in said[0]

@@ -144,14 +144,14 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
                    [ONCE, "objective.clip_low=3e-4", "objective.clip_high=4e-4"]),
     "critic without use": (["critic.learning_rate=1e-3"], "idle", "critic.learning_rate = 0.001 has no effect",
                            ["objective.name=ppo", "critic.learning_rate=1e-3"]),
-    "critic without a rate": (["objective.name=ppo", "critic.learning_rate=0"], "risk", "critic.learning_rate = 0: the critic stays",
+    "critic without a rate": (["objective.name=ppo", "critic.learning_rate=0"], "risk", "critic.learning_rate = 0: the critic never changes",
                               ["objective.name=ppo"]),
     "critic that never ends": (["objective.name=ppo", "critic.warmup_steps=100"], "risk", "critic.warmup_steps = 100 takes all 100 steps",
                                ["objective.name=ppo", "critic.warmup_steps=99"]),
     "value clip": ([ONCE, "objective.name=ppo"], "idle", "objective.value_clip = 0.2 has no effect",
                    [ONCE, "objective.name=ppo", "objective.value_clip=0.0"]),
     "pairs and a reference that moves": (
-        ["objective.name=dpo", "reference.kind=renewed"], "risk", "reference.kind = 'renewed' moves what pairs",
+        ["objective.name=dpo", "reference.kind=renewed"], "risk", "reference.kind = 'renewed' changes the reference of the pairs",
         ["objective.name=dpo"],
     ),
     "few prompts": (["evaluate.prompts=119"], "risk", "119 held-out prompts cannot show a difference of 5%",
@@ -307,7 +307,7 @@ def test_every_packaged_recipe_can_be_planned() -> None:
 
 def test_a_handful_of_held_out_prompts_is_not_more_than_all_of_them() -> None:
     (found,) = [f for f in reported("evaluate.prompts=4") if "held-out prompts cannot" in f.title]
-    assert "with 4 prompts no change can be" in found.why
+    assert "with 4 prompts, no change can be" in found.why
     assert "%" not in found.why.partition("significant")[2]
 
 
