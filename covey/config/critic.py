@@ -10,13 +10,14 @@ from covey.config.section import Count, Section
 
 
 class Critic(Section):
-    """[critic]. For an objective with a critic, a model that is trained to predict the reward."""
+    """[critic]. The critic of an objective such as ppo: a model trained to predict the reward."""
 
     path: str = ""
-    """The critic's initial model, as in model.path. It must have the policy's tokenizer. Empty: the
+    """The critic's initial model, as in model.path, with the policy's tokenizer; empty: the
     policy's initial weights."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
-    """Constant learning rate of the critic's AdamW. Its other options come from [optimizer]."""
+    """Constant learning rate of the critic's AdamW. The other options of AdamW come from
+    [optimizer]."""
     warmup_steps: Count = 0
     """Number of training steps at the start that train only the critic, not the policy."""
     initial_value: float = 0.0
@@ -24,7 +25,7 @@ class Critic(Section):
 
 
 class Preferences(Section):
-    """[preferences]. For an objective that compares pairs."""
+    """[preferences]. Settings of an objective that compares preference pairs, such as dpo."""
 
     file: str = ""
     """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""

@@ -10,19 +10,19 @@ from covey.config.section import Section
 
 
 class Teacher(Section):
-    """[teacher]. An objective that needs a teacher takes it from `path` or from `url`."""
+    """[teacher]. An objective that needs a teacher gets the teacher from `path` or from `url`."""
 
     path: str = ""
-    """A model, as in model.path, or an adapter folder. It must have the policy's tokenizer."""
+    """The teacher model, as in model.path, or an adapter folder, with the policy's tokenizer."""
     offload: bool = False
-    """path: keep the teacher's weights in main memory between training steps."""
+    """Keep the weights of a teacher from teacher.path in main memory between training steps."""
     url: str = ""
-    """A server of `covey reference serve`, such as http://127.0.0.1:8500."""
+    """Address of a server of `covey reference serve`, such as http://127.0.0.1:8500."""
     token_env: str = ""
-    """url: NAME of the environment variable that holds the bearer token."""
+    """Name of the environment variable with the bearer token of the teacher's server."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
-    """url: timeout of a request in seconds."""
+    """Timeout of a request to the teacher's server, in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """url: seconds to retry while the server cannot be reached."""
+    """Seconds to retry while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the teacher's distribution, whatever the sampling temperature is."""
+    """Temperature of the teacher's distribution; it does not depend on the sampling temperature."""
