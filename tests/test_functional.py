@@ -140,7 +140,7 @@ def test_an_option_that_is_not_there_is_answered_with_those_that_are() -> None:
         "correction_high, correction_mean_one, veto, off_policy_limit"
     )
     assert refused("gspo", step(), dual=3.0) == (
-        f"gspo has no option 'dual'; it has clip_low, clip_high, beta, kl, ddof, eps, {shared}"
+        f"gspo has no option 'dual'; its options are clip_low, clip_high, beta, kl, ddof, eps, {shared}"
     )
     assert refused("gropo", step()) == (
         "config: objective.name = 'gropo' is not known; did you mean 'grpo'?"
@@ -157,17 +157,17 @@ def test_a_wrong_shape_is_told_from_the_right_one(tensor: str) -> None:
         assert refused("dapo", given) == "mask must have the shape [B, T], not [8]"
     elif tensor == "mask, wide":
         given["mask"] = torch.ones(ROWS, WIDTH + 1)
-        assert refused("dapo", given) == "logp must be [8, 6], not [8, 5]"
+        assert refused("dapo", given) == "logp must have the shape [8, 6], not [8, 5]"
     elif tensor == "parts":  # as many as there are, of each row
-        message = "parts must be [8, 2], not [1, 2]"
+        message = "parts must have the shape [8, 2], not [1, 2]"
         assert refused("dapo", {**given, tensor: given[tensor][:1]}) == message
     elif given[tensor].ndim == 1:
         given[tensor] = given[tensor][:, None]
-        assert refused("dapo", given) == f"{tensor} must be [8], not [8, 1]"
+        assert refused("dapo", given) == f"{tensor} must have the shape [8], not [8, 1]"
     else:
         # Either would be broadcast without a word.
         for part in (given[tensor][:, :1], given[tensor][:1]):
-            message = f"{tensor} must be [8, 5], not {list(part.shape)}"
+            message = f"{tensor} must have the shape [8, 5], not {list(part.shape)}"
             assert refused("dapo", {**given, tensor: part}) == message
 
 

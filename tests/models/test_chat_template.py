@@ -106,7 +106,7 @@ def test_a_required_chat_template_must_exist_and_work() -> None:
     alternating = (
         "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     )
-    with pytest.raises(DataError, match="conversation of user, assistant, user: one turn"):
+    with pytest.raises(DataError, match="conversation with the roles user, assistant, user: one turn"):
         made(alternating).text([ASKED, TOLD, ASKED])
     with pytest.raises(DataError, match="a prompt has 3 turns"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])

@@ -90,5 +90,5 @@ def test_an_adapter_that_transformers_loads_by_itself_is_refused(
 
 
 def test_layers_to_train_in_full_need_an_adapter() -> None:
-    with pytest.raises(ConfigError, match=r"adapter.also_train needs adapter.rank"):
+    with pytest.raises(ConfigError, match=r"adapter.also_train has no effect without an adapter"):
         load_model(load_config(None, ["adapter.also_train=lm_head", "model.device=cpu"]))
