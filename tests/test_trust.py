@@ -190,5 +190,5 @@ def test_an_untrusted_name_is_told_with_what_to_do(trap: Path) -> None:
         import_callable("os:system", "task.name")
     assert str(raised.value) == (
         "config: task.name = 'os:system' runs code of the module 'os', which is not trusted; if "
-        "you trust this code, add --trust os, or set COVEY_TRUST=os"
+        "you trust this code, add --trust os, or set the environment variable COVEY_TRUST=os"
     )

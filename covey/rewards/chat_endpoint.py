@@ -100,7 +100,7 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
             problem += f"; no time for another try in total_seconds = {policy.total_seconds:g}"
             break
         time.sleep(delay)
-    raise RewardError(f"{url} {problem} (number of tries: {attempt + 1})")
+    raise RewardError(f"{url} {problem} (tries: {attempt + 1})")
 
 
 def one_line(text: str) -> str:

@@ -28,7 +28,7 @@ MISTAKES = {
     "train --run full": "full already contains files; choose another --run",
     "sft --run full": "full already contains files; choose another --run",
     "export embedded full": "full already contains files; choose another folder",
-    "train --model train": "train is a run; give its newest checkpoint: train/checkpoints/",
+    "train --model train": "train is a run, not a model; give its newest checkpoint: train/checkpoints/",
     "sft --model ./nothing-like-it": "there is no file or folder of that name",
     "eval embedded --against ./nothing-like-it": "there is no file or folder of that name",
     "export ./trian out": "did you mean 'train'?",

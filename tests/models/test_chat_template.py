@@ -106,7 +106,9 @@ def test_a_required_chat_template_must_exist_and_work() -> None:
     alternating = (
         "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     )
-    with pytest.raises(DataError, match="conversation with the roles user, assistant, user: one turn"):
+    with pytest.raises(
+        DataError, match="conversation with the roles user, assistant, user: one turn"
+    ):
         made(alternating).text([ASKED, TOLD, ASKED])
     with pytest.raises(DataError, match="a prompt has 3 turns"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
@@ -120,7 +122,8 @@ def test_chat_options_reach_the_chat_template() -> None:
         text = make_renderer(tokenizer, Template(chat_options=options)).text([ASKED])
         assert text == "<|user|>1+1?<eos><|assistant|>" + end
     with pytest.raises(
-        ConfigError, match=r"chat_options\.loud: the chat template of tiny does not"
+        ConfigError,
+        match=r"chat_options\.loud has no effect, because the chat template of tiny does not",
     ):
         make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
     with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):

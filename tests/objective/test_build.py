@@ -220,7 +220,9 @@ def test_a_piece_that_is_not_there(options: dict[str, Any], message: str) -> Non
 )
 def test_an_option_of_a_piece_that_was_not_chosen(option: str, pieces: dict[str, str]) -> None:
     message = refused("composed", **pieces, **{option: 1})
-    start = f"composed has no option '{option}'; its options are advantage, ratio, surrogate, weights, "
+    start = (
+        f"composed has no option '{option}'; its options are advantage, ratio, surrogate, weights, "
+    )
     assert message.startswith(start)
     assert option not in message.removeprefix(start).split(", ")
     assert message.endswith(", ".join(SHARED))

@@ -405,7 +405,7 @@ def test_a_redirect_takes_the_key_nowhere(server: Server) -> None:
 )  # fmt: skip
 def test_garbage_is_no_score_and_is_not_asked_for_twice(server: Server, body: str) -> None:
     judge = server.judge("raw", model=body)
-    with pytest.raises(RewardError, match=r"^judge: reply is not a chat completion") as raised:
+    with pytest.raises(RewardError, match=r"^judge: the reply is not a chat completion") as raised:
         judge(prompt(), "18")
     assert KEY not in str(raised.value)
     assert len(str(raised.value)) < 300
