@@ -1,12 +1,12 @@
 """LoRA adapters: low-rank weights that are trained on top of a frozen model.
 
-An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are injected into the
-model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
-new adapter changes nothing.
+An adapted linear layer computes `W x + (alpha / rank) B A x`, where W is frozen and A and B are
+trained. The layers of peft are injected into the model in place, so the model's backbone, attention
+and packed rows work as before. B starts at zero, so a new adapter changes nothing.
 
 Dropout between x and A is active only in forward passes with a gradient. Generation, old_logp and
-evaluations run without dropout. So with dropout, the policy that is trained is not the policy
-that sampled.
+evaluations run without dropout. With dropout, the trained policy therefore differs from the policy
+that sampled the completions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def add_adapter(
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
     `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
-    path from which the frozen model can be loaded again; if empty, the model's own `name_or_path`.
+    path of the frozen base model; if it is empty, the model's own `name_or_path` is used.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -106,7 +106,7 @@ class GradientDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Drop a fraction of the inputs with torch's default generator, seeded for every pass."""
+        """Drop a random fraction of the inputs; torch's generator is seeded before every pass."""
         return super().forward(input) if torch.is_grad_enabled() else input
 
 
@@ -153,7 +153,7 @@ def _inject(model: LanguageModel, config: Any) -> LanguageModel:
 
 
 def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module]:
-    """Return the modules, by full name, that a name in the configuration matches."""
+    """Return the modules whose full names match a name from the configuration."""
     modules = dict(model.model.named_modules())
     found = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
     if not found:
@@ -220,7 +220,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def _initialize(layer: Any, address: str) -> None:
-    """Initialize A like a new linear layer, from random numbers addressed by the layer's name."""
+    """Initialize A like a new linear layer, with random numbers that depend on its name."""
     weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
@@ -231,7 +231,7 @@ def _initialize(layer: Any, address: str) -> None:
 
 @contextmanager
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
-    """Yield the model with its adapter off: the starting weights, without a second copy.
+    """Yield the model with its adapter turned off, so that it computes with the base weights.
 
     The yielded model is the same object, so its adapter is off everywhere until the block ends.
     """
@@ -256,7 +256,7 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 
 @contextmanager
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
-    """Perturb the adapter inside the block, because no parity check can detect it while B is 0."""
+    """Perturb the adapter inside the block; a parity check cannot test an adapter whose B is 0."""
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
     try:

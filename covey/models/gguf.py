@@ -66,7 +66,7 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Find the file without importing the package, whose import needs an inference engine."""
+    """Return a package's GGUF file; do not import the package, which needs an inference engine."""
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
@@ -195,8 +195,8 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
-    """Return a tokenizer with the file's splitting rule and stop token; transformers' own may
-    differ.
+    """Return a tokenizer with the file's splitting rule and stop token, which transformers may
+    miss.
     """
     if not header.stop_ids:
         raise ModelError(f"model: {file} does not name an end-of-text token")
@@ -254,7 +254,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
-    """Check that the saved model gives the same tokens and the same logits."""
+    """Check that the saved model gives the same tokens and logits as the converted model."""
     again = read_pretrained(transformers.AutoModelForCausalLM, str(folder), torch.float32).eval()
     ids = torch.arange(1, 13)[None] * 7 % model.config.vocab_size
     with torch.no_grad():

@@ -29,7 +29,7 @@ class LanguageModel:
     tokenizer: Any
     head: Head
     context: int
-    """The context length: the most tokens of prompt and completion together."""
+    """The context length: maximum number of tokens of prompt and completion together."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     packs: bool = False

@@ -31,14 +31,14 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""Name of a method on a sharded model's outermost module. Forward passes call it, so that the
-head's weights are gathered too."""
+"""Name of a method on a sharded model's outermost module. Forward passes call this method, so that
+the sharded weights of the head are gathered too."""
 
 
 def entry_method(
     root: Any, model: LanguageModel, batch: Batch, options: Mapping[str, Any]
 ) -> LogProbs:
-    """Compute `batch_logp` inside the outermost module, whose results must not be views."""
+    """Compute `batch_logp` inside the outermost module, and return copies instead of views."""
     return LogProbs(*(values.clone() for values in _batch_logp(model, batch, **options)))
 
 
@@ -79,9 +79,9 @@ class Predicting(NamedTuple):
     hidden: torch.Tensor
     """[M, D]."""
     chosen: torch.Tensor
-    """[M] int64: the tokens."""
+    """[M] int64: ids of the trained tokens."""
     cells: torch.Tensor
-    """[M] int64: their cells in [B, T], flattened."""
+    """[M] int64: indices of the trained tokens in the flattened [B, T]."""
 
 
 def predicting_hidden(
@@ -107,7 +107,7 @@ def predicting_hidden(
 def scatter_logp(
     batch: Batch, logp: torch.Tensor, entropy: torch.Tensor, cells: torch.Tensor
 ) -> LogProbs:
-    """Write the results [M] of trained tokens to their cells of [B, T], flattened."""
+    """Write the results [M] of trained tokens to their positions in a flattened [B, T] tensor."""
     blank = logp.new_zeros(batch.mask.numel())
     return LogProbs(
         logp=blank.index_copy(0, cells, logp).view_as(batch.mask),

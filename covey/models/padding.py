@@ -1,9 +1,9 @@
 """Padded batches: one prompt and its completion per row.
 
-accel/packing.py lays out a batch without padding. Both layouts record which position predicts each
-token.
+accel/packing.py lays out a batch without padding. Padded and packed layouts both record which
+position predicts each token.
 
-Shapes: B rows, P prompt tokens, T completion tokens, S columns of a row.
+Shapes: Dimensions: B rows, P prompt tokens, T completion tokens, S columns of a row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S]."""
     attention_mask: torch.Tensor | None
-    """[B, S] attention mask. None if padding is on the right, where causal attention ignores it."""
+    """[B, S] attention mask. None if padding is on the right, because causal attention ignores
+    padding there."""
     position_ids: torch.Tensor | None
     """[B, S] position ids. None if a token's position is its column index."""
     predictor: torch.Tensor
