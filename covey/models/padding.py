@@ -3,7 +3,7 @@
 accel/packing.py lays out a batch without padding. Padded and packed layouts both record which
 position predicts each token.
 
-Shapes: Dimensions: B rows, P prompt tokens, T completion tokens, S columns of a row.
+In shapes, B counts rows, P prompt tokens, T completion tokens and S columns of a row.
 """
 
 from __future__ import annotations
