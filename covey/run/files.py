@@ -64,7 +64,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. If anything fails, remove the file or folder there."""
+    """Yield a temporary path beside `path`.
+
+    If anything fails, remove the temporary file or folder.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)
