@@ -1,8 +1,8 @@
 """Run slow work, and work that needs torch, in other processes, one at a time.
 
-covey runs check RUN --json              health of a run
-covey explain RUN --step N --json        every token of a step, trained again
-python -m covey.analysis.explain.small_step    the step explorer, kept open
+    covey runs check RUN --json              health of a run
+    covey explain RUN --step N --json        every token of a step, trained again
+    python -m covey.analysis.explain.small_step    the step explorer, kept open
 """
 
 from __future__ import annotations
