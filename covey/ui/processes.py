@@ -1,5 +1,7 @@
 """Run slow work, and work that needs torch, in other processes, one at a time.
 
+The page starts the following commands:
+
     covey runs check RUN --json              health of a run
     covey explain RUN --step N --json        every token of a step, trained again
     python -m covey.analysis.explain.small_step    the step explorer, kept open

@@ -1,5 +1,7 @@
 """Ranks: several processes that train one policy together, over torch.distributed.
 
+This package has the following files:
+
     environment.py   which rank this process is, from the variables of torchrun
     lifeline.py      detects quickly that a rank has failed or died
     world.py         the interface of ranks for the rest of covey; one rank by default
