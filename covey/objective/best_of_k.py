@@ -38,9 +38,9 @@ def best_of_k(batch: Batch, *, k: int = 4, baseline: Baseline = "loo1") -> torch
 def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.Tensor:
     """Return s_i minus its baseline for the rewards [n] of one group, in their order.
 
-    loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
-    centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
-    loo      k/(n-1) rho_k without i, the paper's equation 29
+        loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
+        centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
+        loo      k/(n-1) rho_k without i, the paper's equation 29
 
     Each gives an unbiased gradient. If scoring failed for some completions of a group, k is lowered
     to the largest value that the baseline allows for the rest. With k = 1, `loo1` is `centred`.

@@ -29,21 +29,23 @@ Need = Literal[
     "groups", "success", "parts", "tokens", "old_logp", "old_entropy", "reference", "teacher",
     "values", "sampler_logp", "sampler_as_old", "entropy", "marks",
 ]  # fmt: skip
-"""What an objective reads besides rewards and `logp`:
+"""The inputs that an objective may read in addition to rewards and `logp`.
 
-groups          at least two rollouts of a prompt, which are compared with each other
-success         which rollouts are a success, rather than how much reward they got
-parts           the parts of the reward, one by one
-tokens          the tokens themselves
-old_logp        old_logp even if there is one optimizer step per batch
-old_entropy     the sampling policy's entropy, which costs a forward pass
-reference       log-probabilities of a reference policy
-teacher         log-probabilities of a teacher
-values          the values of a critic, which is trained beside the policy
-sampler_logp    the log-probabilities that the engine had when it generated
-sampler_as_old  sampler_logp in place of old_logp: ratios are to the policy that generated
-entropy         the policy's entropy now, which every forward pass gives
-marks           the log-probabilities of the whole optimizer step first: one more forward pass
+The names have the following meanings:
+
+    groups          at least two rollouts of a prompt, which are compared with each other
+    success         which rollouts are a success, instead of their rewards
+    parts           the parts of the reward, one by one
+    tokens          the tokens themselves
+    old_logp        old_logp even if there is one optimizer step per batch
+    old_entropy     the sampling policy's entropy, which costs a forward pass
+    reference       log-probabilities of a reference policy
+    teacher         log-probabilities of a teacher
+    values          the values of a critic, which is trained with the policy
+    sampler_logp    the log-probabilities that the engine had when it generated
+    sampler_as_old  sampler_logp in place of old_logp: ratios are to the sampling policy
+    entropy         the current policy's entropy, which every forward pass gives
+    marks           log-probabilities of the whole optimizer step, by one more forward pass
 """
 
 
