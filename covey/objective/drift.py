@@ -19,8 +19,8 @@ from covey.types import Batch
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Mark the tokens to drop so that the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the tokens whose ratio the optimizer step would move further from 1: For such a
-    token, A > 0 and r > 1, or A < 0 and r < 1. The tokens with the largest (log r)^2 are dropped
+    The mean is over the tokens whose ratio the optimizer step would move further from 1. For such
+    a token, A > 0 and r > 1, or A < 0 and r < 1. The tokens with the largest (log r)^2 are dropped
     first; among equal values, earlier tokens are.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
@@ -79,9 +79,9 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
 def positive_value_share(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
 ) -> float:
-    """Return the fraction of the sum of |min(r A, clip(r) A)| that comes from A > 0:
+    """Return the fraction of the sum of |min(r A, clip(r) A)| that comes from A > 0.
 
-    BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So raising the
+    The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So raising the
     lower bound increases the contribution of tokens with A < 0, and lowers the fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
