@@ -48,7 +48,7 @@ def evaluate(text: str, powers: bool = False) -> Fraction:
 
 
 def numbers_in(text: str) -> list[int]:
-    """Return the whole numbers of an expression in order, repeats included.
+    """Return the whole numbers of an expression in order, including repetitions.
 
     >>> numbers_in("(75 - 3) * 3")
     [75, 3, 3]
@@ -61,7 +61,7 @@ def numbers_in(text: str) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    """Check the limits on an expression's text; return it on one line in ASCII."""
+    """Check the limits on an expression's text; return the text on one line in ASCII."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
     text = text.rstrip().translate(_TWINS)
