@@ -53,13 +53,14 @@ class TrainerState:
 class UserFunction(_GroupReward):
     """A user's function as a reward.
 
-    plain   `f(prompt, text)` or `async f(prompt, text)` returns a number, a `Score`, or a mapping
-            of parts whose sum is the reward.
-    TRL     `f(completions, **columns)`, async or not, returns a list of numbers. It is called once
-            per group. Columns are lists: `prompts`, `completion_ids` (tokens), `target`, and every
-            column of the data by its name. `answer` is the target too, unless the data has
-            its own column `answer`. `trainer_state` has `global_step` and `max_steps`. A function
-            without `**columns` gets only the columns that it names.
+    - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
+      parts whose sum is the reward.
+    - A TRL-style function `f(completions, **columns)`, async or not, returns a list of numbers. The
+      function is called once per group. Its columns are lists: `prompts`, `completion_ids`
+      (tokens), `target`, and every column of the data by its name. The column `answer` is the
+      target, unless the data has its own column `answer`. The argument `trainer_state` has
+      `global_step` and `max_steps`. A function without `**columns` gets only the columns that it
+      names.
 
     `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
     means that the function does not apply to the completion. A completion with a reward of at least
