@@ -81,8 +81,9 @@ def positive_value_share(
 ) -> float:
     """Return the fraction of the sum of |min(r A, clip(r) A)| that comes from A > 0.
 
-    The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So raising the
-    lower bound increases the contribution of tokens with A < 0, and lowers the fraction.
+    The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So
+    raising the lower bound increases the contribution of tokens with A < 0, and lowers the
+    fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

@@ -59,9 +59,12 @@ def _single_number(text: str) -> Fraction | None:
 class LmBook(Reward):
     """GSM8K in `<reasoning>` and `<answer>` tags: 0 to 2.8.
 
-    The reward comes from theLMbook and its descendants. | part | value | |---|---| | correct | 2.0:
-    the last answer part is the target text; 1.5: its only number equals it | | format | 0.2 for
-    each of the four tags that occurs |
+    The reward comes from theLMbook and its descendants.
+
+    | part | value |
+    |---|---|
+    | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
+    | format | 0.2 for each of the four tags that occurs |
 
     `...` is the placeholder of the prompt and not an answer. The number is parsed exactly, not as a
     float, and `1,000` is parsed as one number, not as two.
