@@ -56,6 +56,9 @@ class StepSettings:
     epochs: int
     micro_batch_tokens: int
     old_logp_from_sampler: bool
+    old_logp_in_pass: bool = False
+    """Whether the training pass is the first to compute old_logp. It may be if a batch has only one
+    optimizer step, because its pass runs with the weights at the start of the step."""
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the policy's version, its number of optimizer steps."""
     seed: int
@@ -168,7 +171,7 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
     """Fill in old_logp, entropy, ref_logp and teacher_logp, each only if it is needed."""
     needs, settings = learner.objective.needs, learner.settings
     to_sampler = "sampler_as_old" in needs
-    wanted = settings.off_policy or "old_logp" in needs
+    wanted = not settings.old_logp_in_pass and (settings.off_policy or "old_logp" in needs)
     from_sampler = to_sampler or (wanted and settings.old_logp_from_sampler)
     if "old_entropy" in needs or (wanted and not from_sampler):
         batch = _with_old_policy(learner, batch)
