@@ -251,6 +251,15 @@ def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
     return mean_one(factor, batch.mask) if objective.correction_mean_one else factor
 
 
+def _given_or_now(
+    objective: Objective, batch: Batch, old_logp: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the given corrections; if old_logp was not known before this pass, compute them."""
+    if batch.old_logp is not None or not objective.corrects:
+        return batch.correction
+    return _correction(objective, replace(batch, old_logp=old_logp))
+
+
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
     """Fill in the marked tokens of one optimizer step from its logp [B, T]."""
     if objective.marks is None:
@@ -324,9 +333,7 @@ def _loss(
             f"objective: the surrogate {_name(objective.surrogate)} returned "
             f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
         )
-    correction = batch.correction
-    if batch.old_logp is None and objective.corrects:
-        correction = _correction(objective, replace(batch, old_logp=old_logp))
+    correction = _given_or_now(objective, batch, old_logp)
     value = gain.value if correction is None else gain.value * correction
     kept = _kept(objective, batch, tokens)
     if kept is not None:

@@ -57,8 +57,7 @@ class StepSettings:
     micro_batch_tokens: int
     old_logp_from_sampler: bool
     old_logp_in_pass: bool = False
-    """Whether the training pass is the first to compute old_logp. It may be if a batch has only one
-    optimizer step, because its pass runs with the weights at the start of the step."""
+    """Whether the training pass computes old_logp, as it can before the only optimizer step."""
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the policy's version, its number of optimizer steps."""
     seed: int
@@ -183,13 +182,10 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
         batch = replace(batch, teacher_logp=_logp_under(learner.teacher, learner, batch))
     if "values" in needs:
         assert learner.critic is not None, "an objective with a critic is given one"
-        (values,) = in_passes(batch, settings.micro_batch_tokens, _only(learner.critic.values))
+        compute = learner.critic.values
+        (values,) = in_passes(batch, settings.micro_batch_tokens, lambda rows: (compute(rows),))
         batch = replace(batch, values=values)
     return batch
-
-
-def _only(compute: Callable[[Batch], torch.Tensor]) -> Callable[[Batch], Sequence[torch.Tensor]]:
-    return lambda batch: (compute(batch),)
 
 
 def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
