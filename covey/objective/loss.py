@@ -31,7 +31,7 @@ Need = Literal[
 ]  # fmt: skip
 """The inputs that an objective may read in addition to rewards and `logp`.
 
-The names have the following meanings:
+Their meanings are:
 
     groups          at least two rollouts of a prompt, which are compared with each other
     success         which rollouts are a success, instead of their rewards
@@ -54,8 +54,7 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """Mask (bool) of the values that have moved further than the clip allows, and have no
-    gradient."""
+    """Mask (bool) of the values that the clip limits, which have no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,33 +68,28 @@ class Objective:
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
-    """Function that returns token weights [B, T], given rows of an optimizer step and the step's
-    totals."""
+    """Function that returns token weights [B, T], given rows and totals of an optimizer step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns constant factors [B, T], given old_logp - sampler_logp and the mask;
-    None means 1."""
+    """Function that returns factors [B, T], given old_logp - sampler_logp and the mask, or None."""
     penalty: Penalty = k3
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns values [B, T] that depend on the whole optimizer step, for the
-    surrogate: marked tokens, bounds or margins. Its arguments are a batch with advantages and the
-    step's logp; None if the surrogate needs no marks."""
+    """Function that returns marked tokens, bounds or margins [B, T] of a whole optimizer step, given
+    a batch with advantages and the step's logp. The value is None without marks."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T], with the arguments of `advantage`. The
     value is None without a critic."""
     value_loss: Callable[..., ValueLoss] | None = None
-    """Function that returns the critic's loss, given new values, old values and targets, each [B,
-    T]. The value is None without a critic."""
+    """Function that returns the critic's loss, given new values, old values and targets [B, T]. The
+    value is None without a critic."""
     kl_in: Literal["loss", "reward", "pair"] = "loss"
-    """Whether beta times the KL penalty is subtracted from each token's gain or from the reward.
-    With "pair" there is no penalty; beta scales D, the difference of the log-ratios to the
-    reference."""
+    """Whether beta times the KL penalty is subtracted from each token's gain or from the reward. In
+    a pair there is no penalty: beta scales D, the difference of the log-ratios to the reference."""
     kl_target: float = 0.0
     """The target KL, towards which beta is adapted after each step; 0 means a fixed beta."""
     kl_horizon: float = 10_000.0
-    """The number of rollouts after which an adaptive beta has fully corrected a deviation from the
-    target KL."""
+    """Number of rollouts in which an adaptive beta corrects a deviation from the target KL."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
     """The fraction of tokens, those with the highest entropy, that get a policy gradient."""
@@ -110,8 +104,7 @@ class Objective:
     """Names of the parts of the reward that `advantage` reads, in this order. An empty tuple means
     all parts, in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """The inputs that `advantage` needs. The property `needs` adds the inputs of the other pieces
-    and options."""
+    """The inputs that `advantage` needs; `needs` adds the inputs of other pieces and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -147,6 +140,12 @@ class Objective:
         return self.correction is not None or self.veto > 0.0
 
     @property
+    def corrects_by_row(self) -> bool:
+        """Whether old_logp is read for corrections only, each over one rollout."""
+        others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
+        return self.corrects and not others and "old_logp" not in self.reads
+
+    @property
     def per_sequence(self) -> bool:
         """Whether all tokens of a row share one ratio."""
         return self.ratio in PER_SEQUENCE
@@ -169,8 +168,9 @@ class PolicyLoss(NamedTuple):
     penalty: torch.Tensor | None
     """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
-    """Mask (bool [B, T]) of the tokens that `off_policy_limit` did not drop; None without that
-    limit."""
+    """bool [B, T]: the tokens that `off_policy_limit` did not drop; None without that limit."""
+    correction: torch.Tensor | None
+    """The correction factor for the sampler; None if the objective does not correct."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
@@ -231,11 +231,12 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
     """Fill in the weights of one optimizer step, and its corrections if the objective has any.
 
-    Pass `totals` if the optimizer step contains more rows than `batch`.
+    Pass `totals` if the optimizer step contains more rows than `batch`. If old_logp is missing,
+    `policy_loss` computes the corrections.
     """
     totals = totals or Totals.of(batch)
     batch = replace(batch, weight=objective.weights(batch, totals))
-    if not objective.corrects:
+    if not objective.corrects or batch.old_logp is None:
         return batch
     rollouts = joined(batch)
     return replace(batch, correction=rollouts.split(_correction(objective, rollouts.batch)))
@@ -251,6 +252,15 @@ def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
     if objective.veto > 0.0:
         factor = factor.where(no_veto(log_rho, veto=objective.veto), 0.0)
     return mean_one(factor, batch.mask) if objective.correction_mean_one else factor
+
+
+def _given_or_now(
+    objective: Objective, batch: Batch, old_logp: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the given corrections; if old_logp was not known before this pass, compute them."""
+    if batch.old_logp is not None or not objective.corrects:
+        return batch.correction
+    return _correction(objective, replace(batch, old_logp=old_logp))
 
 
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
@@ -297,6 +307,7 @@ def policy_loss(
         gain=Gain._make(v if v is None else rollouts.split(v) for v in whole.gain),
         penalty=None if whole.penalty is None else rollouts.split(whole.penalty),
         kept=None if whole.kept is None else rollouts.split(whole.kept),
+        correction=None if whole.correction is None else rollouts.split(whole.correction),
     )
 
 
@@ -325,7 +336,8 @@ def _loss(
             f"objective: the surrogate {_name(objective.surrogate)} returned "
             f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
         )
-    value = gain.value if batch.correction is None else gain.value * batch.correction
+    correction = _given_or_now(objective, batch, old_logp)
+    value = gain.value if correction is None else gain.value * correction
     kept = _kept(objective, batch, tokens)
     if kept is not None:
         value = value.where(kept, 0.0)
@@ -346,6 +358,7 @@ def _loss(
         gain=gain._replace(value=gain.value.detach()),
         penalty=None if penalty is None else penalty.detach(),
         kept=kept,
+        correction=correction,
     )
 
 
