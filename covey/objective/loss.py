@@ -75,8 +75,8 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns marked tokens, bounds or margins [B, T] of a whole optimizer step, given
-    a batch with advantages and the step's logp. The value is None without marks."""
+    """Function that returns marked tokens, bounds or margins [B, T] of an optimizer step, given a
+    batch with advantages and the step's logp. The value is None without marks."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T], with the arguments of `advantage`. The
     value is None without a critic."""
