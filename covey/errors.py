@@ -9,7 +9,7 @@
     ├── RunError               a run folder that cannot be used
     └── DiskError              a failed write; no partial file is left
 
-Bugs in Covey raise AssertionError, not these errors.
+A bug in Covey raises AssertionError instead of a CoveyError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from collections.abc import Iterable
 
 
 class CoveyError(Exception):
-    """A mistake that the user can fix. The error message is one line that says how to fix it."""
+    """A mistake that the user can fix.
+
+    The error message is one line that says how to fix the mistake.
+    """
 
     exit_code = 1
     details = ""
@@ -56,7 +59,7 @@ class RunError(CoveyError):
 
 
 class DiskError(CoveyError):
-    """A write failed. The partial file was removed."""
+    """A write failed. The incomplete file of the failed write was removed."""
 
 
 def reason(error: Exception) -> str:

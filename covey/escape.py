@@ -1,8 +1,9 @@
 """Escapes for control characters in text that a terminal or a page shows.
 
 Prompts, completions, data, configs, run names and server replies are untrusted text. A terminal
-obeys control characters in such text, and a web page obeys bidirectional overrides. Covey shows
-these characters as escapes, as Git does. Stored text and JSON output stay unchanged.
+obeys control characters in untrusted text, and a web page obeys bidirectional overrides. Covey
+shows control characters and overrides as visible escapes, as Git does. Stored text and JSON output
+stay unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Access to the Hugging Face Hub. Without a network, hub libraries use only their local cache.
 
-Without this check, hub libraries would retry for most of a minute and then fail anyway.
+Hub libraries that do not know that the network is missing retry for most of a minute and then fail.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Addressed random numbers.
 
-A random number depends only on its address: (seed, step, prompt, sample, turn, position). The
+A random number depends only on its address, (seed, step, prompt, sample, turn, position). The
 generator keeps no state between draws. So a run draws the same numbers after a resume, and with
 another batch size, slot order or number of workers. The counter-based generator is numpy's Philox.
 """

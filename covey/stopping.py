@@ -17,7 +17,7 @@ from types import FrameType
 GRACE_SECONDS = 3.0
 """Maximum seconds that a wait continues after a signal."""
 POLL_SECONDS = 0.25
-"""Seconds between checks whether the main thread is in a wait."""
+"""Seconds between two checks of whether the main thread waits for another process."""
 
 _waits = 0
 """Number of nested waits of the main thread, the only thread that signals reach."""

@@ -28,7 +28,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def pickled(thing: Any, what: str) -> bytes:
-    """Pickle an object for another process. Error messages call the object by the name `what`."""
+    """Pickle an object for another process. `what` is the name of the object in error messages."""
     why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)

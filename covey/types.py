@@ -1,4 +1,4 @@
-"""The types of the data flow: Prompt, Rollout, Group and Batch.
+"""The types of the data flow, which are Prompt, Rollout, Group and Batch.
 
     Prompt -> Rollout -> Group -> Batch
 
@@ -76,8 +76,8 @@ class Segment:
     tokens: tuple[int, ...]
     """The tokens after the prompt, including a final end-of-sequence token if it was sampled."""
     trained: tuple[bool, ...]
-    """Which of `tokens` the policy sampled. The entry is False for tool output and messages of
-    other roles."""
+    """Mask of the tokens in `tokens` that the policy sampled. The mask is False for tool output and
+    messages of other roles."""
     sampler_logp: tuple[float, ...]
     """Log-probability of each token under the distribution it was drawn from; 0 for tokens that are
     not trained."""
@@ -176,7 +176,7 @@ class Rollout:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Which of `tokens` the policy sampled."""
+        """Mask of the tokens in `tokens` that the policy sampled."""
         return _joined([segment.trained for segment in self.segments])
 
     @property
@@ -209,9 +209,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRows:
-    """A CPU copy of the batch fields that determine the layout, with equal names and shapes.
+    """A CPU copy of the batch fields that determine the layout, with the same names and shapes.
 
-    With this copy, no lengths are read from the GPU; such a read would wait for all queued GPU
+    The CPU copy avoids reading lengths from the GPU; such a read would wait for all queued GPU
     work.
     """
 
@@ -252,8 +252,8 @@ class Batch:
     fills the third block, from `token_penalty` to `marked`. The objective computes `token_penalty`,
     `advantage` and `targets` over the whole batch, because their statistics may include all
     rollouts. The objective computes `weight`, `correction` and `marked` over one mini-batch,
-    because the denominators of the loss are per optimizer step. Micro-batches split the rows
-    without changing these values.
+    because the denominators of the loss are per optimizer step. A micro-batch is a subset of the
+    rows, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
