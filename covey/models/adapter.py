@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 NAME = "default"
-"""peft's name for an adapter without a name."""
+"""The name that peft gives to an adapter without a name."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
@@ -52,8 +52,8 @@ def add_adapter(
 ) -> LanguageModel:
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
-    `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
-    path of the frozen base model; if it is empty, the model's own `name_or_path` is used.
+    `also_train` names modules that are trained in full, as copies of the frozen modules. `base` is
+    the path of the frozen base model; if it is empty, the model's own `name_or_path` is used.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -191,7 +191,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(model: LanguageModel, on: bool) -> Any:
-    """Return the output layer: the trained copy if there is one and `on` is set."""
+    """Return the output layer, or its trained copy if there is one and `on` is set."""
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):
         return layer

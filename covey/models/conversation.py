@@ -40,7 +40,7 @@ class Context(NamedTuple):
     added: int
     """Number of tokens after the last sampled token."""
     new_segment: bool
-    """Whether the template changed earlier text, so that a new segment begins with these tokens."""
+    """Whether the template changed earlier text, so that a new segment begins with `tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Conversations:
         return [{"role": "system", "content": text}, *messages]
 
     def _inert(self, text: str, *, every: bool) -> str:
-        """Mark where a text must be cut so that it contains no control token."""
+        """Mark where a text must be cut so that its tokens include no control token."""
         pattern = self._added if every else self._special
         text = text.replace(CUT, "")
         if pattern is None:
@@ -148,7 +148,7 @@ class Conversations:
         return self._spelled(special=False)
 
     def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return a pattern for the texts of control tokens: of all tokens, or of special ones only.
+        """Return a pattern for the texts of control tokens, or only for those of special tokens.
 
         Some vocabularies also have tokens for runs of spaces and line breaks, which are not control
         tokens.

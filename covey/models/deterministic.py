@@ -12,8 +12,8 @@ turns on torch's deterministic versions of the following operations:
     cuBLAS         with a workspace of fixed size
 
 torch raises an error for operations without a deterministic version. Training passes do not use
-CUDA graphs in this mode. CUDA graphs pad micro-batches, and earlier micro-batches decide whether a
-graph is replayed.
+CUDA graphs in deterministic mode. CUDA graphs pad micro-batches, and earlier micro-batches decide
+whether a graph is replayed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def make_deterministic() -> None:
 
 @contextmanager
 def skip_determinism_check() -> Iterator[None]:
-    """Allow operations that are deterministic although torch does not know it.
+    """Allow deterministic operations that torch's check for determinism refuses.
 
-    One example is a cumulative sum over each row, which torch refuses although its order is fixed
-    here. Another example is index writes: torch's deterministic version cannot be captured in a
-    CUDA graph.
+    One example is a cumulative sum over each row, which torch refuses although its order of
+    additions is fixed. Another example is index writes: torch's deterministic version cannot be
+    captured in a CUDA graph.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -26,7 +26,7 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of each of `size` tokens, empty for special tokens. Return None if the
+    """Return the bytes of each of `size` tokens; special tokens have no bytes. Return None if the
     tokenizer is not byte-level.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)

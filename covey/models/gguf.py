@@ -85,7 +85,7 @@ def cache_folder() -> Path:
 
 
 def import_gguf(file: Path, say: Say = print_progress) -> Path:
-    """Return a checkpoint folder with the same model; the first call converts the file."""
+    """Return a checkpoint folder with the model of a GGUF file; the first call converts it."""
     folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder

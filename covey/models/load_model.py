@@ -1,4 +1,4 @@
-"""Loads a model from a folder, the hub, a GGUF file or the package, and checks it."""
+"""Loads a model from a folder, the hub, a GGUF file or the package, and checks the model."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def wrap(
     name: str = "model",
     template: Template = Template(),  # noqa: B008 - immutable
 ) -> LanguageModel:
-    """Split a causal language model into backbone and head, and check that its logits are kept."""
+    """Split a causal language model into backbone and head; check that they give its logits."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"model: {name} has no linear output layer, which Covey needs")

@@ -22,7 +22,7 @@ class LogProbs(NamedTuple):
 
 
 class Layout(TypedDict, total=False):
-    """The layout of a batch in `batch_logp`, and the distribution of its log-probabilities."""
+    """Options of `batch_logp`: the layout of a batch, and the distribution of log-probabilities."""
 
     temperature: float
     logits_megabytes: float
@@ -45,8 +45,8 @@ def entry_method(
 def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The layout (packed, or the side and width of the padding) changes only the rounding. "auto"
-    packs if the model supports it.
+    The layout (packed, or the side and width of the padding) changes only the rounding. The layout
+    "auto" is packed if the model supports packing.
     """
     if not model.sharded:
         return _batch_logp(model, batch, **options)
@@ -74,7 +74,7 @@ def _batch_logp(
 
 
 class Predicting(NamedTuple):
-    """The hidden states that trained tokens are predicted from."""
+    """The hidden states from which trained tokens are predicted."""
 
     hidden: torch.Tensor
     """[M, D]."""

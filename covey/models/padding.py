@@ -1,7 +1,7 @@
 """Padded batches: one prompt and its completion per row.
 
-accel/packing.py lays out a batch without padding. Padded and packed layouts both record which
-position predicts each token.
+The module accel/packing.py lays out a batch without padding. Padded and packed layouts both record
+which position predicts each token.
 
 In shapes, B counts rows, P prompt tokens, T completion tokens and S columns of a row.
 """
@@ -25,10 +25,10 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S]."""
     attention_mask: torch.Tensor | None
-    """[B, S] attention mask. None if padding is on the right, because causal attention ignores
-    padding there."""
+    """[B, S] attention mask. The mask is None if padding is on the right, because causal attention
+    ignores padding there."""
     position_ids: torch.Tensor | None
-    """[B, S] position ids. None if a token's position is its column index."""
+    """[B, S] position ids. The field is None if a token's position is its column index."""
     predictor: torch.Tensor
     """[B, T] int64: the column that predicts each completion token."""
 

@@ -27,7 +27,7 @@ from covey.subprocesses import module_command
 from covey.types import Message
 
 SECONDS = 5.0
-"""CPU seconds for one render; templates take milliseconds."""
+"""Maximum CPU seconds for one render; ordinary templates take milliseconds."""
 MEGABYTES = 1024
 LONGEST = 64 * 2**20
 """Maximum size of a rendered prompt in bytes."""
