@@ -88,7 +88,7 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """For a mixed task, the name of the part at each position of a repeating block.
+        """For a mixed task, the task part of each prompt in a repeating block.
 
         The tuple is empty for other tasks.
         """

@@ -3,9 +3,9 @@
     start -> (turn of the policy -> step of the environment -> more tokens) -> end
 
 The engine generates the next turns of some episodes while tools run for other episodes. A rollout
-that waits for a tool occupies no slot of the engine. Its next turn is a new request whose prompt is
-the conversation so far. The random numbers of a turn depend on the turn's index, so the order in
-which tool results arrive has no effect.
+that waits for a tool occupies no slot of the engine. The rollout's next turn is a new request whose
+prompt is the conversation so far. The random numbers of a turn depend on the turn's index, so the
+order in which tool results arrive has no effect.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class MultiTurnEpisodes:
         return max(1, most - self.sampling.max_tokens)
 
     def take(self) -> Sequence[Request]:
-        """Return requests for the turns that are ready; if the engine is idle, wait for one."""
+        """Return requests for the turns that are ready; if the engine is idle, wait for a turn."""
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running

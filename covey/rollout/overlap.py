@@ -1,6 +1,6 @@
 """Overlap: generation of rollouts ahead of training, by a bounded number of steps.
 
-There are two modes, with a staleness of k:
+Overlap has two modes, where k is the staleness in steps:
 
     ahead   the trainer's weights generate the rollouts of k + 1 steps in one call: steps s to s + k
             with the weights of step s - 1. A large call decodes more tokens per second.
@@ -155,7 +155,7 @@ class RolloutQueue:
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """Rollouts that were read from a checkpoint, and those of the step in training, by step."""
+    """Rollouts read from a checkpoint, and the rollouts of the step in training, by step."""
     newest: int = 0
     """The last step whose rollouts were requested."""
     choice: PromptChoice | None = None
@@ -163,7 +163,7 @@ class RolloutQueue:
     depend only on seed and step."""
 
     def take(self, step: int, share: float) -> StepRollouts:
-        """Start the rollouts of `step` and of allowed later steps; return those of `step`."""
+        """Request the rollouts of `step` and, if allowed, later steps; return those of `step`."""
         policy = self.parts.policy
         self.newest = max(self.newest, step - 1, *self.held)
         tickets = [
@@ -184,7 +184,7 @@ class RolloutQueue:
         return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
-        """Return the steps whose rollouts the weights at the start of `step` generate."""
+        """Return the steps whose rollouts are generated with the weights before `step`."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":

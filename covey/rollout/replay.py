@@ -38,10 +38,10 @@ class ReplayBuffer:
     """The groups in the buffer, oldest first."""
 
     def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
-        """Return groups to train on again, only groups whose sampling weights are not too old.
+        """Return groups to train on again, except groups that too old weights sampled.
 
-        `without` has the ids of the step's own prompts. These prompts are excluded, because a step
-        may contain a prompt only once.
+        `without` has the ids of the step's own prompts. The step's own prompts are excluded,
+        because a step may contain a prompt only once.
         """
         order = replay_order(seed=self.seed, step=step, size=len(self.groups))
         found: dict[str, Group] = {}

@@ -58,7 +58,9 @@ class StepRollouts:
 
 
 class RolloutSource(Protocol):
-    """Provides the groups of each step to the training loop. In each step, the training loop calls
+    """Provides the groups of each step to the training loop.
+
+    In each step, the training loop calls the following methods:
 
         publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
 
@@ -84,8 +86,8 @@ class RolloutSource(Protocol):
     def pending(self, after: int) -> list[StepRollouts]:
         """Wait for the rollouts of all started steps later than step `after`, and return them.
 
-        The checkpoint of step `after` contains these rollouts. A resumed run cannot generate them
-        again, because the weights that generated them no longer exist.
+        The checkpoint of step `after` contains these rollouts. A resumed run cannot generate these
+        rollouts again, because the weights that generated them no longer exist.
         """
 
     def close(self) -> None:
@@ -153,7 +155,7 @@ class _Filling:
     parts: Parts
     ticket: Ticket
     prompts: list[Prompt]
-    """The prompts of the next round. If there are none, the step is complete."""
+    """The prompts of the next round. If the list is empty, the step is complete."""
     collected: Collected = field(default_factory=Collected)
     selected: Selected = field(default_factory=lambda: Selected(groups=()))
     rounds: int = 0
