@@ -54,7 +54,7 @@ class Best:
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return the metric's value in a row, which has a number or an estimate with an interval."""
+    """Return a metric's value from a row, in which it is a number or an estimate."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None

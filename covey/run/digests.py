@@ -1,7 +1,7 @@
 """SHA-256 digests of a checkpoint's files, to detect damage.
 
 SHA256SUMS has the format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older versions have
-no such file and are not checked.
+no file SHA256SUMS and are not checked.
 """
 
 from __future__ import annotations

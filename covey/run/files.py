@@ -41,7 +41,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically: under a temporary name, then rename it."""
+    """Write a file atomically: write it under a temporary name, then rename it."""
     with _partial(path) as partial:
         partial.write_bytes(data)
         sync(partial)

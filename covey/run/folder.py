@@ -13,7 +13,7 @@
     changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records of later steps that a resume moved away (resume.py)
 
-This module does not import torch, because the web page reads runs on machines without it.
+This module does not import torch, because the web page reads runs on machines without torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from covey.types import Group
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. The note only counts further settings."""
+"""Maximum number of edited settings that a note names. The note only counts the settings beyond
+this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class RunFolder:
         append_line(self.path / "eval.jsonl", result)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of a step to name/000012.jsonl.
+        """Write a table of a step to a file such as rollouts/000012.jsonl.
 
         Values that JSON cannot represent become text.
         """
@@ -139,9 +140,9 @@ class RunFolder:
         advantages: Sequence[Sequence[float | None]],
         replayed: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the rollouts of a step as rows, with the fields that people read first.
+        """Return the rollouts of a step as rows; the most readable fields come first.
 
-        The last `replayed` groups are replayed: earlier steps sampled them.
+        The last `replayed` groups were sampled in earlier steps and are replayed.
         """
         rows = []
         for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
@@ -189,7 +190,7 @@ class RunFolder:
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the rollouts of a step.
 
-        Raise RunError if one is damaged or no rollout was saved.
+        Raise RunError if a rollout is damaged or no rollout was saved.
         """
         rows = self.rollouts(step)
         if rows:

@@ -4,7 +4,7 @@
     timeline(run.steps(), settings)                   afterwards
 
 The health checks themselves are in health_checks.py. This module does not import torch, because
-`covey runs check` and the web page read runs on machines without it.
+`covey runs check` and the web page read runs on machines without torch.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def not_finite(history: History) -> str | None:
 
 
 def reward_falls(history: History) -> str | None:
-    """Find a reward that fell far below its best."""
+    """Find a reward that fell far below its best value."""
     rewards = history.last(REWARD, min(len(history.rows), 20))
     if len(rewards) < 2 * BLOCK or not math.isfinite(history.best):
         return None
@@ -202,7 +202,7 @@ _TIMES = ("time/rollout", "time/score", "time/update", "time/wait_rollouts")
 
 
 def collapse(history: History) -> str | None:
-    """Find a policy that gives one answer whatever the prompt."""
+    """Find a policy that gives the same answer to every prompt."""
     name = "rollout/top_answer_share"
     shares, constants = history.last(name, 2), history.last("rollout/best_constant", 2)
     if not shares or not constants or min(shares) <= high(name) or max(constants) > 0.9:
@@ -383,4 +383,5 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         ),
     }
 )
-"""Health checks by name. Reports keep this order, in which causes come before consequences."""
+"""Health checks by name. Reports list the checks in this order, in which causes come before
+consequences."""

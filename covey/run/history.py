@@ -60,7 +60,7 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of a metric in some steps, or NaN, which fails comparisons."""
+        """Return the mean of a metric in some steps, or NaN if a value is missing."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 

@@ -31,7 +31,10 @@ class _Row(BaseModel):
 
 
 class _Step(_Row):
-    """A line of steps.jsonl. All its fields are numbers, except the name of the reward."""
+    """A line of steps.jsonl.
+
+    All fields of steps.jsonl are numbers, except the name of the reward.
+    """
 
     step: Count
     reward_id: str | None = None
@@ -45,7 +48,7 @@ class _Estimate(_Row):
 
 
 class _Evaluation(_Row):
-    """A line of eval.jsonl. Other fields of the line are estimates, such as `pass@4`."""
+    """A line of eval.jsonl. Further fields of eval.jsonl are estimates, such as `pass@4`."""
 
     step: Count
     prompts: Count
@@ -112,7 +115,7 @@ class _Item(_Row):
 
 
 class _Environment(_Row):
-    """environment.json. Every field of it may be missing."""
+    """environment.json. Every field of environment.json may be missing."""
 
     kind: str | None = None
     config: str | None = None
@@ -269,7 +272,7 @@ def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
 
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
-    """Read a file with one JSON object. Raise RunError if it contains anything else."""
+    """Read a file with one JSON object. Raise RunError if the file contains anything else."""
     data = read_bytes(path)
     try:
         return _checked(data, shape)

@@ -115,7 +115,7 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return the lines with `words` in prompt, target or text, and if all were read."""
+        """Return lines with `words` in prompt, target or text, and whether all were searched."""
         until = time.monotonic() + seconds
         found: set[int] = set()
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.

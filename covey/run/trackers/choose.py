@@ -15,8 +15,8 @@ from covey.run.trackers.protocol import Tracker
 TRACKERS: Mapping[str, str] = MappingProxyType(
     {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "trackio": "TrackioTracker"}
 )
-"""Name -> class of a tracker. A tracker's module, Python package and pip extra all have its
-name."""
+"""Class of each tracker, by the tracker's name. A tracker's module, Python package and pip extra
+all have its name."""
 
 
 def check_trackers(names: Iterable[str]) -> None:

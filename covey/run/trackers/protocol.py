@@ -32,7 +32,7 @@ class Tracker:
         """An evaluation after `step` is done."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """One table of a step: "rollouts", or "evaluations" with a row for each held-out prompt."""
+        """A table of a step, "rollouts" or "evaluations" (with one row per held-out prompt)."""
 
     def note(self, text: str) -> None:
         """A message for the user."""
