@@ -129,9 +129,10 @@ def _is_limited(folder: Path) -> bool:
 
 
 def _enable_controllers(folder: Path) -> bool:
-    """Delegate controllers to the children of a cgroup. Then only the root may contain processes.
+    """Delegate controllers to the children of a cgroup.
 
-    So the processes of this cgroup move to a child cgroup, if all belong to our session.
+    After that, only the root cgroup may contain processes. So the processes of this cgroup move to
+    a child cgroup, if all belong to our session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

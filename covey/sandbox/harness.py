@@ -6,7 +6,7 @@ gets its own sandbox. The harness never runs the program itself. The harness doe
 expected results, so a program cannot read them there.
 
 As process 1 of its namespace, the harness gets no signals from other processes in the namespace,
-and all of them die with it.
+and these processes die with the harness.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run every case, and report each as a line of numbers followed by its outputs."""
+    """Run every case, and report each case as a line of numbers followed by its outputs."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
@@ -243,7 +243,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 
 
 def empty(place: str) -> None:
-    """Remove the files of a case before the next one.
+    """Remove the files of a case before the next case.
 
     Nested directories are moved up first, because paths to deep directories can be too long to use.
     """

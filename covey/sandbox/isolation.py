@@ -2,7 +2,7 @@
 
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
 separately. Process limits do not apply to root, even in a user namespace. So root gets no user
-namespace. In this case bubblewrap keeps only the right to change users, and the harness uses this
+namespace. For root, bubblewrap keeps only the right to change users, and the harness uses this
 right to switch to a separate user id. The user id must be unique, because the limit counts all
 processes of a user on the machine. In some containers root cannot switch to another user id; there,
 root is treated as an ordinary user.
@@ -75,8 +75,8 @@ def command(file_bytes: int) -> list[str]:
 def entering(group: Path | None) -> list[str]:
     """Return a command prefix that enters a cgroup before the command starts.
 
-    The prefix also makes the sandbox the first choice of the OOM killer. Programs cannot undo this
-    setting, because /proc is read-only in the sandbox.
+    The prefix also makes the sandbox the first choice of the OOM killer. Programs cannot change
+    this priority, because /proc is read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
@@ -92,7 +92,7 @@ def socket_bytes() -> int:
 def own_uid() -> int | None:
     """Return a user id that no other sandbox has while this process lives; None for ordinary users.
 
-    For a sandbox that ends sooner, use `uids.leased`.
+    For a sandbox that ends before this process, use `uids.leased`.
     """
     taken = uids.take()
     return None if taken is None else taken[0]

@@ -14,7 +14,8 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 class Limits:
     """Resource limits.
 
-    Limits on time and output apply to each case. The other limits apply at every moment.
+    Limits on time and output apply to each case. Limits on memory, processes and files apply at
+    every moment.
     """
 
     cpu_seconds: int = 4

@@ -35,9 +35,9 @@ LONGEST = LIMITS.wall_seconds + 1.0
 """Maximum seconds to score one text."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""A setting for huge pages of 2 MiB. They make a fork faster, because the page table that the fork
-copies is smaller. Only the allocator of glibc requests huge pages. On a machine without huge pages,
-the setting has no effect."""
+"""A setting for huge pages of 2 MiB. Huge pages make a fork faster, because the page table that the
+fork copies is smaller. Only the allocator of glibc requests huge pages. On a machine without huge
+pages, the setting has no effect."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """
@@ -65,11 +65,11 @@ class _GoneError(Exception):
 class Sandboxed:
     """A scoring function in its own sandbox, which starts with the first text.
 
-    The last module in `modules` defines three functions: `load`, `prepare` and `score`. `load()`
+    The last module in `modules` defines the functions `load`, `prepare` and `score`. `load()`
     imports slow packages. `prepare(trusted)` turns the trusted part of a request into the input of
     `score(prepared, text)`. Only `score` reads the text, in a separate process, and returns a
-    number from 0 to 1. The sandbox hides the package covey, so the source of these modules is sent
-    into it. Each module may import the modules before it and installed packages.
+    number from 0 to 1. The sandbox hides the package covey, so the source of `modules` is sent into
+    the sandbox. Each module may import the modules before it and installed packages.
     """
 
     modules: tuple[str, ...]

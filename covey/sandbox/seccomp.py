@@ -25,10 +25,10 @@ _NUMBER, _ARCHITECTURE = 0, 4
 _NEW_NAMESPACES = 0x7E020080
 _ANONYMOUS, _KIND_AND_HUGE, _PRIVATE = 0x20, 0x4000F, 0x02
 _TERMINAL_AND_FILE = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
-"""The allowed ioctl requests: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX,
-TCGETS2."""
+"""The allowed ioctl requests are TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX,
+FIOCLEX, TCGETS2."""
 _OWN_NAME_AND_STATE = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
-"""The allowed prctl options: PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), GET_SECCOMP,
+"""The allowed prctl options are PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), GET_SECCOMP,
 CAPBSET_READ, NO_NEW_PRIVS (set, get), SET_VMA. The option SET_DUMPABLE is not allowed, because it
 hides a process from the harness."""
 _AF_UNIX, _PRIO_PROCESS, _HARNESS = 1, 0, 1
@@ -109,13 +109,13 @@ def _argument(number: int) -> Step:
 
 
 def _only(*values: int) -> list[Step]:
-    """Allow the system call for these argument values."""
+    """Allow the system call only for the given argument values."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [*tests, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _unless(value: int) -> list[Step]:
-    """Allow the system call for all other argument values."""
+    """Allow the system call except for the given argument values."""
     return [(_EQUAL, 1, 0, value), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
 
 

@@ -1,8 +1,8 @@
 """The allow-list of system calls for sandboxed programs.
 
-These calls suffice for Python with threads, child processes, pipes, files, timers, numpy and sympy.
-Each entry is the name of a system call, with its number on x86-64 and in the kernel's generic table
-(arm64, riscv64). The sign "-" means that the architecture does not have the call.
+The allowed calls suffice for Python with threads, child processes, pipes, files, timers, numpy and
+sympy. Each entry is the name of a system call, with its number on x86-64 and in the kernel's
+generic table (arm64, riscv64). The sign "-" means that the architecture does not have the call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
-A result is untrusted JSON. The comparison follows the structure of the expected value, so its work
-is limited by the size of the expected value. The comparison uses no Python object of the program.
+A program's result is untrusted JSON. The comparison follows the structure of the expected value, so
+its work is limited by the size of the expected value. The comparison uses no Python object of the
+program.
 """
 
 from __future__ import annotations
