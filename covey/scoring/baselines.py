@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
 A policy that only learns the best constant answer reaches the accuracy of that answer. The reward
-curve of such a policy rises as if it learned the task.
+curve of such a policy rises as if the policy learned the task.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _all(reward: Any) -> Iterator[Any]:
 
 
 def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None) -> Baselines:
-    """Score the baselines of a task, on at most `most` prompts if it is given."""
+    """Score the baselines of a task, on at most `most` prompts."""
     some = prompts if most is None else prompts[:: math.ceil(len(prompts) / most)]
     return Baselines(
         constant=_best_constant(prompts, scorer) if most is None else constant_by_targets(prompts),

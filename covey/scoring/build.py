@@ -69,7 +69,7 @@ def make_scorer(
 
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
-    """Refuse a time limit below the reward's own, at which the reward returns a score of 0."""
+    """Refuse a scoring time limit that is shorter than the reward's own time limit."""
     if timeout < max_seconds(reward):
         raise ConfigError(
             f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} "

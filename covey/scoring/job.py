@@ -163,6 +163,6 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward at this point of the run, at which its weights may follow a schedule."""
+    """Return the reward with its weights at this point of the run, if they follow a schedule."""
     at = getattr(reward, "at", None)
     return reward if at is None else at(progress)

@@ -281,7 +281,7 @@ class Pool:
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
         """Handle the jobs of a dead process.
 
-        If the process was killed from outside, no job is failed at the first time.
+        If the process was killed from outside, each job is scored again once before it fails.
         """
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
