@@ -20,8 +20,8 @@ from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""Pairs of operators; as the right operand of the first, an expression with the second needs
-parentheses."""
+"""Pairs of operators (first, second). An expression with the second operator needs parentheses as
+the right operand of the first operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def solved(random: Random, numbers: Sequence[int]) -> Term:
 
 
 def prompt_text(numbers: Sequence[int], target: int) -> str:
-    """Write a problem as the prompt shows it."""
+    """Return the text of a problem in the prompt."""
     listed = ", ".join(map(str, numbers[:-1]))
     return (
         f"Write an arithmetic expression whose value is {target}. Use each of the numbers "

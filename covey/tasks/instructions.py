@@ -1,8 +1,8 @@
 """The `instructions` task: a writing request with verifiable instructions (IFEval).
 
-A prompt asks for a text about a topic, and gives between one and `most` instructions. They are
-worded anew for instructions of the 25 kinds that IFEval defines (arXiv 2311.07911). `info` has the
-columns of google/IFEval: the names of the instructions in `instruction_id_list`, and their
+A prompt asks for a text about a topic, and gives between one and `most` instructions. The
+instructions are of the 25 kinds that IFEval defines (arXiv 2311.07911), in our own words. `info`
+has the columns of google/IFEval: the names of the instructions in `instruction_id_list`, and their
 arguments in `kwargs`. Held-out prompts have other topics than training prompts.
 """
 

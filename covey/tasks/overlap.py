@@ -15,5 +15,5 @@ def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[
 
 
 def _text(prompt: Prompt) -> str:
-    """Return the text of all messages, without differences of whitespace and case."""
+    """Return the text of all messages, with whitespace and case normalised."""
     return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())

@@ -39,17 +39,17 @@ class RowReader:
 
     `prompt` names the column with the prompt, which is a text or a list of {role, content}
     messages. By default this column is the first of `prompt`, `question` and `messages` that a row
-    has. `template`, if given, is used instead of this column. It is the text of the prompt, in
-    which every `{column}` is replaced by the row's value. In a template, write `{{` and `}}` for
-    literal braces; `{}` is not replaced. `target` names the column with the expected answer; the
-    default is `target` or `answer`. All other columns are kept in `info`. `columns` maps columns to
-    other names in `info`, and every column in this mapping is kept. `system`, if given, is the
-    system message, unless the row's messages have one. The text `instruction` is appended to each
-    prompt. `only` is {column: values}. Rows with another value in that column are left out, and do
-    not count as bad rows.
+    has. `template`, if given, is used instead of this column. The template is the text of the
+    prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
+    `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
+    answer; the default is `target` or `answer`. All other columns are kept in `info`. `columns`
+    maps columns to other names in `info`, and every column in this mapping is kept. `system`, if
+    given, is the system message, unless the row's messages have one. The text `instruction` is
+    appended to each prompt. `only` is {column: values}. Rows with another value in that column are
+    left out, and do not count as bad rows.
 
-    A bad row raises an error. With `skip_bad_rows` bad rows are left out and listed in `bad_rows`
-    by split.
+    By default, a bad row raises an error. With `skip_bad_rows` bad rows are left out and listed in
+    `bad_rows` by split.
     """
 
     renamed_options: ClassVar[Mapping[str, str]] = {
