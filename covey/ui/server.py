@@ -1,9 +1,9 @@
 """HTTP server of the web page, for one user.
 
 The server listens on the loopback address, or on another address with a token. A web page of
-another site can send requests to the loopback address. Its domain name can also be made to resolve
-to the loopback address (DNS rebinding). So the server checks the Host header, and requests that
-change anything must have a custom header.
+another site can send requests to the loopback address. The domain name of such a site can also be
+made to resolve to the loopback address (DNS rebinding). So the server checks the Host header, and
+requests that change anything must have a custom header.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
             self._file(address.path.removeprefix("/") or "index.html")
 
     def do_POST(self) -> None:
-        """Start a job. The body is not read, because the URL contains all arguments."""
+        """Start a job. The request body is not read, because the URL contains all arguments."""
         self.close_connection = True
         address = urlsplit(self.path)
         if not self._welcome(address.path, {}):
