@@ -143,7 +143,7 @@ def _tracked(application: Application) -> Application:
 
 
 class LogLines(logging.Handler):
-    """A log handler that writes each record as one escaped line, with limits on the lines."""
+    """A log handler that writes each record as one escaped line, limited in length and number."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(logging.WARNING)

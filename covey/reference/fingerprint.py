@@ -18,8 +18,8 @@ class Fingerprint:
     """Three digests of a model (SHA-256, hexadecimal)."""
 
     tokenizer: str
-    """Digest of the text of every token id, and of the special token ids. This digest must be equal
-    on both sides."""
+    """Digest of the text of every token id, and of the special token ids. The tokenizer digest must
+    be equal on both sides."""
     model: str
     """Digest of architecture, vocabulary size, number of layers and hidden size. The reference
     model may be larger than the policy."""

@@ -72,7 +72,7 @@ class Bounds:
 
 
 def padded_tokens(batch: Batch) -> int:
-    """Return the number of rows times the length of the longest row, which decides the memory."""
+    """Return the number of rows times the length of the longest row, which sets the memory use."""
     return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
 
 
