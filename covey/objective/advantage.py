@@ -7,10 +7,10 @@ one.
 
 The functions in the first half of this module take the rewards [B] of a whole rollout batch and the
 group ids, in any order. Statistics are over a group or over the batch; groups may have different
-sizes. A NaN reward means that scoring failed. Such a row is left out of all statistics, and its
-advantage is 0. The functions in the second half take the batch and return the advantages of all
-tokens [B, T]. These functions are pieces of an objective, and their keyword arguments are its
-options.
+sizes. A NaN reward means that scoring failed. A row without a reward is left out of all statistics,
+and its advantage is 0. The functions in the second half take the batch and return the advantages of
+all tokens [B, T]. The functions in the second half are pieces of an objective, and their keyword
+arguments are its options.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def against_baseline(
 
 
 def centered(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return the reward minus the mean reward of its group: A_i = R_i - mean_g R."""
+    """Return the reward minus the mean reward of its group, A_i = R_i - mean_g R."""
     return against_baseline(rewards, group, torch.ones_like(rewards))
 
 
@@ -75,7 +75,7 @@ def leave_one_out(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def standardized(
     rewards: torch.Tensor, group: torch.Tensor, *, ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Return rewards standardized in their group: A_i = (R_i - mean_g R) / (std_g R + eps).
+    """Return rewards standardized in their group, A_i = (R_i - mean_g R) / (std_g R + eps).
 
     In a group with equal rewards, A_i is exactly 0. The GRPO paper (arXiv 2402.03300 section 4.1.2)
     does not specify ddof and eps. Public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4; ddof 0
@@ -116,7 +116,7 @@ def sum_of_standardized(
 ) -> torch.Tensor:
     """Standardize each reward part [K, B] in its group, add up the parts, and standardize the sum.
 
-    GDPO, arXiv 2601.05242: all parts have the same influence, even if their spreads differ.
+    In GDPO (arXiv 2601.05242), all parts have the same influence, even if their spreads differ.
     """
     scored = ~parts.isnan().any(dim=0)
     alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]
@@ -150,7 +150,7 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten values over the batch's tokens: (v - mean v) / sqrt(var v + eps); 0 if equal."""
+    """Whiten values over the batch's tokens, as (v - mean v) / sqrt(var v + eps); 0 if equal."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -337,9 +337,10 @@ def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch
 
 
 def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """Advantages for pass@k training: a lead (R_(1) - R_(2)) / (std_g R + eps) for the best only.
+    """Advantages for pass@k training, which are 0 except for the best completion of a group.
 
-    arXiv 2503.19595. If several completions of a group are best, all its advantages are 0.
+    arXiv 2503.19595. The best completion gets (R_(1) - R_(2)) / (std_g R + eps), its lead over the
+    second best. If several completions of a group are best, all its advantages are 0.
     """
     rewards = rollout_rewards(batch)
     scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)

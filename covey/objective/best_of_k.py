@@ -1,7 +1,7 @@
 """Advantages for the best of k completions: pass@k for binary rewards, max@k for others. PKPO.
 
-The formulas of arXiv 2505.15201 use the n scored rewards of a group in ascending order, g_1 <= ...
-<= g_n:
+The formulas of arXiv 2505.15201 use the n scored rewards g_1 to g_n of a group in ascending order,
+g_1 <= ... <= g_n:
 
     rho_k(g) = 1/C(n,k) sum_{i>=k} C(i-1,k-1) g_i          the unbiased estimate of max@k
     s_i      = 1/C(n,k) [ C(i-1,k-1) g_i + sum_{j>i} C(j-2,k-2) g_j ]

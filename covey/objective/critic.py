@@ -87,7 +87,7 @@ def clipped_value_loss(
     *,
     value_clip: float = 0.2,
 ) -> ValueLoss:
-    """Half the larger squared error of the value and of the clipped value, for each token."""
+    """Return half of the larger squared error, of the value or of the clipped value, per token."""
     plain = (values - targets).square()
     if not value_clip:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))

@@ -247,12 +247,12 @@ def observe_correction(meter: Meter, batch: Batch) -> None:
 
 
 def summary(meter: Meter) -> dict[str, float]:
-    """Return every number by its metric's name."""
+    """Return every measured number, by the name of its metric."""
     return summary_of(meter.measured())
 
 
 def summary_of(measured: Measured) -> dict[str, float]:
-    """Return every number by its metric's name."""
+    """Return every measured number, by the name of its metric."""
     numbers = measured.means()
     if "ratio_square" in numbers:
         # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.

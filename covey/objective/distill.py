@@ -18,7 +18,7 @@ from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
 LEAST_LOGP = -20.0
-"""The smallest log-probability of a teacher; lower values are raised to it."""
+"""The lower bound of a teacher's log-probabilities."""
 
 
 def towards_teacher(
@@ -30,7 +30,7 @@ def towards_teacher(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The reverse KL to the teacher as a reward of each token, plus `task` times A of GRPO."""
+    """The reverse KL to the teacher as a token reward, plus `task` times the advantage of GRPO."""
     advantage = scale * returns(teacher_gap(batch), batch.mask, gamma=discount)
     if task:
         advantage = advantage + task * group_standardized(batch, ddof=ddof, eps=eps)

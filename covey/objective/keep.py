@@ -33,8 +33,8 @@ def kept_rows(
 ) -> torch.Tensor:
     """Return a mask [B] of each group's `keep` best rows: shortest, or with most reward per token.
 
-    Ties go to the shorter completion, then to the earlier one. A completion that could not be
-    scored is never kept.
+    Ties go to the shorter completion, and then to the earlier completion. A completion that could
+    not be scored is never kept.
     """
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):

@@ -141,7 +141,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether old_logp is read for corrections only, each over one rollout."""
+        """Whether only corrections read old_logp, and each correction depends on one rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 
@@ -257,7 +257,7 @@ def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
 def _given_or_now(
     objective: Objective, batch: Batch, old_logp: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the given corrections; if old_logp was not known before this pass, compute them."""
+    """Return the given corrections, or compute them if old_logp was unknown before this pass."""
     if batch.old_logp is not None or not objective.corrects:
         return batch.correction
     return _correction(objective, replace(batch, old_logp=old_logp))

@@ -17,7 +17,7 @@ from covey.types import Batch
 
 
 class Joined(NamedTuple):
-    """A batch with one row for each rollout, and the position in it of each original token."""
+    """A batch with one row for each rollout, and the position of each original token there."""
 
     batch: Batch
     row: torch.Tensor | None = None

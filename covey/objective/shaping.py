@@ -5,9 +5,9 @@ those of another algorithm called GTPO (arXiv 2508.03772). The entropy H is the 
 policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
-completions are all correct or all wrong has advantage 0 and is left out of all statistics. The
-paper's runs drop such groups by dynamic sampling. Without this rule, entropies alone would decide
-the advantages of a group of wrong completions.
+completions are all correct or all wrong has advantage 0 and is left out of all statistics. In the
+paper's runs, dynamic sampling drops groups that are all correct or all wrong. If such groups were
+kept, entropies alone would decide the advantages of a group of wrong completions.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def without_conflicts(
 ) -> torch.Tensor:
     """GTPO of arXiv 2508.03772: tokens that bad completions share with good ones get no gradient.
 
-    A_i = R_i - mean_g R - entropy_cost H_i, or 0 if the mean entropy H_i of the completion exceeds
-    max_entropy. A conflict token occurs at the same position in a good and a bad completion of the
-    group, within a common prefix or, counted from the end, a common suffix. The advantage of a
-    conflict token is multiplied by `bonus` in good completions and by 0 in bad completions. The
-    advantage of a completion is divided by its number of conflict tokens.
+    The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, or 0 if its mean
+    entropy H_i exceeds max_entropy. A conflict token occurs at the same position in a good and a
+    bad completion of the group, within a common prefix or, counted from the end, a common suffix.
+    The advantage of a conflict token is multiplied by `bonus` in good completions and by 0 in bad
+    completions. The advantage of a completion is divided by its number of conflict tokens.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)

@@ -54,7 +54,7 @@ def clipped(
 ) -> Gain:
     """The PPO surrogate min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), arXiv 1707.06347.
 
-    The gradient is r A. It is 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. A
+    The gradient is r A, or 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. A
     token with A < 0 whose ratio has risen, or a token with A > 0 whose ratio has fallen, is not
     clipped. With `dual` (arXiv 1912.09729) a token with A < 0 is also clipped above r = dual, so
     that the gain is at least dual A.
@@ -79,7 +79,7 @@ def unclipped(tokens: Tokens) -> Gain:
 
 
 def log_likelihood(tokens: Tokens) -> Gain:
-    """A logp: the REINFORCE surrogate, without a ratio.
+    """The REINFORCE surrogate A logp, without a ratio.
 
     The gradient is the advantage A, even if the policy has moved far.
     """

@@ -108,7 +108,7 @@ def by_state(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """A = A_episode + step_weight * A_step; A_step compares a group's turns in equal states.
+    """The sum A_episode + step_weight * A_step, where A_step compares turns in equal states.
 
     GiGPO, arXiv 2505.10978. For a state that occurs in only one turn of the group, A_step is 0.
     """
