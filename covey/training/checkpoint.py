@@ -7,8 +7,8 @@
 With an adapter, the folder contains adapter_config.json and adapter_model.safetensors in peft's
 format instead of the model, because frozen weights are not saved again. Moving references and
 rollouts in flight (in_flight.jsonl) add further files. With sharded parameters, the folder `state`
-replaces optimizer.safetensors (sharded_state.py). Any number of ranks can load both kinds of
-checkpoint.
+replaces optimizer.safetensors (sharded_state.py). Any number of ranks can load a checkpoint of
+either kind.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def save_policy(
     """Write policy, optimizer and `state` into an existing folder.
 
     With a sharded policy, all ranks call this function, and the rank with `writes` saves the model.
-    In this case, the folder already contains the optimizer's state.
+    If the policy is sharded, the folder already contains the optimizer's state.
     """
     try:
         if policy.model.adapter is None:
@@ -191,7 +191,7 @@ def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.T
 
 
 def _whole(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather full tensors, and return them in main memory; without `keep`, return none.
+    """Gather full tensors, and return them in main memory; without `keep`, return {}.
 
     Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
     """

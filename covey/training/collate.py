@@ -155,7 +155,7 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
     """Refuse log-probs that are not finite.
 
-    The check runs on the CPU, so that it does not wait for a device.
+    The check runs on the CPU, so that it does not wait for a GPU.
     """
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():

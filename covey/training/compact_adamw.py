@@ -6,9 +6,9 @@
     sum of gradients      4         4      float32
     moments               8         4      compact: bfloat16, rounded at random (compact_step.py)
 
-Weights lose no precision, because both halves together are the exact float32 master. A float32
-parameter stays in float32, and only its moments are compact. Random rounding depends only on (seed,
-storage, step, element), so a resumed run gives the same results.
+Weights lose no precision, because the two 16-bit halves together are the exact float32 master. A
+float32 parameter stays in float32, and only its moments are compact. Random rounding depends only
+on (seed, storage, step, element), so a resumed run gives the same results.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class CompactAdamW:
 class _Store:
     """The parameters in one storage, with their optimizer state.
 
-    One call updates all these parameters.
+    One call updates all parameters of a storage.
     """
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
@@ -202,7 +202,7 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
 
 
 def _holder(parameter: nn.Parameter) -> Any:
-    """Return the tensor whose `.grad` is used: the parameter, or its master in a gradient sink."""
+    """Return the tensor whose `.grad` is used: the parameter, or its float32 master."""
     sink: GradSink | None = getattr(parameter, "grad_sink", None)
     part: int = getattr(parameter, "grad_part", 0)
     return parameter if sink is None else sink.masters[part]

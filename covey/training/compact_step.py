@@ -1,11 +1,11 @@
 """AdamW step on a compact state, in torch operations. The Triton kernel gives the same results.
 
 A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16 number,
-with which the model computes. The lower half is the difference between the bits of both numbers, so
-the two halves give the exact weight. Moments are stored in bfloat16 with stochastic rounding, which
-is correct on average. Rounding to nearest would freeze the second moment. With beta2 = 0.999 a step
-reduces the moment by at most a thousandth, while neighbouring bfloat16 numbers differ by 1/256 to
-1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
+with which the model computes. The lower half is the difference between the bits of the weight and
+of this bfloat16 number, so the two halves give the exact weight. Moments are stored in bfloat16
+with stochastic rounding, which is correct on average. Rounding to nearest would freeze the second
+moment. With beta2 = 0.999 a step reduces the moment by at most a thousandth, while neighbouring
+bfloat16 numbers differ by 1/256 to 1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
     `random`, from 0 to 2 ** 16 - 1 for each value, is added to the lower 16 bits, which are then
-    dropped. The larger these bits are, the more often the sum carries, so values are rounded up
+    dropped. The larger the lower bits are, the more often the sum carries, so values are rounded up
     with the right probability.
     """
     bits = values.view(torch.int32)
@@ -122,10 +122,10 @@ def adamw(
     numbers: Numbers,
     keys: tuple[int, int],
 ) -> None:
-    """Take an AdamW step in place on flat tensors. Moments are bfloat16 bits as int16.
+    """Take an AdamW step in place on flat tensors.
 
-    With `low`, weights are two int16 halves; without `low`, weights are float32. The step uses the
-    moments before rounding.
+    Moments are bfloat16 numbers, stored as int16 bits. With `low`, weights are two int16 halves;
+    without `low`, weights are float32. The step uses the moments before rounding.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

@@ -2,8 +2,8 @@
 
 The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
 mix the gradients of policy and critic, whose scales are unrelated. A head on detached hidden states
-could only use information that the policy already represents. The cost is a second model in
-training, which `covey plan` counts.
+could only use information that the policy already represents. The cost of a separate critic is a
+second model in training, which `covey plan` counts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ After an error, the loop saves the last complete step.
 
 The step of reinforcement learning is in rl.py, and the step of supervised training is in sft.py.
 Random numbers depend only on an address such as (seed, step), so the loop has little state apart
-from the policy. Checkpoints contain the policy and this state, so a resumed run gives the same
-results as an uninterrupted run.
+from the policy. Checkpoints contain the policy and the state of the loop, so a resumed run gives
+the same results as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Loop:
     """The step of the newest checkpoint."""
     complete: State | None = None
     """The state of the last complete step, whose metrics are already logged. The value is None if
-    this step cannot be saved, for example because the policy has changed since."""
+    this step cannot be saved, for example because the policy has changed since that step."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state

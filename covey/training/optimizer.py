@@ -1,6 +1,6 @@
 """AdamW over float32 master weights, with gradient clipping.
 
-There are two implementations: MasterAdamW in this module, and CompactAdamW (compact_adamw.py),
+The two implementations are MasterAdamW in this module, and CompactAdamW (compact_adamw.py),
 which needs less memory.
 
 If the model computes in bfloat16, the engine and the forward pass use bfloat16 parameters, and each

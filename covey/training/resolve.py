@@ -1,7 +1,7 @@
 """Check the names and options of a configuration, and build task, reward, objective and sampling.
 
-This module loads no model. It imports torch only to build an objective or a distribution, so a
-misspelled name is reported within a second.
+This module loads no model. This module imports torch only to build an objective or a distribution,
+so a misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return defaults, derived from rollout.max_tokens, for options that are lengths."""
+    """Return the defaults of options that are lengths, derived from rollout.max_tokens."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 

@@ -95,7 +95,7 @@ class Reinforcement:
             log.note(overlap_note(self.parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Save the critic, and the rollouts that were generated ahead."""
+        """Save the critic, and the rollouts that were generated ahead of training."""
         if self.parts.critic is not None:
             self.parts.critic.save(folder)
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
@@ -164,7 +164,7 @@ class Reinforcement:
     def _replayed(
         self, step: int, rollouts: StepRollouts, log: Tracker
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the replayed groups that this step also trains on, and metrics of its data."""
+        """Return the replayed groups that this step also trains on, and metrics of the data."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
         drawn = self.replay.draw(step=step, version=version, without=ids)

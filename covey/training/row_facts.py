@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class RowFacts:
     """Values [B] about the rows of a batch, on the CPU, which optimizer steps need.
 
-    Reading a value from a GPU waits for all the work that is queued there. So these tensors are
-    copied once, before the first optimizer step. The CPU then chooses the rows of each optimizer
-    step.
+    Reading a value from a GPU waits for all the work that is queued there. So the tensors of this
+    class are copied once, before the first optimizer step. The CPU then chooses the rows of each
+    optimizer step.
     """
 
     group: torch.Tensor
@@ -29,9 +29,9 @@ class RowFacts:
     tokens: torch.Tensor
     """Number of trained tokens in the row."""
     useful: torch.Tensor
-    """Whether forward passes compute the row. Without the row filter, they compute all rows. With
-    the row filter, they compute the rows of a rollout if any of its trained tokens has a nonzero
-    advantage."""
+    """Whether forward passes compute the row. Without the row filter, forward passes compute all
+    rows. With the row filter, forward passes compute the rows of a rollout if any of its trained
+    tokens has a nonzero advantage."""
     one_row_each: bool
     """Whether every rollout is one row."""
     whole_groups: bool = False

@@ -1,6 +1,6 @@
 """The learning rate schedule: a pure function from the progress of a run to a rate.
 
-The rate of optimizer step v of a run is
+The learning rate of optimizer step v is given by the following formulas:
 
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine

@@ -3,8 +3,8 @@
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
 The training loop is in loop.py. The solutions of a step depend only on seed and step. The loss is
-the mean cross-entropy over all tokens of an optimizer step. As in RL, each token's weight is
-computed once per step, and the loss is a sum weighted by it. So the loss does not depend on how the
+the mean cross-entropy over all tokens of an optimizer step. As in RL, token weights are computed
+once per step, and the loss is a weighted sum over tokens. So the loss does not depend on how the
 step is split into micro-batches.
 """
 

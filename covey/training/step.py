@@ -319,7 +319,7 @@ def _train_policy(
 def _train_critic(
     learner: Learner, batch: Batch, facts: RowFacts, step: int, meter: Meter
 ) -> dict[str, float]:
-    """Take the critic's optimizer steps, on the same rows as the policy's."""
+    """Take the critic's optimizer steps, on the same rows as the policy's optimizer steps."""
     assert learner.critic is not None
     for index in facts.mini_batches(learner.settings, step):
         critic_step(

@@ -60,7 +60,7 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
 
 
 def check_alike(world: World, what: str, mine: str) -> None:
-    """Refuse ranks that differ in a text that must be equal on all, such as the settings."""
+    """Refuse ranks that differ in a text that must be equal on all ranks, such as settings."""
     all_of_them = world.gather(mine)
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:

@@ -83,7 +83,7 @@ class Lifeline:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports a lost rank to the user; if not rank 0, then rank 1 does."""
+        """Whether this rank reports a lost rank: rank 0 does, or rank 1 if rank 0 is lost."""
         silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
         return self.rank == (1 if silent else 0)
 

@@ -17,9 +17,9 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """Whether the results count. They do not if the rows are placeholders, because another rank
-    computes the same rows. Placeholders give all ranks the same number of passes; with sharded
-    parameters, every pass involves all ranks."""
+    """Whether the results of this pass count. The results do not count if the rows are
+    placeholders, because another rank computes the same rows. Placeholders give all ranks the same
+    number of passes; with sharded parameters, every pass involves all ranks."""
 
 
 def without_weight(rows: Batch) -> Batch:
@@ -29,10 +29,11 @@ def without_weight(rows: Batch) -> Batch:
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
-    """Return this rank's micro-batches. Ranks have equal numbers of them, of similar sizes.
+    """Return this rank's micro-batches.
 
-    All ranks have the same batch, so each rank computes the same split without communication. To
-    balance the sizes, the token limit is lowered as far as possible without adding passes.
+    All ranks have the same number of micro-batches, of similar sizes. All ranks have the same
+    batch, so each rank computes the same split without communication. To balance the sizes, the
+    token limit is lowered as far as possible without adding passes.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:

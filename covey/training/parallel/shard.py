@@ -64,7 +64,7 @@ def shard_model(
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     """Return the device mesh.
 
-    All ranks together, or each `shard_ranks` ranks, divide one copy of the model.
+    All ranks together, or each set of `shard_ranks` ranks, divide one copy of the model among them.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
