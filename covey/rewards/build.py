@@ -41,11 +41,12 @@ def mix(
     early_until: float = 0.2,
     correct_first: bool = False,
 ) -> Mix:
-    """A weighted mean of rewards. Each of `parts` is a table with `name`, `weight` and options.
+    """A weighted mean of rewards.
 
-    With `correct_first`, a correct completion scores higher than any incorrect completion, and an
-    empty completion scores lowest. Without `correct_first`, parts such as `efficiency` and `safety`
-    also reward an empty text.
+    Each entry of `parts` is a table with `name`, `weight` and options. With `correct_first`, a
+    correct completion scores higher than any incorrect completion, and an empty completion scores
+    lowest. Without `correct_first`, parts such as `efficiency` and `safety` also reward an empty
+    text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -69,10 +70,11 @@ def mix(
 def by_task(
     *, tasks: Mapping[str, Mapping[str, Any]], column: str = "", default: str = ""
 ) -> ByTask:
-    """Score each task with its own reward. Each of `tasks` is a table with `name` and options.
+    """Score each task with its own reward.
 
-    With `column`, the value of that data column selects the reward instead of the task. `default`
-    is the reward for prompts that do not have the column.
+    Each entry of `tasks` is a table with `name` and options. With `column`, the value of that data
+    column selects the reward instead of the task. `default` is the reward for prompts that do not
+    have the column.
     """
     rewards = {}
     for key, table in tasks.items():

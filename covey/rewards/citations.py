@@ -90,7 +90,7 @@ def without_addresses(text: str) -> str:
 
 
 def _marks(text: str) -> set[str]:
-    """Return the citation marks in square brackets: `[3]`, `[1, 2]`, `[1-3]`, `[doc7]`."""
+    """Return the citation marks in square brackets, such as `[3]`, `[1, 2]`, `[1-3]`, `[doc7]`."""
     marks: set[str] = set()
     for group in set(_MARKS.findall(text)):
         for mark in re.split(r"\s*[,;]\s*", group):
@@ -149,7 +149,7 @@ class Citations(Reward):
     as [1] refers. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
-    sources count. A mark such as `[doc3]` cites an id. Every address that is not in this list costs
+    sources count. A mark such as `[doc3]` cites an id. Every address that is not in `sources` costs
     `unknown_penalty`. A mark that differs from a listed id only in its digits costs
     `unknown_penalty` too. A completion with at least `minimum` sources is a success.
     """

@@ -225,7 +225,7 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Whether cases, or letters and digits, alternate often, as in keys and encoded bytes."""
+    """Whether letter cases, or letters and digits, alternate often, as in encoded bytes."""
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
 

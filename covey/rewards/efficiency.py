@@ -16,7 +16,7 @@ MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""Number of characters that count at the beginning and at the end of a text."""
+"""In a long text, only this many characters at the beginning and at the end count."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
@@ -45,9 +45,9 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of two fractions. One is the fraction of repeated sentences, if there
-    are more than 3 sentences. The other is the fraction of repeated phrases of 6 words or signs, if
-    there are at least 24 words. Counting phrases also detects padding without punctuation, or with
+    The result is the larger of two fractions. One fraction counts repeated sentences, if there are
+    more than 3 sentences. The other fraction counts repeated phrases of 6 words or signs, if there
+    are at least 24 words. Counting phrases also detects padding without punctuation, or with
     varying sentence ends. Phrases are not counted if the fraction of repeated phrases is clearly at
     most `above`.
 

@@ -177,7 +177,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 
 
 def extract_text(text: str) -> str:
-    """Return the content of `<answer>` after the thinking; without the tag, all text after it.
+    """Return the content of `<answer>` after the thinking, or all text after the thinking.
 
     Several different answers in a completion count as no answer.
 

@@ -56,7 +56,7 @@ class ThinkAnswerForm(Reward):
 
 
 def is_call(text: str) -> bool:
-    """Whether a text looks like a call: `name(arguments)`, or a JSON object with a name.
+    """Whether a text looks like a tool call, `name(arguments)`, or a JSON object with a name.
 
     >>> is_call("search('tea')"), is_call('{"name": "search"}'), is_call("search")
     (True, True, False)
@@ -84,7 +84,7 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """0.4 think + 0.4 tool + 0.2 tidy, for `<think>...</think>`, then tool calls or an answer.
+    """The sum 0.4 think + 0.4 tool + 0.2 tidy, for thinking, then tool calls or an answer.
 
     | part | value |
     |---|---|
@@ -95,8 +95,8 @@ class ThinkToolForm(Reward):
 
     Unpaired tags set the part `think` or `tool` to -0.5. The reward is at least 0.
 
-    The published code checks only the first call. It has no parts `tidy` and `direct`, so no text
-    could score above 0.8.
+    The published code checks only the first call. The published code has no parts `tidy` and
+    `direct`, so no text could score above 0.8.
     """
 
     min_thinking: int = 20

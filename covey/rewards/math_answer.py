@@ -43,9 +43,9 @@ class MathAnswer(Reward):
     to 1010 would be correct, and the policy would learn to guess roughly.
 
     With `symbolic`, formulas are compared by evaluation at a few points. If the evaluation does not
-    decide, the library math-verify compares them. It gets only the final answer, because in the
-    whole completion it would pick the part that matches. Formulas must be marked, because the style
-    `number`, for unmarked answers, finds only numbers.
+    decide, the library math-verify compares the formulas. The library math-verify gets only the
+    final answer, because in the whole completion it would pick the part that matches. Formulas must
+    be marked, because the style `number`, for unmarked answers, finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -75,7 +75,7 @@ class MathAnswer(Reward):
     def quick(self) -> bool:
         """Whether scoring any text is fast.
 
-        It is not if formulas are compared, which may take long.
+        Scoring is not always fast if formulas are compared.
         """
         return not self.symbolic
 

@@ -27,9 +27,9 @@ class Mix(Reward):
     bound; if it has no bounds, by the smaller of 0 and its reward. Without `gated`, accuracy and
     format add up.
 
-    The weights at the start of a run are `early`. They change linearly to `weights` over the
-    fraction `early_until` of the run's steps. With `robust`, the amount by which the reward exceeds
-    its lower bound is multiplied by `robust_factor`.
+    The weights at the start of a run are `early`. The weights change linearly from `early` to
+    `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
+    the reward exceeds its lower bound is multiplied by `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
     weights. A correct completion scores in the upper half of the range: half the range plus half of
@@ -167,7 +167,7 @@ class Mix(Reward):
 def _is_noise(text: str, robust: bool) -> bool:
     """Whether the thinking or the answer is noise and not language. Links are ignored.
 
-    If the `robust_factor` is 1, the thinking has already passed this test.
+    If the `robust_factor` is 1, the thinking has already passed the noise test.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:

@@ -57,7 +57,7 @@ def _single_number(text: str) -> Fraction | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmBook(Reward):
-    """GSM8K in `<reasoning>` and `<answer>` tags: 0 to 2.8.
+    """The reward for GSM8K in `<reasoning>` and `<answer>` tags, from 0 to 2.8.
 
     The reward comes from theLMbook and its descendants.
 
@@ -66,8 +66,8 @@ class LmBook(Reward):
     | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
     | format | 0.2 for each of the four tags that occurs |
 
-    `...` is the placeholder of the prompt and not an answer. The number is parsed exactly, not as a
-    float, and `1,000` is parsed as one number, not as two.
+    The text `...` is the placeholder of the prompt and not an answer. The number is parsed exactly,
+    not as a float, and `1,000` is parsed as one number, not as two.
 
     Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
     thinking; 50 useless calls; answer before unclosed think; whole format many times; wrong then
@@ -127,7 +127,7 @@ def _countdown_answer(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanoAha(Reward):
-    """Countdown of nanoAhaMoment: format + equation, 0 to 2.
+    """The countdown reward of nanoAhaMoment: format + equation, from 0 to 2.
 
     | part | value |
     |---|---|
@@ -165,7 +165,7 @@ class NanoAha(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoZero(Reward):
-    """Countdown of GRPO-Zero: 0.1 format + answer, 0 to 1.1.
+    """The countdown reward of GRPO-Zero: 0.1 format + answer, from 0 to 1.1.
 
     | part | value |
     |---|---|
@@ -210,7 +210,7 @@ def _ends_in(text: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimpleGrpo(Reward):
-    """GSM8K of Simple GRPO: -2 to 2.25.
+    """The GSM8K reward of Simple GRPO, from -2 to 2.25.
 
     | part | value |
     |---|---|
@@ -242,7 +242,7 @@ class SimpleGrpo(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenInstruct(Reward):
-    """The format gate of open-instruct: 0 or `verification_reward`.
+    """The format gate reward of open-instruct: 0 or `verification_reward`.
 
     The format is correct if an answer part directly follows the end of the thinking, with only
     whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number

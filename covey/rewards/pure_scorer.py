@@ -8,8 +8,8 @@ not on a list makes a scorer impure, and an impure scorer runs in the sandbox.
 
 A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
 scorer does not combine `range` with whole numbers that it reads from text. A pure scorer keeps no
-state between completions. It sets no attributes, and it cannot change values that it shares with
-other calls.
+state between completions. A pure scorer sets no attributes, and cannot change values that it shares
+with other calls.
 
 The check assumes that the entry and the options of the dataset are plain data.
 """
@@ -43,8 +43,8 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""Builtins that a scorer may call. The functions `round` and `pow` are not allowed, because they
-can take long; neither is `print`."""
+"""Builtins that a scorer may call. The functions `round`, `pow` and `print` are not allowed;
+`round` and `pow` can take long."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,

@@ -2,7 +2,7 @@
 
 Some scorers evaluate the answer, so these scorers run in a sandbox and get only data or arithmetic.
 One scorer of reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for
-`0.375`. In this reward, such answers score 0.
+`0.375`. This reward gives such wrong answers a score of 0.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ReasoningGym:
 
     @property
     def max_seconds(self) -> float:
-        """Time limit of two scorings, because a correct answer is followed by an impossible one."""
+        """Time limit of two scorings: of the answer and, if correct, of an impossible answer."""
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

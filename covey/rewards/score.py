@@ -42,8 +42,8 @@ class Reward(Protocol):
     """A reward function: a frozen dataclass whose fields are its options.
 
     A reward must be picklable, because scoring processes receive a copy. A reward may raise an
-    error. The completion then has no reward, which is not the same as a reward of 0. Subclasses
-    inherit the default methods of this class.
+    error. A completion whose reward raised an error has no reward, which is not the same as a
+    reward of 0. Subclasses inherit the default methods of this class.
     """
 
     @property

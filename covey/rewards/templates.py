@@ -2,8 +2,8 @@
 
 A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
-`early_format`, if above 0, is the weight of `format` at the start of a run. This weight is taken
-from `accuracy` and returned over the first fifth of the steps.
+`early_format`, if above 0, is the weight of `format` at the start of a run. The weight
+`early_format` is taken from `accuracy`, and returned to it over the first fifth of the steps.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ExactText(Reward):
 
 
 def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
-    """Return the F1 score of the words in any order: 2 * shared / (answer + target) words.
+    """Return the F1 score of the words in any order: twice the shared words / all words.
 
     >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
     0.8

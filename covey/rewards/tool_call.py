@@ -172,11 +172,11 @@ def _expected(prompt: Prompt) -> Call:
 class ToolCall(Reward):
     """The score `tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
 
-    Arguments count only with the correct tool. Without this rule, the arguments `{}` would earn
-    half the reward for any tool without arguments. Exactly one tool call is expected. Several
-    calls, or a call that cannot be parsed, score 0, so that it does not pay to call every tool.
-    With `partial`, the score of the arguments is the fraction of correct arguments among all given
-    or expected arguments. Without `partial`, all arguments must be correct.
+    Arguments count only with the correct tool. If arguments counted alone, `{}` would earn half the
+    reward for any tool without arguments. Exactly one tool call is expected. Several calls, or a
+    call that cannot be parsed, score 0, so that it does not pay to call every tool. With `partial`,
+    the score of the arguments is the fraction of correct arguments among all given or expected
+    arguments. Without `partial`, all arguments must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
     Positional arguments get the names in `prompt.info["parameters"]`, in order; without this list

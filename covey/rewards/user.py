@@ -56,7 +56,7 @@ class UserFunction(_GroupReward):
     - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
       parts whose sum is the reward.
     - A TRL-style function `f(completions, **columns)`, async or not, returns a list of numbers. The
-      function is called once per group. Its columns are lists: `prompts`, `completion_ids`
+      function is called once per group. The columns are the lists `prompts`, `completion_ids`
       (tokens), `target`, and every column of the data by its name. The column `answer` is the
       target, unless the data has its own column `answer`. The argument `trainer_state` has
       `global_step` and `max_steps`. A function without `**columns` gets only the columns that it
