@@ -108,8 +108,8 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 class CodeTests(Reward):
     """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
 
-    A test is `{"call": "add(1, 2)", "expected": "3"}`, with a Python literal as the expected value,
-    or `{"stdin": "1 2", "stdout": "3"}`. The program never sees the expected values, because
+    A test of a function has the keys `call` (such as `add(1, 2)`) and `expected` (a Python literal
+    such as `3`). A test of a program has the keys `stdin` and `stdout`. The program never sees the expected values, because
     results are compared outside the sandbox.
     """
 

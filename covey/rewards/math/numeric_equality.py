@@ -21,8 +21,8 @@ SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
 formula has decimals, which may be rounded, values are different above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. A summand below this ratio could be lost in floats; for example, 1
-- 2^{-100} is not 1."""
+"""Minimum ratio of two summands. A summand below this ratio could be lost in floats; for
+example, 2^{-100} would be lost in 1 - 2^{-100}."""
 MAX_DIGITS = 12
 """Maximum digits of a number, so that neighbouring numbers are different floats."""
 
