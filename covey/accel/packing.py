@@ -209,7 +209,7 @@ class _RowIndex:
     prompt: torch.Tensor
     """Prompt tokens."""
     length: torch.Tensor
-    """The number of completion tokens that the model reads; the last token predicts nothing."""
+    """Number of completion tokens that the model reads: all but the last one."""
     number: torch.Tensor
     """Index of the row's prompt."""
     queries: torch.Tensor

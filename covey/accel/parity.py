@@ -58,7 +58,7 @@ def first_layers(backbone: nn.Module) -> nn.Module:
 
 
 def _first(part: nn.Module, config: Any) -> nn.Module:
-    """Copy a module, but only the first layers of a layer list and the first rows of an embedding."""
+    """Copy a module; a layer list and an embedding keep only their first entries."""
     if isinstance(part, nn.ModuleList):
         named = getattr(config, "layer_types", None) or ()
         kinds = [(named[i : i + 1], _settings(layer)) for i, layer in enumerate(part)]

@@ -29,7 +29,7 @@ STAGE_BYTES = 64 * 2**10
 smaller tiles, because larger tiles would not fit in a multiprocessor's shared memory.
 """
 SMALLEST_HEAD = 32
-"""For 16-bit types: a head is processed in halves, and tensor cores need at least 16 numbers."""
+"""Smallest head size in 16-bit types: tensor cores need 16 numbers, and a head is halved."""
 
 
 class LayerCache(NamedTuple):

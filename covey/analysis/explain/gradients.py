@@ -1,4 +1,4 @@
-"""Gradients of the parameters from gradients of log-probs and entropies."""
+"""Computes gradients of the parameters from gradients of log-probs and entropies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def parameter_gradients(
 ) -> dict[str, torch.Tensor]:
     """Return the gradient of all trained parameters, one row [parameters] for each effect.
 
-    All effects share a forward pass; each has its own backward pass. All rows are kept in memory.
+    All effects share one forward pass, and each effect has its own backward pass. The gradients of
+    all effects stay in memory.
     """
     # The optimizer collects gradients as in training, because some bypass autograd on a GPU.
     optimizer = policy.optimizer

@@ -1,7 +1,7 @@
 """Statistics of differences in log-prob and of the resulting importance ratios.
 
-A difference [B, T] is a token's log-prob from one computation minus that from another. Its
-exponential is an importance ratio.
+A difference [B, T] is a token's log-prob from one computation minus its log-prob from another. The
+exponential of a difference is an importance ratio.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HARMLESS = (0.999, 0.0, 0.001)
 """Limits for "harmless": the smallest effective sample size, the largest fraction of ratios outside
 the clip range, and the largest distance of the mean ratio from 1, which shows a bias."""
 SMALL = (0.95, 0.01, 0.05)
-"""The limits for "small" in the same order; any larger difference "matters"."""
+"""Limits for a "small" difference, in the same order as HARMLESS; a larger one "matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,11 @@ class ClipRange:
     low: float
     high: float
     ratio: Ratio = token
-    """The objective's function from differences in log-prob to log ratios."""
+    """The objective's function that turns differences in log-prob into log ratios."""
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio; then each completion counts once."""
+        """Whether all tokens of a completion share one ratio, which then counts once."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""HTML that opens offline and in which text from a model cannot run scripts. All reports use it.
+"""HTML of all reports, which opens offline and in which a model's text cannot run scripts.
 
 Jinja escapes all text in a template, except `Markup`, which is already HTML, CSS or a script.
 """
@@ -21,7 +21,7 @@ HERE = "covey.analysis.page"
 
 
 def page_file(name: str, package: str = HERE) -> str:
-    """Return a template, a style sheet or a script from the folder `page` of a package."""
+    """Return the text of a template, style sheet or script in the folder `page` of a package."""
     folder = files(package)
     return (
         (folder if package == HERE else folder.joinpath("page")).joinpath(name).read_text("utf-8")
@@ -44,7 +44,7 @@ def environment(finalize: Callable[[Any], Any]) -> Environment:
 
 
 def style_sheet() -> Markup:
-    """Return the style of all reports."""
+    """Return the style sheet of all reports."""
     return Markup(page_file("report.css"))
 
 
@@ -68,7 +68,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only these scripts.
 
-    So even a completion that got into the page unescaped could not run a script.
+    With this policy, even unescaped text of a completion could not run a script.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

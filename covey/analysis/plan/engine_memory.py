@@ -22,8 +22,9 @@ from covey.config import Config
 from covey.training.resolve import sampling_of
 
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""How many tensors of the logits' size exist while a token is sampled. There is one number each for
-the whole distribution, a truncated distribution (which is sorted), and greedy decoding."""
+"""The number of tensors of the logits' size while a token is sampled. The numbers are for the whole
+distribution, a truncated distribution (which is sorted), and greedy decoding.
+"""
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes per token in a slot, besides the KV cache: random number, log-prob and token id."""
 
@@ -35,13 +36,13 @@ class Call:
     prompts: int
     group_size: int
     copies: int
-    """How many tensors of the logits' size exist while first tokens are sampled."""
+    """The number of tensors of the logits' size while first tokens are sampled."""
     max_concurrent: int
-    """The most completions generated at once."""
+    """The limit on completions generated at once."""
 
     @property
     def graph_copies(self) -> int:
-        """The same count for later tokens: 1, since a kernel samples them, unless truncated."""
+        """Like `copies`, but for later tokens: 1 with the sampling kernel, more if truncated."""
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
     @property
@@ -55,7 +56,7 @@ class Call:
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
-        """Return how many prompts this many completions belong to."""
+        """Return the number of prompts of this many completions."""
         return min(self.prompts, -(-completions // self.group_size))
 
 
@@ -152,7 +153,7 @@ def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
 def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory of all calls if the engine captures CUDA graphs.
 
-    Graphs contain the addresses of the KV cache and of their own temporaries, so both stay
+    CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
     allocated between calls and during training. The cache is as large as the largest call needs.
     """
     width = max(call.width for call in calls)
@@ -186,7 +187,7 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
 
 
 def _graph_bytes(facts: EngineFacts, call: Call) -> int:
-    """Return the bytes of one decoding step: logits and their sums, or one layer's tensors."""
+    """Return the temporary bytes of one decoding step, for logits or for one layer's tensors."""
     shape, size = facts.shape, facts.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
     logits = call.graph_copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT
@@ -223,5 +224,5 @@ def _first_tokens(facts: EngineFacts, call: Call) -> Part:
 
 
 def _started(call: Call) -> int:
-    """Return how many completions begin together."""
+    """Return how many completions start at the same time."""
     return min(call.width, call.prompts * call.group_size)
