@@ -42,13 +42,13 @@ class Member:
 
 @dataclass(slots=True, kw_only=True)
 class RayEngine:
-    """Generates with engines in Ray actors."""
+    """An engine that distributes requests over engines in Ray actors."""
 
     build: Callable[[], Engine]
-    """Builds the engine inside an actor."""
+    """A function that builds the engine inside an actor."""
     engines: int
     most: int
-    """The maximum number of engines. Engines are added while the cluster has free resources."""
+    """The maximum number of engines, which are added while the cluster has free resources."""
     need: Need
     threads: int
     restarts: int
@@ -98,7 +98,7 @@ class RayEngine:
             raise translated(error, f"engine {member.number}") from None
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Put the weights into Ray's object store. Actors fetch them with their next request."""
+        """Put the weights into Ray's object store, where actors fetch them for the next run."""
         import ray
 
         if version != self.version:
@@ -129,9 +129,9 @@ class RayEngine:
             raise
 
     def _grow(self) -> None:
-        """Add an engine if the cluster has room for it.
+        """Add an engine if the cluster has free resources for it.
 
-        The new engine joins when its model is loaded.
+        The new engine receives requests once its model is loaded.
         """
         import ray
 
@@ -151,7 +151,7 @@ class RayEngine:
                 self.coming = self._make()
 
     def replace(self, member: Member) -> Member | None:
-        """Replace a dead actor by a new one; return None if the cluster has no room for it."""
+        """Replace a dead actor by a new one; return None if the cluster has no free resources."""
         self.died += 1
         if self.died > self.restarts:
             raise EngineError(f"engine: Ray actors died {self.died} times; see `ray logs`")
@@ -175,12 +175,12 @@ class RayEngine:
 
 
 class NoRoom(EngineError):
-    """The cluster has no free resources for an actor."""
+    """Raised if the cluster has no free resources for an actor."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The requests of one actor, and the thread that waits for it."""
+    """The requests of one actor, and the function of the thread that waits for the actor."""
 
     engine: RayEngine
     member: Member
@@ -191,7 +191,7 @@ class _Share:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Send requests. If the actor has died, its replacement gets all of them again."""
+        """Send requests. A replacement of a dead actor gets all requests again."""
         with self.lock:
             self.requests += requests
             if self.begun:
@@ -234,7 +234,7 @@ class _Share:
 
 
 class _Run:
-    """The requests of one source, spread over the actors."""
+    """The requests of one source, distributed over the actors."""
 
     def __init__(self, engine: RayEngine, source: RequestSource) -> None:
         self.source = source
@@ -258,7 +258,7 @@ class _Run:
             thread.join()
 
     def _hear(self) -> None:
-        """Wait for completions, or until it is time to ask the source for requests."""
+        """Wait for completions, at most until the source must be polled for new requests."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:

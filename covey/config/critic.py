@@ -24,7 +24,7 @@ class Critic(Section):
 
 
 class Preferences(Section):
-    """[preferences]. For an objective that compares pairs."""
+    """[preferences]. The section applies to objectives that compare pairs."""
 
     file: str = ""
     """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""

@@ -33,9 +33,9 @@ def resolve_options(
     where: str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return all options of `function`: the given ones, checked, and defaults for the others.
+    """Return all options of `function`: given options, which are checked, and defaults.
 
-    `defaults` apply to options for which the function has no default.
+    `defaults` has values for options that have no default in the function.
     """
     parameters, rest = _parameters(function)
     types = _types(function)
@@ -76,7 +76,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options. If they cannot be resolved, return none and skip checks."""
+    """Return the types of the options; empty, so without checks, if they cannot be resolved."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

@@ -253,7 +253,7 @@ def _collect_and_start(
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
-    """Start the process of a job in its own session, so that only we forward Ctrl-C to it."""
+    """Start the process of a job in its own session, out of reach of the terminal's Ctrl-C."""
     with log_path(job.path).open("ab") as log:
         process = subprocess.Popen(
             module_command("covey.analysis.compare.run_process"),

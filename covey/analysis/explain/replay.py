@@ -72,7 +72,7 @@ class Replay:
 
     step: int
     run_algorithm: str
-    """The run's own algorithm, with the run's options; the others have their default options."""
+    """The run's own algorithm, with the run's options; other algorithms use their defaults."""
     options: Mapping[str, str]
     """Options set for every algorithm that has them."""
     origin: Origin

@@ -132,7 +132,7 @@ def raised_digits(prompt: Prompt, solution: str) -> str | None:
 
 
 def written_backwards(prompt: Prompt, solution: str) -> str | None:
-    """Return the digits in reverse order, between control characters that display them forwards."""
+    """Return the digits reversed, with control characters that display them in correct order."""
     digits = kind_of(prompt, solution) == "number" and re.fullmatch("[0-9]+", solution)
     return (
         f"\u202e{solution[::-1]}\u202c" if digits and int(solution[::-1]) != int(solution) else None

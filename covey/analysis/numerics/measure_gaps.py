@@ -201,7 +201,7 @@ def _stale(
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
-    """Take real optimizer steps on the completions, and measure the difference after each."""
+    """Take optimizer steps on the completions; measure the log-prob difference after each."""
     policy = parts.policy
     once, notes = _learning(parts, parts.learner_at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))

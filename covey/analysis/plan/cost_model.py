@@ -1,4 +1,4 @@
-"""Seconds of a training step on GPUs: generation, update, weight sync. docs/scale.md explains it.
+"""Seconds of a training step on GPUs: generation, update and weight sync (see docs/scale.md).
 
 The constants of generation and update are fitted to measurements on one H200, and a test compares
 the model with every measurement. The constants for several GPUs come from data sheets, and their

@@ -154,7 +154,7 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory of all calls if the engine captures CUDA graphs.
 
     CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
-    allocated between calls and during training. The cache is as large as the largest call needs.
+    allocated between calls and during training. The KV cache is as large as the largest call needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
