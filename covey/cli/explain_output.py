@@ -258,7 +258,7 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
 
 
 def _family_line(family: Family) -> str:
-    """Return a line that says how a family agrees: bit for bit, up to rounding, or to a factor."""
+    """Return a line that says how equal a family is: bit for bit, by rounding, or by a factor."""
     exact = [m.name for m in family.members if m.identical]
     rest = [m for m in family.members if not m.identical]
     parts = [" = ".join(exact)]

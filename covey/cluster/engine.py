@@ -27,7 +27,7 @@ from covey.engines.protocol import (
 from covey.errors import EngineError
 
 CALLS = 4
-"""Number of concurrent calls to an actor: one waits for completions, the others add requests."""
+"""Number of concurrent calls to an actor: one call waits for completions, others add requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -287,7 +287,7 @@ class _Run:
         self._spread([r for r in lost.requests if r.number in self.waiting])
 
     def _accept(self, rows: Sequence[Row]) -> None:
-        """Pass new completions to the source; drop duplicates, generated again after a restart."""
+        """Pass new completions to the source; drop duplicates that a restarted actor generated."""
         new = [
             Completion(
                 request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,

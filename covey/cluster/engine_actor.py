@@ -51,7 +51,7 @@ class _Source:
         self.error: BaseException | None = None
 
     def take(self) -> Sequence[Request]:
-        """Return new requests; if the engine is idle, wait for new ones or for the end."""
+        """Return new requests; if the engine is idle, wait for requests or the end of the run."""
         with self.changed:
             while not (self.ready or self.running or self.ended):
                 self.changed.wait()
@@ -86,7 +86,7 @@ class EngineActor:
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights. The object reference is in a list, so that Ray fetches only if needed."""
+        """Load weights; `held` has the object reference, which Ray does not fetch in advance."""
         if version != self.version:
             import ray
 

@@ -19,7 +19,7 @@ from covey.cluster.ray_client import STARTED_BY, Need, translated
 from covey.errors import EngineError
 
 CALLS = 3
-"""Number of concurrent calls to an actor: one waits for output, others start or signal the rank."""
+"""Number of concurrent calls to an actor: one call waits for output, others control the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
 """Seconds in which the other ranks must notice a dead rank, report it, and end."""

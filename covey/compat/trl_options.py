@@ -1,4 +1,4 @@
-"""Options of TRL's GRPOConfig: those with a counterpart here, and advice about the others."""
+"""Options of TRL's GRPOConfig: their counterparts in Covey, and advice about other options."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from covey.config.section import Count, Section
 
 
 class Critic(Section):
-    """[critic]. For an objective with a critic, a model that is trained to predict the reward."""
+    """[critic]: the model that is trained to predict the reward, for objectives with a critic."""
 
     path: str = ""
     """The critic's initial model, as in model.path. It must have the policy's tokenizer. Empty: the

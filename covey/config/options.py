@@ -64,7 +64,7 @@ def resolve_options(
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], str | None]:
-    """Return the named parameters, and the name of `**options` if the function has it."""
+    """Return the named parameters, and the name of `**options` if there is one."""
     parameters = inspect.signature(function).parameters
     rest = [key for key, p in parameters.items() if p.kind is p.VAR_KEYWORD]
     named = {

@@ -70,7 +70,7 @@ ABOUT_WORDS = (
 
 
 def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
-    """Load a configuration, shrink it and apply overrides; return it with notes for the user."""
+    """Load a configuration, shrink it and apply overrides; return the result with notes."""
     data, notes = smoke_settings(source, overrides)
     return parse_config(data), notes
 

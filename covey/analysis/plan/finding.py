@@ -86,7 +86,7 @@ class Setup:
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling uses top-k, top-p or min-p, but training assumes the whole distribution."""
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores this."""
         return truncates_unseen(self.config)
 
     @property

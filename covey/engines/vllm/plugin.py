@@ -1,6 +1,6 @@
-"""The plugin that vLLM loads in each of its processes: it registers covey's transfer engine.
+"""The plugin that vLLM loads in each of its processes; it registers covey's transfer engine.
 
-vLLM finds it by the entry point `vllm.general_plugins` in pyproject.toml.
+vLLM finds the plugin by the entry point `vllm.general_plugins` in pyproject.toml.
 """
 
 from __future__ import annotations
