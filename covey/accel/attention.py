@@ -3,13 +3,13 @@
 A model with standard attention keeps its code and calls the attention function that this module
 registers.
 
-Packed rows: the model sees all tokens of a batch in one row without padding. A prompt that several
-completions share occurs in the packed row only once. All layers except attention process each token
-on its own. Attention needs to know which tokens form a row. It gathers the packed tokens into
-padded rows (PaddedRows). Flash attention instead reads the packed tokens without padding
-(VarlenRows, in varlen_attention.py).
+With packed rows, the model sees all tokens of a batch in one row without padding. A prompt that
+several completions share occurs in the packed row only once. All layers except attention process
+each token on its own. Attention needs to know which tokens form a row. Without flash attention, the
+packed tokens are gathered into padded rows (PaddedRows). Flash attention instead reads the packed
+tokens without padding (VarlenRows, in varlen_attention.py).
 
-Tensor shapes use N packed tokens, B rows, S columns, H heads, K key-value heads, head size D.
+Tensor shapes use N packed tokens, B rows, S columns, H heads, K key-value heads and head size D.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PaddedRows:
     """Indices that map padded rows to packed tokens and packed tokens to padded rows."""
 
     rows: torch.Tensor
-    """[B, S] int64: the packed token at each position of a padded row; arbitrary in padding."""
+    """[B, S] int64: the index of the packed token at each position of a padded row."""
     home: torch.Tensor
     """[N] int64: a position of each packed token in the flattened `rows`."""
 

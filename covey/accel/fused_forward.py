@@ -7,7 +7,7 @@ weights. The results of matrix products are added to the residual stream. Layers
 are computed as one product if their parameters are fused. The gradient of a weight is added to a
 float32 sum (GradSink) if the optimizer attached one.
 
-Tensor shapes use N packed tokens, H heads, K key-value heads, head size D.
+Tensor shapes use N packed tokens, H heads, K key-value heads and head size D.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Logits are never rounded to bfloat16, because bfloat16 numbers of a usual logit'
 apart. The gradient of logits is rounded for the two matrix products that use it. The weight's
 gradient is summed over chunks in float32.
 
-Tensor shapes use M chosen tokens, hidden size D, vocabulary size V.
+Tensor shapes use M chosen tokens, hidden size D and vocabulary size V.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Rows of a tensor core tile; a chunk with more rows than this has a multiple of this number."""
+"""Rows of a tensor core tile; larger chunks have a multiple of this number of rows."""
 
 
 def fused_token_logp(

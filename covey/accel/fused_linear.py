@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for all fused parameters.
 
-A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused. Its own
-forward pass is called instead.
+A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused. The
+layer's own forward pass is called instead.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def skip_swiglu_output() -> Iterator[None]:
 
 
 class _Weights:
-    """The fused weights of linear layers, and the destinations of their gradients."""
+    """The fused weights of linear layers, and the sums to which their gradients are added."""
 
     def __init__(self, modules: Sequence[nn.Linear], weight: torch.Tensor) -> None:
         self.weights = [m.weight for m in modules]
@@ -84,7 +84,7 @@ class _Weights:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All weights, then all biases; autograd receives all of them as inputs."""
+        """All weights, then all biases, which autograd receives as inputs."""
         return [*self.weights, *self.biases]
 
     def grads(
@@ -146,7 +146,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """Saves only gate and up; silu(gate) * up is recomputed for the weight's gradient."""
+    """SwiGLU for autograd; saves only gate and up, and recomputes silu(gate) * up in backward."""
 
     @staticmethod
     def forward(ctx: Any, weights: _Weights, count: int, *tensors: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Fused parameters: several weights in one storage, so that one matrix product uses all of them.
 
-The parameters keep their names and shapes; only their memory is shared. An optimizer step changes
-the parameters in place, so the fused product sees the new values without a copy. The memory
-addresses of parameters tell whether they are fused, so this information cannot be out of date.
+Fused parameters keep their names and shapes; only their memory is shared. An optimizer step changes
+the parameters in place, so the fused product sees the new values without a copy. Whether parameters
+are fused is derived from their memory addresses, which are always current.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class GradSink:
     def start(self) -> torch.Tensor:
         """Start a new gradient sum; the caller must fill the returned tensor.
 
-        The new sum reuses the memory of the last sum. A second buffer would need twice the memory,
-        and a CUDA graph always writes to the same address.
+        The new sum reuses the memory of the last sum. A second buffer would double the memory of
+        gradients, and a CUDA graph always writes to the same address.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.
@@ -102,7 +102,7 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """If the sum was cleared, return its tensor, which the caller must zero; else None."""
+        """Return the gradient sum if it was cleared, for the caller to set to zero; else None."""
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 

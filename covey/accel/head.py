@@ -1,7 +1,7 @@
 """Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
 
-Tensor shapes use M chosen tokens, hidden size D, vocabulary size V. Logits exist for one chunk of
-tokens at a time. The backward pass recomputes the logits.
+Tensor shapes use M chosen tokens, hidden size D and vocabulary size V. Logits exist for one chunk
+of tokens at a time. The backward pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class LogitSettings(NamedTuple):
 class _Chunks:
     """Computes logits chunk by chunk into two buffers that are allocated once.
 
-    New tensors for every chunk would fragment the heap. With new tensors, a measured process used
-    343 MB instead of 63 MB.
+    New tensors for every chunk would fragment the heap. In a measurement, new tensors for every
+    chunk took 343 MB instead of 63 MB.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class _Chunks:
 
 
 class _TokenLogp(torch.autograd.Function):
-    """With p = softmax(z): d logp / dz = onehot - p, and d H / dz = -p (log p + H)."""
+    """For logits z and p = softmax(z), d logp / dz = onehot - p and d H / dz = -p (log p + H)."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Packing: a batch becomes one row of tokens without padding, with each shared prompt only once.
 
-The CPU computes the layout of the packed row and sends it to the device in one transfer. Reading a
-length from the device would wait until the device has finished all its work.
+The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
+computes it because reading a length from the device would wait for all queued work.
 
 Tensor shapes use B rows, P prompt tokens, T completion tokens, N packed tokens and R key positions.
 """
@@ -44,7 +44,7 @@ def prompt_numbers(host: HostRows) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A packed batch: the model's inputs, and the indices of tokens that predict trained tokens."""
+    """A packed batch: the model's inputs, and indices of the tokens that are trained."""
 
     input_ids: torch.Tensor
     """[N] int64."""
@@ -107,13 +107,13 @@ class PackedTables(NamedTuple):
     """Index tables of a batch for flash attention; every row has its own key positions."""
 
     input_ids: torch.Tensor
-    """[N] int64; this field and the next four have the same meaning as in PackedBatch."""
+    """[N] int64; the first five fields have the same meaning as in PackedBatch."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor
     cells: torch.Tensor
     query_starts: torch.Tensor
-    """[rows + 1] int32; VarlenRows defines this field and the next, KeyIndex the last five."""
+    """[rows + 1] int32; `query_starts` and `key_starts` have the same meaning as in VarlenRows."""
     key_starts: torch.Tensor
     tokens: torch.Tensor
     starts: torch.Tensor
@@ -158,7 +158,7 @@ def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
 
 
 def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> PackedBatch:
-    """Return the model's inputs; `shared` says that rows share prompts, so keys are gathered."""
+    """Return the model's inputs; if `shared`, rows share prompts and keys are gathered."""
     return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
@@ -176,7 +176,7 @@ def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> 
 
 
 def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
-    """Pack prompts one after another, without sharing; each prompt's last token is a predictor."""
+    """Pack prompts one after another, to predict the first token after each prompt."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))

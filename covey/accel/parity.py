@@ -1,8 +1,9 @@
 """Parity checks: compare an implementation with the model's own code, in float32.
 
 In bfloat16, the hidden states of two correct implementations may differ by a third after thirty
-layers, if the token sequences are unlike the training data. Rounding could then hide a mistake. A
-parity check therefore runs the model's first layers, with the model's own weights, in float32.
+layers, if the token sequences are unlike the training data. Such rounding differences could hide a
+mistake. A parity check therefore runs the model's first layers, with the model's own weights, in
+float32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FAILURES: tuple[type[Exception], ...] = (
     LookupError,
     AssertionError,
 )
-"""The errors that an implementation may raise for a model of another architecture."""
+"""The errors that a fast implementation may raise for a model of another architecture."""
 try:
     from triton.errors import TritonError
 except ImportError:  # without Triton there are no kernels to compile
@@ -40,7 +41,7 @@ else:
 
 
 def is_silu(activation: Any) -> bool:
-    """Return whether an activation is SiLU, the only one with a fused kernel."""
+    """Return whether an activation is SiLU, the only activation with a fused kernel."""
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
@@ -58,7 +59,7 @@ def first_layers(backbone: nn.Module) -> nn.Module:
 
 
 def _first(part: nn.Module, config: Any) -> nn.Module:
-    """Copy a module; a layer list and an embedding keep only their first entries."""
+    """Copy a module; keep only the first layers of a layer list and first rows of an embedding."""
     if isinstance(part, nn.ModuleList):
         named = getattr(config, "layer_types", None) or ()
         kinds = [(named[i : i + 1], _settings(layer)) for i, layer in enumerate(part)]

@@ -1,4 +1,4 @@
-"""CUDA graphs for training: forward and backward of a micro-batch in one launch each.
+"""CUDA graphs for training: one launch for a micro-batch's forward pass, one for backward.
 
 A forward pass of a small model runs thousands of short kernels, and Python needs several times
 longer to launch the kernels than the GPU needs to run them. A CUDA graph launches all kernels at
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MAX_BUCKETS = 64
 """Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
 MAX_PADDING = 4 / 3
-"""To reuse a captured graph, a micro-batch may be padded to this multiple of its tokens."""
+"""A micro-batch may be padded by up to this factor to reuse a captured graph."""
 MAX_FAILURES = 3
 """The number of failed captures after which training stops using CUDA graphs."""
 
@@ -58,8 +58,8 @@ class GraphResult(NamedTuple):
 class GradientSums:
     """Gradient sums at fixed addresses.
 
-    An optimizer step clears gradients by setting them to None. This class then attaches the same
-    tensors, set to zero, for the next backward pass.
+    An optimizer step clears gradients by setting them to None. Before the next backward pass, this
+    class sets the gradients to the same tensors again, zeroed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -85,7 +85,7 @@ class GradientSums:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the parameters' gradients.
 
-        A gradient is None if it was added to its sink or does not exist.
+        A gradient is None if it was already added to a GradSink or does not exist.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
@@ -293,7 +293,7 @@ class TrainGraphs:
         return bucket.ready
 
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
-        """Return the key of the smallest captured bucket that fits, or of this exact size."""
+        """Return the key of the smallest captured bucket that fits, else of the exact size."""
         sizes = [one.rows.size for one in self.captured() if one.backward is backward]
         fitting = [
             size.tokens

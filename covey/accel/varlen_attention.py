@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
-"""Types that the kernels support."""
+"""Dtypes that the flash attention kernels support."""
 
 
 class KeyIndex(NamedTuple):

@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, show one run's evaluations or completions, check or report it."""
+"""`covey runs`: list runs, show evaluations or completions of one run, check or report it."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def table_width(table: Table) -> int:
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
-    """Return the table of runs without the `left_out` least important columns."""
+    """Return the table of runs, without the `left_out` columns that are least important."""
     shown = [key for key in FORMS if key not in LEAST_FIRST[:left_out]]
     names = [key.replace("_", " ") for key in shown]
     table = Table(Column("run", overflow="fold"), *names)

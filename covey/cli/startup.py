@@ -71,7 +71,7 @@ def waiting(text: str) -> Iterator[Say]:
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the overrides of a command, including the one given by --model."""
+    """Return the overrides of a command, including the override that --model gives."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 

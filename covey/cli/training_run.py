@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 REPEATS_SECONDS = 2.0
-"""Seconds within which a second signal is the first one, forwarded to the rank by torchrun."""
+"""Seconds within which a repeated signal is ignored, because torchrun forwards signals."""
 
 NewRun = Annotated[
     Path | None,
@@ -167,7 +167,7 @@ def _verify(run: RunFolder) -> None:
 
 
 def _joined(config: Config) -> AbstractContextManager[World]:
-    """Join the other ranks, if torchrun or another launcher has started several."""
+    """Join the other ranks, if torchrun or another launcher has started several ranks."""
     from covey.training.parallel.join import joined_world
 
     return joined_world(config, lambda text: echo(text, err=True))
@@ -187,6 +187,6 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
 
 
 def check_alone(*given: object) -> None:
-    """Reject options that do not combine with --resume."""
+    """Reject options that cannot be used with --resume."""
     if any(given):
         raise ConfigError("--resume uses the settings of the run; the only other option is --set")

@@ -1,8 +1,8 @@
-"""The trainer's side of engines in Ray actors: one engine that distributes requests over actors.
+"""The trainer's side of engines in Ray actors, which distributes requests over the actors.
 
-All requests of a prompt go to the same actor. If an actor dies, a new actor replaces it and
-generates all of its requests again. If the cluster has no room for a new actor, the remaining
-actors take over the requests.
+All requests of a prompt go to the same actor. If an actor dies, a new actor generates all of its
+requests again. If the cluster has no resources for a new actor, the remaining actors take over the
+requests.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class NoRoom(EngineError):
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The requests of one actor, and the function of the thread that waits for the actor."""
+    """The requests of one actor, with the methods of the thread that waits for it."""
 
     engine: RayEngine
     member: Member
@@ -191,7 +191,7 @@ class _Share:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Send requests. A replacement of a dead actor gets all requests again."""
+        """Send requests. If the actor dies, the new actor gets all requests again."""
         with self.lock:
             self.requests += requests
             if self.begun:

@@ -31,7 +31,7 @@ def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
 
 
 def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
-    """Return packed weights as tensors."""
+    """Return copies of packed weights as tensors."""
     return [
         (name, torch.from_numpy(array.copy()).view(getattr(torch, dtype)))
         for name, (array, dtype) in packed.items()
@@ -60,7 +60,7 @@ class _Source:
             return ready
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Keep completions until they are fetched."""
+        """Store completions until the trainer fetches them."""
         with self.changed:
             self.running -= len(completions)
             self.rows += [

@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
 The rank runs in a separate process, because it handles signals. The GPUs of a process must also be
-set before torch is imported.
+chosen before torch is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scoring in Ray actors: each actor runs a scoring pool with time and memory limits.
 
-If an actor dies, its job is scored again by another actor. The result is the same, because a reward
-depends only on the completion.
+If an actor dies, its job is scored again by another actor. The second scoring gives the same
+result, because a reward depends only on the completion.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RayScorer:
     actors: int
     need: Need
     settings: dict[str, Any]
-    """Settings of each scoring pool."""
+    """Keyword arguments of each scoring pool."""
     restarts: int
     handles: list[Any] = field(default_factory=list, init=False)
     sent: int = field(default=0, init=False)

@@ -1,4 +1,4 @@
-"""Trainer ranks in Ray actors: placed together, connected, watched, and ended together."""
+"""Trainer ranks in Ray actors, which are placed, connected, watched and ended together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Port a TRL script: convert options of GRPOConfig to our settings, and list the others.
+"""Port a TRL script: convert options of GRPOConfig to Covey's settings, and list all others.
 
 If TRL's default of an option differs from Covey's, the converted settings include TRL's default.
 The ported run then trains as the script did on one device.

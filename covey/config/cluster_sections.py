@@ -46,7 +46,7 @@ class Vllm(Section):
 
 
 class Cluster(Section):
-    """[cluster]. Ray actors on this machine or others."""
+    """[cluster]. Settings of Ray actors on this machine or on others."""
 
     address: str = ""
     """Address of a Ray cluster; 'local' starts Ray here, 'auto' finds a cluster. Empty: no Ray."""

@@ -24,7 +24,7 @@ class Critic(Section):
 
 
 class Preferences(Section):
-    """[preferences]. The section applies to objectives that compare pairs."""
+    """[preferences]: settings of objectives that compare pairs of completions."""
 
     file: str = ""
     """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""

@@ -41,7 +41,7 @@ def recipe_names() -> list[str]:
 
 
 def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Load a file or a recipe by name, or the defaults, and apply `key=value` overrides."""
+    """Load a file, a named recipe or the defaults, and apply `key=value` overrides."""
     return parse_config(overridden({} if source is None else read_settings(source), overrides))
 
 

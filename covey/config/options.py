@@ -64,7 +64,7 @@ def resolve_options(
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], str | None]:
-    """Return the named parameters, and the name of `**options` if there is one."""
+    """Return the named parameters, and the name of a `**options` parameter, if any."""
     parameters = inspect.signature(function).parameters
     rest = [key for key, p in parameters.items() if p.kind is p.VAR_KEYWORD]
     named = {
@@ -76,7 +76,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options; empty, so without checks, if they cannot be resolved."""
+    """Return the types of the options; empty (no checks) if the types cannot be resolved."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

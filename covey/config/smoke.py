@@ -1,8 +1,8 @@
 """`--smoke`: shrink any configuration to a run of one or two minutes on two cores.
 
 A smoke run shows that prompts, reward, objective, reference, evaluation and saving work together.
-Its results mean nothing. The limits of `--smoke` apply before `--set`, which can still change every
-size.
+The results of a smoke run mean nothing. The limits of `--smoke` apply before `--set`, which can
+still change every size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AT_MOST: Mapping[str, float] = {
 """Upper limits of settings."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings in which 0 means "all" or "as many as needed", which exceeds the limit."""
+"""Settings in which 0 means "all" or "as many as needed"; a smoke run limits them too."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},

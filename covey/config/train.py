@@ -75,7 +75,7 @@ class Train(Section):
         return {**data, "steps": stop["steps"], "stop_after": others}
 
     def over_prompts(self, prompts: int, per_step: int) -> Train:
-        """Return the settings with the number of steps that `stop_after.epochs` needs, if set.
+        """Return the settings with the number of steps that a given `stop_after.epochs` needs.
 
         Every step draws its prompts from one epoch. If the last prompts of an epoch do not fill a
         step, the epoch omits these prompts.

@@ -10,7 +10,7 @@ solutions:
        47+8-6?  <think>47+8=45;45-6=41</think><answer>41
 
 Reinforcement learning then has to teach the carry, also for untrained pairs of numbers, and the
-format. The first stage taught the arithmetic that this needs. The recipe is seeded, but rounding
+format. The first stage of SFT already taught the arithmetic. The recipe is seeded, but rounding
 depends on the processor and the number of threads, so another machine gives a slightly different
 model. The package therefore contains one fixed checkpoint.
 """
@@ -117,15 +117,15 @@ class Worked:
 
 
 def correct_working(sums: Sequence[Sum]) -> list[Worked]:
-    """Return the correct results."""
+    """Return each sum with its correct result."""
     return [Worked(s, s.result) for s in sums]
 
 
 def careless_result(sum: Sum, random: Random) -> int:
-    """Return the result of a careless student, who may leave the tens unchanged at a carry.
+    """Return the result of a careless solution, which may forget the carry of a sum.
 
-    In additions the carry is forgotten: 47+8=45. In subtractions the smaller digit is subtracted
-    from the larger: 55-6=51. A carry is forgotten in 67 % of the sums with digit 3, and in 91 % of
+    Additions may forget the carry, as in 47+8=45. Subtractions may subtract the smaller digit from
+    the larger, as in 55-6=51. A carry is forgotten in 67 % of the sums with digit 3, and in 91 % of
     the sums with digit 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
@@ -136,7 +136,7 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Return careless results, where each step continues from the previous wrong result.
+    """Return careless results, in which each step continues from the previous result.
 
     The result is None if a number leaves the range of the task, or if a step is a held-out sum.
     """

@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits: temperature, top-k, top-p, min-p, and the log-probability.
+"""Sampling of tokens from logits with temperature, top-k, top-p, min-p; log-probabilities.
 
 Tensor shapes use S sequences and vocabulary size V.
 """

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""A function that returns the trained weights with their names in `model.named_parameters()`. These
-are all weights, or only those of the adapter. The weights do not change while an engine reads them.
-An engine that shares the trainer's weights never calls this function.
+"""A function that returns the trained weights with their names in `model.named_parameters()`. The
+trained weights are all weights of the model, or only those of the adapter. The weights do not
+change while an engine reads them. An engine that shares the trainer's weights never calls this
+function.
 """
 
 
@@ -141,11 +142,11 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Generates completions. An engine does not depend on rewards or training."""
+    """An engine, which generates completions and does not depend on rewards or training."""
 
     @property
     def info(self) -> EngineInfo:
-        """Backend, exactness of log-probabilities, and handling of weights."""
+        """Properties of this engine, such as its backend and the exactness of log-probabilities."""
 
     def run(self, requests: RequestSource) -> None:
         """Generate until the source has no more requests."""

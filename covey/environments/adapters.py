@@ -1,13 +1,14 @@
 """Adapters that run environment classes written for TRL without changes.
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
-add to the prompt. Its public methods are tools, and `get_reward()` is optional. Differences to TRL:
+add to the prompt. The public methods of the class are tools, and `get_reward()` is optional.
+Differences to TRL:
 
 - Each rollout has its own instance of the class. TRL reuses instances and calls `reset` again.
 - Tools are listed in the order of the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
-- Random numbers that the class draws itself are not reproduced when a run is resumed. If `reset`
-  has a parameter `seed`, all rollouts of a group get the same seed.
+- If the class draws random numbers itself, a resumed run does not reproduce them. If `reset` has a
+  parameter `seed`, all rollouts of a group get the same seed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from covey.types import Message, Prompt
 
 
 def is_contract(kind: Callable[..., Any]) -> bool:
-    """Return whether a class has Covey's interface: `step`, and a `reset` that takes a seed."""
+    """Return whether a class has Covey's interface, with `step` and a `reset` that takes a seed."""
     reset = getattr(kind, "reset", None)
     return (
         hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters if reset else False

@@ -1,4 +1,4 @@
-"""The `code_repair` environment: test a wrong program, read the failures, and edit it.
+"""The `code_repair` environment: the policy tests and edits a wrong program.
 
 The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
 `info["broken"]` if the data has it, and otherwise the solution with one small error.
@@ -37,11 +37,11 @@ class CodeRepair(ToolEnvironment):
     """An environment with tools that test and edit one program, in at most `max_rounds` rounds.
 
     The reward is 0.75 times the fraction of all tests that the final program passes. A program that
-    passes all tests gets up to 0.125 more for few edits. This bonus is full up to `expected_edits`
-    edits, and falls linearly to 0 at twice as many edits. A program that passes all tests also gets
-    up to 0.125 more for few test rounds: each round after the first reduces this bonus by the
-    fraction 1 / `max_rounds`. A correct program therefore gets at least 0.75, and an incorrect
-    program gets less.
+    passes all tests gets up to 0.125 more for few edits. The bonus for few edits is full up to
+    `expected_edits` edits, and falls linearly to 0 at twice as many edits. A program that passes
+    all tests also gets up to 0.125 more for few test rounds: each round after the first reduces
+    this bonus by the fraction 1 / `max_rounds`. A correct program therefore gets at least 0.75, and
+    an incorrect program gets less.
     """
 
     def __init__(

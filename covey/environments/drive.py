@@ -1,7 +1,7 @@
 """Runs an episode: calls an environment and turns its results and errors into plain replies.
 
-The same code runs in this process for quick environments, and in worker processes for all other
-environments.
+Quick environments run in this process, and all other environments run in worker processes, with the
+same code.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_reply(data: Mapping[str, Any]) -> Reply:
 
 
 def chained(seen: str, reply: Reply) -> str:
-    """Return the digest of all replies, given the digest of the earlier replies and the last."""
+    """Return the digest of all replies, given the earlier replies' digest and the last reply."""
     text = seen + json.dumps(asdict(reply), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -72,8 +72,8 @@ class Environment(Protocol):
         """Take a message of the policy, and return the next messages; None ends the episode.
 
         The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each call
-        is a mapping `{"type": "function", "function": {"name": ..., "arguments": {...}}}`. A call
-        that cannot be parsed also has an `error` that says why.
+        has the format of chat templates, with `name` and `arguments` inside `function`. A call that
+        cannot be parsed also has an `error` that says why.
         """
 
 
@@ -92,7 +92,7 @@ Python must be able to pickle the factory, unless the environment is `quick`.
 
 
 def prepare(factory: Factory) -> None:
-    """Load data that all episodes of a class share, once per process and in its main thread.
+    """Load the data that all episodes of a class share, once per process.
 
     The function calls the class method `prepare`, if there is one, with the environment's options.
     """
@@ -104,7 +104,7 @@ def prepare(factory: Factory) -> None:
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment declares that it never takes long and never crashes.
 
-    Environments that declare this run in this process. All other environments run in worker
+    Environments with `quick = True` run in this process. All other environments run in worker
     processes, with limits on time and memory.
     """
     made = getattr(factory, "func", factory)

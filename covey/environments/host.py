@@ -1,4 +1,4 @@
-"""Hosts of environments, which run episodes in this process or in worker processes.
+"""Hosts, which run the episodes of environments in this process or in worker processes.
 
 A host accepts commands and replies asynchronously, so that tools run during generation. The caller
 chooses a key for each episode.

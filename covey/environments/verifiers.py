@@ -1,7 +1,7 @@
 """Runs environment packages of the `verifiers` library (0.1), without changes.
 
 A package has a function `load_environment()` and its own rollout loop, which this module runs. When
-the loop calls a model, it waits for the policy's next turn. The package's rubric is the
+the package's loop calls a model, it waits for the policy's next turn. The package's rubric is the
 environment's reward. The task `verifiers` provides the rows of the package's dataset. Unsupported
 features raise an error: rubrics that score a whole group at once, conversations that change earlier
 messages, images, and the tasksets of verifiers 0.2 and later.

@@ -27,7 +27,7 @@ THREADS = 256
 
 @dataclass(slots=True)
 class Server:
-    """The server of the episodes in this process."""
+    """The server that runs the episodes of this process."""
 
     connection: Connection
     factory: Factory

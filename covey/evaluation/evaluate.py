@@ -44,15 +44,15 @@ class Evaluation:
     distinct_answers: int = 0
     """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
-    """The results of each prompt, from which all other fields are computed."""
+    """The results of each prompt, from which the other fields are computed."""
 
     @property
     def graded(self) -> bool:
-        """Whether rewards differ from success, which is 1 or 0."""
+        """Whether a reward differs from 1 for a success or from 0 for a failure."""
         return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:
-        """Return plain data, for eval.jsonl."""
+        """Return the evaluation as plain data for a line of eval.jsonl."""
         return {
             "prompts": self.prompts,
             **{name: estimate.row() for name, estimate in self.estimates.items()},

@@ -37,8 +37,8 @@ def proportion(successes: int, trials: int) -> Estimate:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the unbiased estimate of the probability that one of k samples is correct.
 
-    For c correct ones of n samples, the estimate is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374).
-    The estimate is the fraction of all k-subsets of the samples that contain a correct sample.
+    If c of n samples are correct, the estimate is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374). The
+    estimate is the fraction of all k-subsets of the samples that contain a correct sample.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k = {k} must lie between 1 and the {samples} samples")

@@ -32,7 +32,7 @@ class ItemCompletion:
     tokens: int
     finish: str
     success: bool | None
-    """None if the completion could not be scored, which counts as incorrect."""
+    """Whether the completion is correct; None if it has no score, which counts as incorrect."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -57,7 +57,7 @@ class Item:
     samples: tuple[ItemCompletion, ...] = ()
 
     def values(self) -> dict[str, float]:
-        """Return the value of each metric: `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
+        """Return the value of each metric, named `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
         values = {GREEDY: float(bool(self.greedy.success))}
         count = len(self.samples)
         if count:
@@ -111,7 +111,7 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(items: Sequence[Item]) -> bool:
-    """Return whether rewards differ from success, which is 1 or 0."""
+    """Return whether a reward differs from 1 for a success or from 0 for a failure."""
     scored = [item.greedy for item in items if item.greedy.reward is not None]
     return any(one.reward != float(bool(one.success)) for one in scored)
 

@@ -3,8 +3,8 @@
 With one token per slot the matrix products are small, and the operations around them take most of
 the time. Therefore one kernel computes everything between the QKV product and the output product.
 
-Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D, C
-positions.
+Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D and
+C positions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 LEAST_ROWS = 16
-"""Minimum rows of a tensor core product. Queries that share keys are padded to this number."""
+"""Minimum rows of a tensor core product; query heads that share keys are padded to this."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions per iteration, warps and stages of a Triton program. If few programs run, each program
-should have many loads in flight. If many programs run, each program is faster with less data. The
-values were measured on an H200 with head sizes 64 and 128. In float32 the compiler unrolls
-products, and would need four seconds to compile larger tiles.
+"""Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
+program should have many loads in flight. If many Triton programs run, each program is faster with
+less data. These values were the fastest on an H200 with head sizes 64 and 128. In float32 the
+compiler unrolls products, and would need four seconds to compile larger tiles.
 """
 STAGE_BYTES = 64 * 2**10
 """Maximum bytes of keys and values that a Triton program has in flight. Large heads are read in
@@ -33,7 +33,7 @@ SMALLEST_HEAD = 32
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, and where each slot's keys and values are."""
+    """Keys and values of one layer, and the positions of each slot's keys and values."""
 
     prompt_keys: torch.Tensor
     """[P, K, C', D]: keys of prompts, of up to C' positions each."""
@@ -184,7 +184,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Apply RoPE, write the cache and attend for one new token per slot; return [W, H * D].
 
-    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` contains
+    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product. `rope` contains
     cosine and sine [positions, D / 2]. Slots that share a prompt read the same memory, mostly from
     the L2 cache.
     """

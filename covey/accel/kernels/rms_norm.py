@@ -1,9 +1,9 @@
-"""RMSNorm of the residual stream, with the addition before it: forward and backward.
+"""RMSNorm of the residual stream, fused with the preceding addition: forward and backward.
 
-The residual stream is float32; the result has the dtype of the matrix products that follow. The
-kernel computes in float32 and rounds its result once.
+The residual stream is float32; the RMSNorm has the dtype of the next matrix product. The kernel
+computes in float32 and rounds its result once.
 
-Tensor shapes use N tokens, hidden size D. A Triton program processes several rows, so that short
+Tensor shapes use N tokens and hidden size D. A Triton program processes several rows, so that short
 rows use all of its threads.
 """
 

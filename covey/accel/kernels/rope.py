@@ -1,10 +1,9 @@
 """Applies RoPE to queries and keys, and gathers the keys and values that rows share.
 
-Each packed token has one query. The keys and values of a row are consecutive, so the prompt's keys
-and values are copied to every row that shares the prompt. Gradients are summed in float32, in a
-fixed order.
+Each packed token has one query. The keys and values of a row are consecutive, so those of a prompt
+are copied to every row that shares the prompt. Gradients are summed in float32, in a fixed order.
 
-Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads, head size D.
+Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
 """
 
 from __future__ import annotations
@@ -180,8 +179,8 @@ def apply_rope(
     """Return queries [N, H, D], keys and values [R, K, D], with RoPE applied to queries and keys.
 
     `products` has one QKV product [N, (H + 2 K) * D], or three products. `rope` contains cosine and
-    sine [N, D / 2] in float32. `shape` is (H, K, D). Without `shared`, every token is its own key
-    position.
+    sine [N, D / 2] in float32. `shape` is (H, K, D). Without `shared`, every token has exactly one
+    key position.
     """
     query: torch.Tensor
     key: torch.Tensor

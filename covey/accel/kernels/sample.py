@@ -1,10 +1,10 @@
 """Sampling kernel: samples the next token of every slot from logits, and updates slot state.
 
-All logits are read only once. One kernel computes the maximum and the sum of exponentials of each
-block of the vocabulary. A second kernel finds the block that contains the sampled token and reads
-only that block again.
+The sampling kernels read all logits only once. A first kernel computes the maximum and the sum of
+exponentials of each block of the vocabulary. A second kernel finds the block that contains the
+sampled token and reads only that block again.
 
-Tensor shapes use W occupied slots, vocabulary size V, longest completion R.
+Tensor shapes use W occupied slots, vocabulary size V and longest completion R.
 """
 
 from __future__ import annotations

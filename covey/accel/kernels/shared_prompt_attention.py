@@ -1,11 +1,11 @@
 """Decode attention over a shared-prompt cache, for any model with one token per slot.
 
 The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
-value. It then attends to the prompt, which several slots may share, and to the slot's own
+value. The kernel then attends to the prompt, which several slots may share, and to the slot's own
 completion. The kernel supports sliding windows and soft caps.
 
-Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D, C
-positions.
+Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D and
+C positions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _attend(
     size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, capped: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions `low` to `count` - 1; position 0 is stored at `begin`."""
+    """Attend to positions `low` to `count` - 1, where position 0 is stored at `begin`."""
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
         position = start + tl.arange(0, block)
@@ -113,7 +113,7 @@ def shared_prompt_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Store the new key and value and attend; return [W, H, D].
+    """Store the new key and value; return the attention output [W, H, D].
 
     `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per slot. A sliding
     window of n covers the new position and the n - 1 positions before it.

@@ -1,7 +1,7 @@
 """SwiGLU: one kernel for silu(gate) * up and one kernel for its gradient.
 
-Tensor shapes use N tokens, M columns. Gate and up are columns of one matrix product [N, 2 M], or
-two matrix products.
+Tensor shapes use N tokens and MLP size M. Gate and up are columns of one matrix product [N, 2 M],
+or two matrix products.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def silu_mul_backward(
 ) -> torch.Tensor:
     """Return the gradients of gate and up in one tensor [N, 2 M]; also write silu(gate) * up.
 
-    The weight's gradient needs silu(gate) * up. This kernel recomputes the product at no extra
+    The weight's gradient needs silu(gate) * up. This kernel recomputes silu(gate) * up at no extra
     cost, so the forward pass does not save it. The kernel may overwrite the incoming gradient with
-    the product, because it reads the gradient first.
+    silu(gate) * up, because it reads the gradient first.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

@@ -1,6 +1,6 @@
 """Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
 
-Tensor shapes use R rows, vocabulary size V. The softmax input is scale * (logits + bias),
+Tensor shapes use R rows and vocabulary size V. The softmax input is scale * (logits + bias),
 optionally soft-capped. The forward pass reads the logits once, with a running maximum. The backward
 pass reads the logits once, with the saved normalizer.
 """
@@ -95,7 +95,7 @@ def logp_backward(
     scale: float,
     cap: float | None,
 ) -> None:
-    """Write the gradient of logits [R, V] to `grad`, which may be the memory of the logits.
+    """Write the gradient of logits [R, V] to `grad`, which may be the same tensor as the logits.
 
     `kept` is (normalizer, entropy); `grads` has the gradients of log-probability and entropy. Each
     is [R].

@@ -16,14 +16,14 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""The accuracies for which the report gives the time to reach them. Each number is a fraction of
-the way from the starting accuracy to the highest accuracy that every arm reaches.
+"""Fractions of the way from the starting accuracy to the highest accuracy that every arm reaches.
+The report gives the time to reach each of these accuracies.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeToAccuracy:
-    """Cost until an arm reaches an accuracy: medians over seeds; None if half never reach it."""
+    """Median cost until an arm reaches an accuracy; None if half of its seeds never reach it."""
 
     accuracy: float
     reached: int
@@ -39,7 +39,7 @@ class Cost:
     """Time and memory of an arm's runs; None for a number that the runs did not record."""
 
     seconds: float
-    """Median over seeds of the total time of training steps, without the first and evaluations."""
+    """Median over seeds of the training time, without the first step and evaluations."""
     cpu_seconds: float | None
     """Median over seeds of the CPU time of the process, evaluations included."""
     memory_gib: float | None
@@ -98,7 +98,7 @@ class ArmResult:
     above_constant: float | None = None
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """`reward` and `parts/NAME` of the greedy completions, if the reward differs from success."""
+    """`reward` and `parts/NAME` of the greedy completions; empty if rewards equal success."""
     cost: Cost | None = None
 
 
@@ -206,7 +206,7 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
 
 
 def _is_graded(point: Point) -> bool:
-    """Return whether rewards differ from success: 1 for a success and 0 otherwise."""
+    """Return whether a reward differs from 1 for a success or from 0 for a failure."""
     return any(row["reward"] != float(point.correct[name]) for name, row in point.rewards.items())
 
 

@@ -94,10 +94,11 @@ class RunResult:
     first_rollouts: str = ""
     """The name of the first step's rollouts; runs with the same name share these rollouts."""
     memory_gib: float = 0.0
-    """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0: unknown."""
+    """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0 if unknown."""
     cpu_seconds: float = 0.0
-    """CPU time of the run's process, including evaluations; 0: unknown. If the run was resumed,
-    memory and CPU time are those of its last process."""
+    """CPU time of the run's process, including evaluations; 0 if unknown. If the run was resumed,
+    memory and CPU time are those of its last process.
+    """
 
     @property
     def finished(self) -> bool:
@@ -152,5 +153,5 @@ def compared_by(runs: Iterable[RunResult]) -> Metric:
 
 
 def with_metric(run: RunResult, by: Metric) -> RunResult:
-    """Return the run with this metric set in all of its evaluations."""
+    """Return a run with this metric in all of its evaluations."""
     return replace(run, points=tuple(replace(point, by=by) for point in run.points))

@@ -67,7 +67,7 @@ class Design:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """The outcome of a run: the contents of outcome.json, which exists only for a finished run."""
+    """The outcome of a run: the contents of outcome.json, which exists once the run has ended."""
 
     key: str
     state: State
@@ -97,7 +97,7 @@ def write_outcome(run: Path, outcome: RunOutcome) -> None:
 
 
 def read_outcome(run: Path) -> RunOutcome | None:
-    """Return the outcome of a run, or None if the run is unfinished."""
+    """Return the outcome of a run, or None if the run has not ended."""
     file = run / OUTCOME_FILE
     if is_missing(file):
         return None
@@ -219,7 +219,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the evaluations that cover all prompts; others cannot be compared."""
+    """Return the evaluations that cover all prompts; incomplete ones cannot be compared."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

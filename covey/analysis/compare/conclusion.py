@@ -69,10 +69,10 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences that count a failed run with its arm's initial accuracy.
+    """Return mean differences in which a failed run has its arm's initial accuracy.
 
-    The result includes only pairs of arms with failed runs. The differences show how much failed
-    runs could change the result.
+    The result has only pairs of arms with failed runs. The differences show how much the failed
+    runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
@@ -293,7 +293,7 @@ def _cautions(
 
 
 def _is_at_constant(arm: ArmResult) -> bool:
-    """Whether an arm learned, but its accuracy is not above that of the best constant answer."""
+    """Return whether an arm learned, but is not better than the best constant answer."""
     if arm.above_constant is None or arm.final is None or arm.improvement is None:
         return False
     return arm.improvement.value > 0 and arm.final.low <= arm.final.value - arm.above_constant

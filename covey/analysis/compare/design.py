@@ -3,8 +3,8 @@
 An arm consists of the common settings that the user gave, with the arm's overrides. Defaults are
 filled in after the overrides. An arm with another algorithm therefore gets the defaults of its own
 algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
-measured in the same way. The common reward scores the evaluations of all arms, whatever reward an
-arm is trained on.
+measured in the same way. The common reward scores the evaluations of all arms, even if an arm is
+trained on another reward.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the given options that have the same meaning in another algorithm.
 
-    For example, `beta` in DPO and IPO is not the weight of a KL penalty.
+    For example, `beta` is excluded between DPO and GRPO, because DPO's `beta` is not a KL weight.
     """
     paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
     own = {"name", "beta"} if paired else {"name"}
@@ -176,8 +176,8 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
     """Return the given options that replace different defaults of the arm's algorithm.
 
     The result maps each option to (value, default of the arm's algorithm). For example, if a recipe
-    for GRPO sets the clip range, `--algorithms gspo` keeps this range. The range is hundreds of
-    times wider than the default range of GSPO.
+    for GRPO sets the clip range, `--algorithms gspo` keeps this range. GRPO's clip range is
+    hundreds of times wider than GSPO's default.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:

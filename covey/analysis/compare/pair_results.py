@@ -1,9 +1,9 @@
-"""Results of every pair of arms: which algorithm is better, and which checkpoint.
+"""Results of every pair of arms: tests of algorithms over seeds, of checkpoints over prompts.
 
-The two questions need different tests. The test for the better *algorithm* compares seeds: each
-seed is one more training run, and a difference must exceed the variance between seeds. The test for
-the better of two *checkpoints* compares prompts, with the weights fixed. docs/statistics.md
-describes the tests and intervals.
+Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds:
+each seed is one more training run, and a difference must exceed the variance between seeds. The
+test for the better of two *checkpoints* compares prompts, with the weights fixed.
+docs/statistics.md describes the tests and intervals.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class CheckpointResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """The comparison of two arms over the seeds that both finished."""
+    """The comparison of two arms over the seeds that both arms finished."""
 
     first: str
     second: str
     seeds: tuple[int, ...]
     missing: tuple[str, ...]
     differences: tuple[float, ...]
-    """For each seed, the final accuracy (or mean reward) of the first arm minus the second's."""
+    """For each seed, the first arm's final accuracy (or mean reward) minus the second arm's."""
     mean: float | None
     """The mean of `differences`; None if no seed has finished in both arms."""
     difference: Estimate | None
@@ -72,7 +72,7 @@ class PairResult:
     better: str | None
     """The name of the better arm, if one is significantly better."""
     seeds_needed: int | None
-    """Seeds needed for 80 % power at the observed difference; None if decided or too many."""
+    """Number of seeds that would detect the observed difference with 80 % power, or None."""
     detectable: float | None
     """The difference that this number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]

@@ -1,4 +1,4 @@
-"""Prepares a comparison: chooses its folder, resumes or extends an earlier one, checks it."""
+"""Prepares a comparison: chooses its folder, resumes or extends it, and checks it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class ReportContents:
     """The seed of the runs whose completions are shown as examples."""
     examples: tuple[Example, ...]
     health: Mapping[str, tuple[Trend, ...]]
-    """Panel -> series of each arm."""
+    """Panel of the report -> curve of each arm."""
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
@@ -122,7 +122,7 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _ignore(text: str) -> None:
-    """Ignore damaged lines, because they were reported when the comparison was loaded."""
+    """Ignore damaged lines, which were already reported when the comparison was loaded."""
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
@@ -170,7 +170,7 @@ def _health(folder: Path, comparison: Comparison) -> dict[str, tuple[Trend, ...]
 
 
 def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) -> Trend:
-    """Return the mean of a metric over runs, by step; steps without the metric are left out."""
+    """Return the mean of a metric over runs at each step that has the metric."""
     values: dict[int, list[float]] = {}
     for log in logs:
         for row in log:

@@ -1,4 +1,4 @@
-"""The tables of a report, as text: the same in HTML, Markdown and the terminal."""
+"""The tables of a report as text, which HTML, Markdown and the terminal share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHECKPOINT_NOTE = (
 
 
 def result_table(found: Conclusion) -> TextTable:
-    """Return initial and final accuracy, or mean reward, of each arm."""
+    """Return a table of each arm's initial and final accuracy or mean reward."""
     constant = any(arm.above_constant is not None for arm in found.arms)
     distinct = any(arm.distinct_answers is not None for arm in found.arms)
     more = [*["above constant"] * constant, *["answers"] * distinct]
@@ -158,7 +158,7 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summaries of pairs that the headline does not repeat."""
+    """Return the summaries of pairs, without the summary that is already the headline."""
     return [pair.summary for pair in found.pairs if pair.summary != found.headline]
 
 
@@ -239,7 +239,7 @@ def differences_table(comparison: Comparison) -> TextTable:
 
 
 def finding_title(row: Mapping[str, str]) -> str:
-    """Return the title of a finding with its arms."""
+    """Return the title of a finding with the names of its arms."""
     arms = f" ({row['arms']})" if row.get("arms") else ""
     return f"{row.get('title', '')}{arms}"
 

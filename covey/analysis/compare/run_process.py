@@ -2,7 +2,7 @@
 
 The job arrives as a line on standard input, which then stays open. If standard input closes, the
 parent process has ended, and this process exits at once. A later start resumes the run from the
-last checkpoint. Output goes to the run's log, the result to outcome.json.
+last checkpoint. The process writes its output to the run's log, and its result to outcome.json.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class SharedEngine:
     engine: Engine
     folder: Path
     start: str
-    """Identifies the starting policy: the digest of its weights, its type, its adapter."""
+    """A text that identifies the starting policy by its weights, dtype and adapter."""
     names_file: Path
     """The file that lists the stored completions of the first step."""
     names: list[str] = field(default_factory=list)

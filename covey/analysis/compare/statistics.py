@@ -1,8 +1,9 @@
 """Statistical tests, intervals and power: pure functions of accuracies by seed and by prompt.
 
-The design is crossed: every seed is measured on the same held-out prompts. The last axes of arrays
-are [seeds] or [seeds, prompts]. Leading axes are repetitions, which occur only in simulations.
-docs/statistics.md gives the reasons for these tests and intervals, and their error rates.
+Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors. The
+last axes of arrays are [seeds] or [seeds, prompts]. Leading axes are repetitions, which occur only
+in simulations. docs/statistics.md gives the reasons for these tests and intervals, and their error
+rates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ POWER = 0.8
 MOST_SEEDS = 1000
 """The largest number of seeds that `seeds_needed` considers."""
 EXACT_FLIPS = 16
-"""The most seeds for which all 2^seeds sign flips are tried; with more seeds, 2^16 random ones."""
+"""The most seeds for which all 2^seeds sign flips are tried; above, 2^16 random flips."""
 FEW_SEEDS = 3
 """The fewest seeds for which arms are ranked; two seeds give an interval that is too wide."""
 FLIP_SEEDS = 6
@@ -51,9 +52,9 @@ class Crossed:
 
     mean: Array
     over_seeds: Array
-    """Variance from the choice of seeds, with these prompts fixed."""
+    """Variance of the mean from the choice of seeds, with the prompts fixed."""
     over_items: Array
-    """Additional variance from the choice of prompts, which all seeds share."""
+    """Additional variance of the mean from the choice of prompts, which all seeds share."""
 
 
 def crossed(values: Array) -> Crossed:
@@ -80,7 +81,7 @@ def crossed(values: Array) -> Crossed:
 def half_width(parts: Crossed, seeds: int, items: int) -> Array:
     """Return half the width of the 95 % interval of a mean over seeds and prompts.
 
-    Each variance component is multiplied by Student's t quantile for its own degrees of freedom.
+    Each variance component is multiplied by the squared t quantile for its own degrees of freedom.
     With two seeds, this quantile is 12.7 for the variance between seeds, and about 2 for the
     variance between prompts.
     """
@@ -97,8 +98,9 @@ def _quantile(freedom: int) -> float:
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return mean, low and high of accuracies [..., seeds, prompts], for at least two seeds.
 
-    This is Wilson's interval with the effective sample size: the number of independent completions
-    with the same standard error. The interval stays within [0, 1] and never has width 0.
+    The interval is Wilson's with an effective sample size, which is the number of independent
+    completions with the same standard error. The interval stays within [0, 1] and never has width
+    0.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -148,10 +150,10 @@ def mean_reward(values: Array) -> Estimate:
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    Accuracies are multiples of 1 / items, so per-seed differences are rounded to these multiples.
-    The result is at least the standard deviation of the rounding error. Without this minimum, two
-    equal differences would make any difference significant. For rewards, the rounding step is
-    `span` / items.
+    Accuracies are multiples of 1 / items, so per-seed differences have a rounding error. The result
+    is at least the standard deviation of the rounding error. Without this minimum, two equal
+    differences would make any difference significant. For rewards, the rounding step is `span` /
+    items.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -192,7 +194,7 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
 
     If the arms do not differ, each seed's difference is equally likely to have the other sign. The
     p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed sum.
-    The result is None if there are too few seeds to reach 5 %.
+    The result is None if there are too few seeds for a p-value of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -226,9 +228,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
-    A difference found with the wrong sign does not count. The noncentral t distribution is computed
-    as a mean over quantiles of the observed standard deviation, because its series does not
-    converge in the far tail, where the test with two seeds needs it.
+    A significant difference with the wrong sign does not count as detected. The noncentral t
+    distribution is computed as a mean over quantiles of the observed standard deviation, because
+    its series does not converge in the far tail, which the test with two seeds needs.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)
@@ -237,7 +239,7 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @cache
 def _observed_deviations(freedom: int) -> Array:
-    """Return quantiles of the observed standard deviation, as multiples of the true one."""
+    """Return quantiles of the ratio of observed to true standard deviation."""
     quantiles = (np.arange(2000) + 0.5) / 2000
     return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
 
@@ -265,7 +267,7 @@ def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
 
 
 def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> float:
-    """Return the area under a learning curve up to `end`, divided by its width.
+    """Return the mean height of a learning curve up to `end`: its area divided by its width.
 
     >>> area([0, 10, 20], [0.0, 0.5, 0.5], end=20)
     0.375

@@ -26,7 +26,7 @@ EXACT = 1e-3
 RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""How far a greedy token's logit may be below the highest logit; 0.5 with 16-bit weights."""
+"""Allowed distance of a greedy token's logit below the highest logit; 0.5 for 16 bits."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:

@@ -33,7 +33,7 @@ from covey.training.loop import train
 from covey.training.resolve import reward_of, task_of
 
 PROMPTS = 8
-"""Held-out prompts that the reward is tested on."""
+"""The number of held-out prompts on which the reward is tested."""
 OVER = 1.5
 """Allowed ratio of measured to forecast memory; earlier checks leave some memory in use."""
 CODE_ENVIRONMENTS = ("python", "code_repair")
@@ -97,7 +97,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run `PROBE` in the sandbox; it tries to reach files, environment and network."""
+    """Run `PROBE` in the sandbox, which tries to reach files, environment and network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"

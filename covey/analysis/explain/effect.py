@@ -27,20 +27,20 @@ class Effect(NamedTuple):
     loss: torch.Tensor
     """The loss, a scalar."""
     gradient: torch.Tensor
-    """d loss / d logp."""
+    """The gradient of the loss for each token's log-prob, d loss / d logp."""
     entropy_gradient: torch.Tensor
-    """d loss / d entropy; 0 without an entropy bonus."""
+    """The gradient of the loss for each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
     """The objective's importance ratio, of the token or of the whole completion."""
     clipped: torch.Tensor
-    """int64: an index into CLIPPED."""
+    """int64 index into CLIPPED: the bound that clips the ratio."""
     kl: torch.Tensor | None
     """The objective's estimate of the KL to the reference; None without a KL penalty."""
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Compute the gradient of the loss for each token's logp and entropy."""
+    """Compute the gradient of the loss with respect to each token's logp and entropy."""
     logp = now.logp.detach().requires_grad_()
     entropy = now.entropy.detach().requires_grad_()
     with torch.enable_grad():

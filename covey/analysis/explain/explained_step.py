@@ -1,8 +1,8 @@
 """Explanation of a recorded step, rollout by rollout and token by token.
 
 The step is trained again on its recorded rollouts, in the same mini-batches. The values of a token
-come from the optimizer step that trains the token. With several epochs, they come from the last
-such step.
+come from the optimizer step that trains the token. With several epochs, the values come from the
+last epoch.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Explanation:
     share_raised: float
     """The fraction of the sum of |d loss / d logp| from tokens that the step makes likelier."""
     half_gradient_from: int
-    """The fewest rollouts that make up half of the sum of |d loss / d logp|."""
+    """The smallest number of rollouts with half of the sum of |d loss / d logp|."""
     metrics: dict[str, float]
     """The metrics of the step when it was trained again."""
     logged: dict[str, Any]

@@ -1,9 +1,9 @@
 """Families of algorithms with proportional gradients, and the length bias of algorithms.
 
 An algorithm changes a policy only through the vector of token slopes, d loss / d logp of each
-token. Algorithms with equal slopes are the same on this batch. Algorithms with proportional slopes
-differ only by a factor, like two learning rates. Adam and gradient clipping mostly remove this
-factor.
+token. Algorithms with equal slopes give the same update on a batch. Algorithms with proportional
+slopes differ only by a factor, like two learning rates. Adam and gradient clipping mostly remove a
+constant factor of the gradient.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LengthBin:
     longest: int
     completions: int
     gradient: float
-    """Mean |d loss / d logp| over the tokens of these completions."""
+    """Mean |d loss / d logp| over the tokens of the completions in this bin."""
     per_advantage: float
     """Sum of |d loss / d logp| divided by the sum of |advantage|, which is the weight of a token
     without its advantage. The value is 0 if all advantages are 0.

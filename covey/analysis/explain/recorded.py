@@ -63,7 +63,7 @@ class Recorded:
 
     @property
     def learned(self) -> list[RecordedRollout]:
-        """The rollouts that the step trained on: the rows of its batch."""
+        """The rollouts that the step trained on, in the order of its batch."""
         return [one for one in self.rollouts if one.advantage is not None]
 
     @property
@@ -165,11 +165,11 @@ class Origin:
     replayed_steps: int
     """Number of recorded steps that were trained again after loading the checkpoint."""
     steps_behind: int
-    """Steps between these weights and the weights that generated the rollouts; 0 if equal."""
+    """Steps between the loaded weights and those that generated the rollouts; 0 if equal."""
 
     @property
     def exact(self) -> bool:
-        """Whether these are the weights that generated the rollouts."""
+        """Whether the loaded weights are those that generated the rollouts."""
         return self.steps_behind == 0
 
 
@@ -195,8 +195,8 @@ class Trainee:
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of a run before `step`, from the nearest earlier checkpoint.
 
-    If `exact` is true, the recorded steps after that checkpoint are trained again. Training them
-    again takes as long as the first time, and gives the same weights.
+    If `exact` is true, the recorded steps after that checkpoint are trained again. Training these
+    steps again takes as long as the first time, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)

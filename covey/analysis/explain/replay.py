@@ -1,11 +1,10 @@
 """Replay of a recorded step with many algorithms: the gradient that each algorithm would have had.
 
 Every algorithm takes one optimizer step over the same rollouts with the same policy, at two
-moments. The first moment is before the training step, when the policy is the one that generated the
-rollouts. The second moment is after the run's own optimizer steps, when the policy has changed and
-clips have an effect. Algorithms differ only in d loss / d logp of each token. A backward pass turns
-these values into the gradient of the parameters. Algorithms with proportional token gradients share
-a backward pass.
+moments. Before the run's training step, the policy is the one that generated the rollouts. After
+the training step, the policy has changed, and clips have an effect. Algorithms differ only in d
+loss / d logp of each token. A backward pass turns these token gradients into the gradient of the
+parameters. Algorithms with proportional token gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The results of all algorithms with the policy at one moment."""
+    """The results of all algorithms at one moment: before or after the run's own training."""
 
     updates: int
     """The number of optimizer steps that the policy has taken within the recorded step."""
@@ -74,7 +73,7 @@ class Replay:
     run_algorithm: str
     """The run's own algorithm, with the run's options; other algorithms use their defaults."""
     options: Mapping[str, str]
-    """Options set for every algorithm that has them."""
+    """Options that were set for every algorithm that has them."""
     origin: Origin
     rollouts: int
     moments: tuple[Moment, ...]
@@ -83,7 +82,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms as a run would; each gets the `options` (key=value) that apply to it."""
+    """Build algorithms; each algorithm gets the given `options` (key=value) that it has."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]

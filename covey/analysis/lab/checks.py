@@ -1,8 +1,8 @@
-"""The checks of the reward lab: they find flaws in a reward before a policy exploits them.
+"""The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
 A policy exploits every flaw of its reward. The lab scores correct answers, which must get the full
-reward, a corpus of hacks, which must not, and completions that people have labelled. The lab scores
-each completion twice, in two processes, and measures the time.
+reward, and a corpus of hacks, which must not. It also scores completions that people have labelled.
+The lab scores each completion twice, in two processes, and measures the time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: f
 
 @dataclass(slots=True, kw_only=True)
 class Lab:
-    """A reward under test, with all its scores so far, which later checks compare."""
+    """A reward under test, with its scores so far, which later checks compare."""
 
     reward: Reward
     scorer: Pool
@@ -191,7 +191,7 @@ def check_baselines(lab: Lab, prompts: Sequence[Prompt]) -> Check:
 
 
 def check_bounds(lab: Lab) -> Check:
-    """Check that no reward lies outside the declared bounds."""
+    """Check that no reward is outside of the declared bounds."""
     low, high = lab.reward.bounds
     rewards = {key: r.score.reward for key, r in lab.seen.items() if r.score is not None}
     outside = [f"{key[0]}: {r:.6g}" for key, r in rewards.items() if not low <= r <= high]

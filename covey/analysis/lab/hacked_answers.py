@@ -52,7 +52,7 @@ def _number(solution: str) -> Decimal | None:
 
 
 def wrong_answer(prompt: Prompt, solution: str) -> str:
-    """Return a wrong answer that looks like a correct one if possible."""
+    """Return a wrong answer, if possible one that looks like a correct answer."""
     kind, call, number = kind_of(prompt, solution), call_of(prompt), _number(solution)
     if kind == "code":
         name = function_name(solution, prompt.info["tests"])

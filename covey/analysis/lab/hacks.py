@@ -41,7 +41,7 @@ class Hack:
     correct_answer: bool = False
     """If true, the hack must not get the full reward; if false, the hack must not succeed."""
     about_thinking: bool = False
-    """If true, the hack abuses thinking and format; skipped if a bare answer is enough."""
+    """If true, the hack abuses thinking and format; it is skipped if a bare answer suffices."""
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""
 

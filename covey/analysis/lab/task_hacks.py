@@ -17,7 +17,7 @@ PROGRAMS = tuple((p["name"], p["why"], p["text"]) for p in tomllib.loads(_TEXT)[
 
 
 def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the function that the tests call; `solve` if they call none.
+    """Return the name of the function that the tests call; `solve` if the tests call none.
 
     >>> function_name("def f(x): ...", [{"call": "f(1)", "expected": "2"}])
     'f'

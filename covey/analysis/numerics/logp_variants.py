@@ -18,7 +18,7 @@ from covey.training.step import whole_batch
 from covey.types import Batch, Group
 
 SORTED_COPIES = 4
-"""Tensors that top-p truncation needs: sorted values, indices, cumulative sums, the mask."""
+"""Number of tensors that truncation needs: sorted values, indices, cumulative sums, mask."""
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Te
 
 
 def upcast(model: LanguageModel) -> LanguageModel:
-    """Return a copy of a model in float32, with the same rounded weights."""
+    """Return a float32 copy of a model, with the weights as rounded in 16 bits."""
     names = {id(module): name for name, module in model.model.named_modules()}
     copied = copy.deepcopy(model.model).float()
     head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
@@ -66,9 +66,9 @@ def log_kept(
 ) -> torch.Tensor:
     """Return [B, T]: the log of the probability mass that truncation keeps at each position.
 
-    sampler_logp = logp - log(kept mass). The kept probability mass depends only on the
-    distribution, not on the token. Its log is therefore finite even if rounding excludes the token
-    from the kept set.
+    The engine's sampler_logp is logp - log(kept mass). The kept probability mass depends only on
+    the distribution, not on the token. The log of the kept mass is therefore finite, even if
+    rounding excludes the token from the kept set.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)

@@ -8,7 +8,7 @@
     kernel       trainer, alone                     - engine, one slot, without truncation
     staleness    trainer, after optimizer steps     - before
 
-The two log-probs of each difference are computed with only one thing changed. The differences need
+Each line compares two log-probs whose computations differ in only one thing. The differences need
 not add up to the total, because rounding errors partly cancel, and staleness is not part of the
 total.
 """
@@ -122,7 +122,7 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Whether `clip_low` and `clip_high` bound ratios, not probabilities as in `trust_mask`."""
+    """Return whether `clip_low` and `clip_high` bound ratios; in `trust_mask` they do not."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.objective.surrogate) is not trust_mask
 

@@ -49,24 +49,24 @@ def style_sheet() -> Markup:
 
 
 def visible(value: object) -> object:
-    """Make control characters visible in everything but markup."""
+    """Make control characters visible in all text that is not markup."""
     return value if isinstance(value, Markup) else printable(str(value))
 
 
 def embedded_json(data: object, name: str) -> Markup:
-    """Return data as JSON for a script, escaped so that it cannot end the script element."""
+    """Return data as JSON for a script, escaped so that the text cannot end the script element."""
     text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{name}">{text}</script>')
 
 
 def script(source: str) -> Markup:
-    """Return one of our scripts as markup."""
+    """Return one of Covey's scripts as markup."""
     assert "</script" not in source.lower()
     return Markup(source)
 
 
 def security_policy(scripts: Iterable[str]) -> Markup:
-    """Return a Content-Security-Policy that loads nothing and runs only these scripts.
+    """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
 
     With this policy, even unescaped text of a completion could not run a script.
     """

@@ -1,9 +1,9 @@
 """Memory of activations, which a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` list the number and width of the tensors that autograd saves in a
-layer. The function `kernels_of` chooses one of the three by model and device. Tests count the
-tensors that autograd saves, and benchmarks/memory.py measures whole runs. If a new kernel saves
-fewer tensors, only one line in this module has to change.
+layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH` by model and device.
+Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole runs. If a new
+kernel saves fewer tensors, only one line in this module has to change.
 
 Tensor shapes use N tokens in a forward pass, and B padded rows of S positions each.
 """
@@ -16,7 +16,7 @@ from covey.analysis.plan.engine_sizes import SHORT
 from covey.analysis.plan.model_shape import Shape
 
 FLOAT = 4
-"""The bytes of a float32."""
+"""The number of bytes of a float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Saved:
     projections: int = 7
     """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
-    """Whether the forward pass is accel/fused_forward.py, with a float32 residual stream."""
+    """Whether the model runs accel/fused_forward.py, with a float32 residual stream."""
     flash: bool = False
     """Whether only keys and values are gathered into rows, and queries stay packed."""
 
@@ -60,7 +60,7 @@ def kernels_of(shape: Shape, size: int, device: str) -> Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The tokens of one forward pass."""
+    """The numbers of rows and tokens of one forward pass."""
 
     rows: int
     columns: int

@@ -57,9 +57,9 @@ class Gpu:
 
 H200 = Gpu()
 BYTES = 2
-"""The bytes of a weight in bfloat16."""
+"""The number of bytes of a weight in bfloat16."""
 STATE_BYTES = 16
-"""The bytes for each trained parameter: weight, gradient, master weight and two moments."""
+"""The bytes of each trained parameter: weight, gradient, master weight and two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ class Workload:
     group: int
     prompt: int
     completion: int
-    """The number of tokens of a completion, assumed to be the maximum length."""
+    """The number of tokens of each completion, assumed to be the maximum length."""
     updates: int = 1
-    """The number of passes over the completions."""
+    """The number of training passes over the completions."""
     forwards: int = 0
     """The number of passes without a gradient: for a reference, or for old log-probs."""
     micro_batch: int = 16_384
@@ -163,7 +163,7 @@ class Split:
     trainers: int
     engines: int
     engine_gpus: int
-    """The GPUs of each engine."""
+    """The number of GPUs of each engine."""
     rollout: float
     update: float
     sync: float
@@ -220,4 +220,4 @@ PUBLISHED = {
 }
 """The shapes of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B."""
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""The numbers of GPUs in a table."""
+"""The numbers of GPUs for which the table has a row."""

@@ -22,8 +22,8 @@ from covey.config import Config
 from covey.training.resolve import sampling_of
 
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""The number of tensors of the logits' size while a token is sampled. The numbers are for the whole
-distribution, a truncated distribution (which is sorted), and greedy decoding.
+"""The number of tensors as large as the logits while a token is sampled. The numbers are for the
+whole distribution, a truncated distribution (which is sorted), and greedy decoding.
 """
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes per token in a slot, besides the KV cache: random number, log-prob and token id."""
@@ -36,7 +36,7 @@ class Call:
     prompts: int
     group_size: int
     copies: int
-    """The number of tensors of the logits' size while first tokens are sampled."""
+    """The number of tensors as large as the logits while first tokens are sampled."""
     max_concurrent: int
     """The limit on completions generated at once."""
 
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """The facts on which the engine's memory depends."""
+    """The facts that determine the engine's memory."""
 
     shape: Shape
     size: int
@@ -80,7 +80,7 @@ class EngineFacts:
 
 
 def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part]:
-    """Return the memory of generation, in a training step or an evaluation, whichever is more."""
+    """Return the memory of generation: the maximum of a training step and an evaluation."""
     calls, shape = _calls(config, held_out), facts.shape
     if facts.device == "cuda" and (shape.fuses or shape.fused_attention):
         return _graph_parts(facts, calls)

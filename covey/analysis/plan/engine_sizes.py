@@ -52,9 +52,9 @@ def largest_micro_batch(
 ) -> tuple[int, int]:
     """Return the rows and prompts of the largest micro-batch on a GPU, if all lengths are equal.
 
-    This computes accel/packing.py's `balanced` for `rows` rows in groups of `group_size`. A group
-    is split into pieces that fit the token budget. The pieces are distributed over the fewest
-    micro-batches.
+    The result equals that of `balanced` in accel/packing.py, for `rows` rows in groups of
+    `group_size`. A group is split into pieces that fit the token budget. The pieces are distributed
+    over the fewest micro-batches.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

@@ -1,8 +1,8 @@
 """Equivalence of algorithms: the normal form of an objective omits all parts without effect.
 
 With one update per rollout batch every ratio is 1. At a ratio of 1, a clip has no effect, every
-surrogate has slope 1, and a sequence-level ratio has the same gradient as its token ratios.
-Algorithms with one update can differ only in the advantage, the token weights and the penalty.
+surrogate has slope 1, and a sequence-level ratio has the same gradient as its token ratios. With
+one update, algorithms can differ only in the advantage, the token weights and the penalty.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ THROUGH_LOGP = frozenset(
         surrogates.trust_mask,
     }
 )
-"""Surrogates without a gradient through the ratio; at a ratio of 1, its kind has no effect."""
+"""Surrogates that treat the ratio as a constant, without a gradient."""
 
 INERT_MARKS = frozenset(
     {
@@ -202,7 +202,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio with the same gradient at 1, and the matching token weights."""
+    """Return the simplest ratio that has the same gradient at 1, and matching token weights."""
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
         return ratio.token, token_weights

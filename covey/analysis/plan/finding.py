@@ -42,11 +42,11 @@ class Finding:
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
-        """Whether another value of one of these settings could remove the finding."""
+        """Return whether the finding depends on one of these settings."""
         return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
-        """Return what was found and what to do, in one line."""
+        """Return the finding and its remedy in one line."""
         return f"{self.title}: {self.remedy}"
 
 
@@ -75,7 +75,7 @@ class Setup:
     def one_update(self) -> bool:
         """Whether each rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        The value is false if rollouts may come from older weights.
+        The property is false if rollouts may come from older weights.
         """
         return self.config.train.updates == 1 and not self.config.stale
 

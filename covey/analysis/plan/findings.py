@@ -32,8 +32,9 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
     """Return findings about arms of a comparison that train the same run under several names.
 
-    The configurations must be resolved. Arms are the same if their gradients are equal in every
-    optimizer step: equal bit for bit if the arithmetic is the same, else up to rounding.
+    All configurations must be resolved. Arms are the same if their gradients are equal in every
+    optimizer step. The gradients are equal bit for bit if the arithmetic is the same, else up to
+    rounding.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}

@@ -19,7 +19,7 @@ RANK = 16
 """LoRA rank of a suggested adapter."""
 
 RANKS = (2, 4, 8, 16, 32, 64)
-"""The numbers of ranks that the search for a fitting run tries."""
+"""The numbers of ranks that the search for a fitting configuration tries."""
 
 Settings = Mapping[str, Any]
 
@@ -74,8 +74,8 @@ def _more_ranks(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    The result is None if the run fits with none of the tried numbers. Sharding cannot always make a
-    run fit, because the engine needs all weights on each device.
+    The result is None if the run fits with none of the tried numbers of devices. Sharding cannot
+    always make a run fit, because the engine needs all weights on each device.
     """
     changes = {"parallel.strategy": "fsdp", "optimizer.state": "float32"}
     sharded = changed(config, changes)

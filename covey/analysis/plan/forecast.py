@@ -1,4 +1,4 @@
-"""Memory forecast of a run on a device: parts, phases and the peak."""
+"""Memory forecast of a run on a device: the parts of memory, the phases and the peak."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRAMEWORK = {
 Measured by benchmarks/memory.py.
 """
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""The files with the memory limit of a container."""
+"""The file with the memory limit of a container."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -144,7 +144,7 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """Return the peak and whether it fits, in one line."""
+        """Return a line with the peak memory and whether it fits."""
         share = self.peak / self.device.memory
         fits = "fits" if self.fits else "DOES NOT FIT"
         device = f"{size_text(self.device.memory)} of {self.device.name}"

@@ -75,7 +75,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Rule about settings that act only if the policy has changed since it generated."""
+    """Rule about settings without effect while the policy has not changed since generation."""
     if not setup.one_update:
         return
     names = ["dual"] if setup.option("dual") else []
@@ -343,7 +343,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Rule about settings of an adapter or of scoring processes in a run without them."""
+    """Rule about adapter settings without an adapter, or scoring settings without processes."""
     config = setup.config
     idle = changed(config.adapter, "alpha", "targets") if not config.adapter.rank else {}
     if idle:

@@ -44,8 +44,8 @@ ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
 """On a CPU, malloc wastes memory in holes between freed and kept tensors. This number is the wasted
-memory as a fraction of the activations. Measured fractions are 0 to 0.7, because later allocations
-may fill the holes.
+memory as a fraction of the activations. Measured fractions range from 0 to 0.7, because later
+allocations may fill the holes.
 """
 
 
@@ -193,7 +193,7 @@ class _Run:
         )
 
     def parts(self, micro_batch_tokens: int) -> tuple[Part, ...]:
-        """Return all parts of the memory."""
+        """Return all parts of the run's memory."""
         batch = self.micro_batch(micro_batch_tokens)
         framework, why = FRAMEWORK[self.device.kind]
         engine = EngineFacts(
@@ -213,7 +213,7 @@ class _Run:
         )
 
     def _own_config(self) -> Config:
-        """Return the configuration with only the rollouts that one rank generates."""
+        """Return the configuration reduced to the rollouts that one rank generates."""
         rollout = self.config.rollout
         own = {"prompts_per_step": self.share(rollout.prompts_per_step)}
         return self.config.model_copy(update={"rollout": rollout.model_copy(update=own)})

@@ -29,10 +29,10 @@ FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 """Names of the modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
-"""The values of model_type whose layers are those of `_llama_modules`."""
+"""The values of model_type for which `_llama_modules` describes the layers."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
-"""Required keys of config.json; if one is missing, transformers would use its own default."""
+"""Keys that config.json must have, because transformers' defaults are not known here."""
 
 Adapter = tuple[int, Sequence[str], Sequence[str]]
 """An adapter: LoRA rank, target modules, and modules that are trained in full."""
@@ -64,7 +64,7 @@ class Shape:
     key_value_heads: int
     head_size: int
     inner: int
-    """Width of the MLP; in a mixture of experts, the sum over the experts of one token."""
+    """Width of the MLP; in a mixture of experts, the sum over the experts that a token uses."""
     fused_attention: bool
     """Whether attention is one fused operation, which keeps no scores and allows packing."""
     fuses: bool
@@ -79,7 +79,7 @@ class Shape:
 
     @property
     def key(self) -> int:
-        """Width of all key heads together; the values' width is the same."""
+        """Width of all key heads together, which is also the width of all value heads."""
         return self.key_value_heads * self.head_size
 
 
@@ -230,7 +230,7 @@ def measure(
 
 
 def _fuses(config: Any) -> bool:
-    """Whether the fused forward pass supports the settings of a model with Llama layers."""
+    """Return whether the fused forward pass supports the settings of a Llama-like model."""
     return (
         getattr(config, "hidden_act", "") == "silu"
         and getattr(config, "residual_multiplier", 1.0) == 1.0

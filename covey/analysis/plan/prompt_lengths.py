@@ -36,7 +36,7 @@ def first_line(error: Exception) -> str:
 
 
 def measure(job: Job) -> Mapping[str, Any]:
-    """Return the token counts of `solutions` and `prompts`; `problem` says why one is missing."""
+    """Return token counts of `solutions` and `prompts`; `problem` says why counts are missing."""
     found: dict[str, Any] = {}
     try:
         tokenizer = _tokenizer(job["source"], job["options"])
@@ -52,7 +52,7 @@ def measure(job: Job) -> Mapping[str, Any]:
 
 
 def _context(source: str) -> int | None:
-    """Return the model's context length; None if only its weights file contains it."""
+    """Return the model's context length; None if only the weights file states it."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)

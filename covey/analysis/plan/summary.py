@@ -47,7 +47,7 @@ class Plan:
     """The largest number of tokens generated for training."""
     reward: str
     reward_text: str
-    """First sentence of the reward's documentation."""
+    """The first sentence of the reward's docstring."""
     reward_bounds: tuple[float, float]
     penalty: str
     """The KL penalty: its weight, estimator, reference, and whether it is in loss or reward."""
@@ -61,7 +61,7 @@ class Plan:
     staleness: int = 0
     """The number of training steps by which generation may be ahead of training."""
     baselines: Mapping[str, Any] = field(default_factory=dict)
-    """The scores of baselines that need no skill: `constant`, `empty`, `copy`."""
+    """The scores of trivial answers: `constant`, `empty` and `copy` (of the prompt)."""
     baselines_text: str = ""
     learning_rate: str = ""
     """The learning rate: peak, schedule and warm-up."""
@@ -145,7 +145,7 @@ class Plan:
         return f"{text}." if tokens is None else f"{text}, with at most {tokens:,} tokens."
 
     def row(self) -> dict[str, Any]:
-        """Return plain data, with derived numbers."""
+        """Return the plan as plain data, with derived numbers."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         derived = ("completions", "updates", "age", "step_tokens", "evaluation_tokens")
         # JSON has no infinity: an unbounded reward has null.

@@ -28,7 +28,7 @@ from covey.types import Prompt
 SAMPLE = 64
 """The number of prompts whose tokens are counted, spread over the whole task."""
 LONGEST = 32
-"""The number of longest prompts, by characters, whose tokens are also counted."""
+"""The number of additional prompts, those with the most characters, whose tokens are counted."""
 BASELINE_PROMPTS = 256
 """The number of held-out prompts on which baselines are scored."""
 
@@ -62,7 +62,7 @@ class TaskFacts:
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
-    """Collect facts from the task and tokenizer of a resolved configuration, if readable."""
+    """Collect facts from the task and the tokenizer of a resolved configuration."""
     try:
         task = task_of(config)
         prompts, measured = task.train(), held_out_of(config, task)

@@ -36,7 +36,7 @@ class TimeForecast:
 
     @property
     def run(self) -> float:
-        """The seconds of all steps and evaluations."""
+        """The seconds of all steps and evaluations of the run."""
         return self.steps * self.step + self.evaluations * self.evaluation
 
     def row(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def measure_time(config: Config) -> TimeForecast:
 
 
 def shortened(config: Config) -> Config:
-    """Return the settings of the measurement: those of the run, with fewer steps."""
+    """Return the settings of the measurement, which are those of the run with fewer steps."""
     data = config.model_dump()
     data["train"] |= {"steps": WARM_UP + MEASURED, "stop_after": {}}
     data["evaluate"]["every"] = 0

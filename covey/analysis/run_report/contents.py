@@ -58,13 +58,13 @@ class RunReport:
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """Panel -> curve of its metric."""
+    """Panel of the report -> curve of its metric."""
     evaluations: TextTable
     examples: Sequence[Example]
     """Examples: held-out prompts with their greedy completions before and after training."""
     sampled_step: int | None
     samples: Sequence[Mapping[str, Any]]
-    """Rollouts of the last step: the highest rewards first, then the lowest."""
+    """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
     findings: Sequence[Finding]
     command: str
     environment: str
@@ -153,7 +153,7 @@ def _trends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Trend]:
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return accuracy by step, and the accuracy of the best constant answer."""
+    """Return the curves of the accuracy and of the best constant answer's accuracy."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],

@@ -1,9 +1,9 @@
-"""Checks the records of a run against each other: no step, prompt or rollout is lost or repeated.
+"""Checks that the records of a run agree, and that no step, prompt or rollout is lost or repeated.
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against the next record in this chain. This module does not import torch. It
-reads the task to find the prompts that each step should have drawn.
+Each record is checked against the next record in this chain. This module does not import torch. The
+module reads the task to find the prompts that each step should have drawn.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _gaps(rows: Rows) -> list[str]:
 
 
 def _rollouts(config: Config, rows: Rows, per_step: Mapping[int, Rows]) -> Result:
-    """Check that each step has exactly the rollouts that its counters imply, each once."""
+    """Check that each step has exactly the rollouts that its counters imply, without duplicates."""
     if not per_step:
         return Result(name="rollouts", passed=None, figure="save.rollouts = false keeps none")
     problems, last = [], {"episode": 0, "tokens": 0, "updates": 0}

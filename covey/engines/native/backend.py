@@ -1,7 +1,7 @@
 """Decode backends: the eager backend, and the choice of the fastest backend for a model.
 
-The eager backend runs one decode step per call from Python. decode_graph.py replays several steps
-per call as a CUDA graph.
+The eager backend runs one decode step per call from Python. The backend in decode_graph.py replays
+several steps per call as a CUDA graph.
 """
 
 from __future__ import annotations

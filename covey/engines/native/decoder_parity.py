@@ -22,7 +22,7 @@ from covey.models.adapter import perturbed_adapter
 from covey.models.language_model import LanguageModel
 
 LENGTHS = [5, 2, 4]
-"""Prompt lengths of the check."""
+"""Prompt lengths of the slots in the parity check."""
 CAPACITY = 9
 
 MakeCache = Callable[[int, KVShape], KVCache]

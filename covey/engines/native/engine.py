@@ -54,7 +54,7 @@ class NativeEngine:
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Record the new version of the weights, which the engine already uses.
 
-        If the source of requests calls this during a run, completions continue with the new
+        If the request source calls this method during a run, completions continue with the new
         weights.
         """
         self.version = version

@@ -195,7 +195,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return keys[:, :, : self.reach], values[:, :, : self.reach]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions. Models with position ids do not call this."""
+        """Return the number of cached positions, for models that do not receive position ids."""
         return self.reach
 
 

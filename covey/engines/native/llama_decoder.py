@@ -1,10 +1,10 @@
 """Decode step of Llama-like models: direct arithmetic with the model's own weights.
 
 Any model can decode with its forward pass in transformers (transformers_decoder.py). Most models
-have Llama's architecture. For these models, this module does the same arithmetic directly. With one
-token per slot, the Python code between a model's operations takes longer than the operations
-themselves. The parity check in decoder_parity.py compares the result with the model when the engine
-is built.
+have Llama's architecture. For Llama-like models, this module does the same arithmetic as
+transformers, directly. With one token per slot, the Python code between a model's operations takes
+longer than the operations themselves. The parity check in decoder_parity.py compares the result
+with the model when the engine is built.
 
 Tensor shapes use W occupied slots, H heads, K key-value heads, head size D and L positions.
 """
@@ -27,7 +27,7 @@ from covey.models.language_model import LanguageModel
 
 FUSED_COPY_BYTES = 64 * 2**20
 """Weights of up to this many bytes are copied into fused matrices at the start of every generation
-call. The copy is cheap, and one large matrix product is more efficient than several small products.
+call. Copying small weights is cheap, and one matrix product is faster than several small ones.
 Larger models use their weights in place.
 """
 
@@ -104,13 +104,13 @@ class LinearGroup:
         self.fused = self._copies
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the results of all layers side by side."""
+        """Return the results of all layers in one tensor."""
         if self.fused:
             return linear(values, *self.fused)
         return torch.cat([layer(values) for layer in self.layers], dim=-1)
 
     def apart(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the result of each layer."""
+        """Return the result of each layer in a separate tensor."""
         if not self.fused:
             return [layer(values) for layer in self.layers]
         parts: Sequence[torch.Tensor] = self.together(values).split(self.widths, dim=-1)

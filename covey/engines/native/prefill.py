@@ -75,5 +75,5 @@ def _prefill(
 
 
 def cache_states(cache: DynamicCache) -> list[torch.Tensor]:
-    """Return the keys and values of transformers' cache, layer by layer."""
+    """Return the keys and values in transformers' cache, in the order of layers."""
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]

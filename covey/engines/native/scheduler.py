@@ -1,4 +1,4 @@
-"""The scheduler of the native engine: it queues requests, prefills prompts and fills slots."""
+"""The scheduler of the native engine, which queues requests, prefills prompts and fills slots."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Scheduler:
         self.counts = np.zeros(self.width, dtype=np.int64)
         """The number of tokens of each slot, as last read from the device."""
         self.searched = [0] * self.width
-        """How many tokens of each slot were already searched for stop strings."""
+        """The number of tokens of each slot that were already searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Ids of stop strings that are special tokens, which decoding omits from the text."""

@@ -33,7 +33,7 @@ def width_for(completions: int) -> int:
 
 
 class SharedPromptCache(KVCache):
-    """Keys and values of prompts and of completions in separate tensors."""
+    """A KV cache with separate tensors for prompts and for completions."""
 
     def __init__(
         self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int, shape: KVShape

@@ -63,7 +63,7 @@ class Slots:
             self.kept.open(index)
 
     def draw(self, index: torch.Tensor, logits: torch.Tensor, distribution: Distribution) -> None:
-        """Draw the next token of the slots `index` from logits [n, V], and append it."""
+        """Draw the next token of the slots `index` from logits [n, V], and append the token."""
         uniforms = self.uniforms[index, self.count[index]]
         self.write(index, *self.pick(index, logits, uniforms, distribution))
 

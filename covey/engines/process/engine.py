@@ -76,7 +76,7 @@ class _Process:
 
 
 def _checked(connection: Connection) -> Any:
-    """Receive a message; if it is an error, raise it."""
+    """Receive a message from the process; if it is an error, raise it."""
     try:
         kind, content = connection.recv()
     except ConnectionResetError:

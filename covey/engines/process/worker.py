@@ -36,7 +36,7 @@ def main(build: Callable[[Any], LanguageModel]) -> None:
 
 @contextlib.contextmanager
 def _told(connection: Connection) -> Iterator[None]:
-    """Send an error to the trainer, which raises it."""
+    """Send an error to the trainer, which raises the error."""
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):

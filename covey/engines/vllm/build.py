@@ -42,7 +42,7 @@ def vllm_engine(
     """Start the servers, or connect to running servers, and return the engine.
 
     If `cuda` is true, servers use the GPUs that start at index `first_gpu`. If `first_gpu` is None,
-    they start at the configured index.
+    the first GPU is the configured one.
     """
     section = config.engine.vllm
     _check_adapter(model)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 OLDEST, NEWEST = (0, 27), (0, 33)
-"""The supported versions of vLLM: OLDEST and later, before NEWEST."""
+"""The range of supported vLLM versions, from OLDEST up to but not including NEWEST."""
 CHECK_SECONDS = 20.0
 GIB = 2**30
 PROCESS_BYTES = 1.5 * GIB
@@ -113,7 +113,7 @@ def check_version(version: str, what: str) -> None:
 
 
 def served_version(client: Client) -> str:
-    """Return the vLLM version of a server, and check that it is supported."""
+    """Return the vLLM version of a server; reject an unsupported version."""
     version = client.version()
     check_version(version, f"the vLLM server {client.url}")
     return version

@@ -54,7 +54,7 @@ class Replica:
     process: ServerProcess | None = None
     """The server's process; None if the user started the server and has to restart it."""
     started: int = 0
-    """The number of times that the server was restarted or came back."""
+    """The number of times that the server was restarted, by Covey or by the user."""
     alive: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
     """A lock that is taken while the server is being repaired."""
@@ -91,7 +91,7 @@ class VllmEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Backend, exactness of log-probabilities, and handling of weights."""
+        """Properties of this engine, such as its backend and the exactness of log-probabilities."""
         count = len(self.replicas)
         return EngineInfo(
             backend=f"vLLM {self.vllm_version}, {count} server{'s' if count > 1 else ''}",

@@ -1,8 +1,8 @@
 """vLLM without a server: this process drives vLLM's engine on the trainer's own GPU.
 
-`LocalClient` has the interface of a server's client, so callers treat both alike. vLLM runs its
-scheduler and workers in separate processes. Between rollouts vLLM sleeps. Its weights are then
-moved to main memory, and its KV cache is freed for the trainer.
+`LocalClient` has the interface of a server's client, so callers treat both alike. The scheduler and
+workers of vLLM run in separate processes. Between rollouts vLLM sleeps: its weights are in main
+memory, and its KV cache is freed for the trainer.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ BACKEND = "covey_file"
 
 
 def register() -> None:
-    """Register the transfer engine. vLLM may call this more than once in a process."""
+    """Register the transfer engine; vLLM may call this function several times in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -30,7 +30,7 @@ PARAMS: dict[str, Any] = {
     "detokenize": False,
 }
 EXACT, ROUNDED = 1e-4, 0.1
-"""Tolerances of the largest log-prob difference in float32 and the mean one in 16 bits."""
+"""Tolerances: largest log-prob difference in float32, mean log-prob difference in 16 bits."""
 
 
 def probe_prompt(model: LanguageModel) -> tuple[int, ...]:

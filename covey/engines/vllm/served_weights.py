@@ -1,8 +1,8 @@
 """The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
 
 A tied head is sent as a separate weight. Otherwise vLLM's CPU build, which packs the head when it
-loads it, would keep the packed copy of old weights. vLLM rejects attention heads narrower than 32
-dimensions. Padding such heads with zeros does not change their results.
+loads it, would keep the packed copy of old weights. Attention heads narrower than 32 dimensions,
+which vLLM rejects, are padded with zeros. The padding does not change the results of a head.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class FileSync:
         return self.folder / f"weights-{version}"
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Let a server read the file."""
+        """Let a server read the file with the weights."""
         _update(client, {"path": str(self._file(version))}, version)
 
     def served(self, version: int) -> str:

@@ -28,7 +28,7 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """The message about one update of all weights: the path of the file."""
+    """The message that announces new weights, with the path of their file."""
 
     path: str
 
@@ -53,7 +53,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             self.model.load_weights((name, file.get_tensor(name)) for name in names)
 
     def finish_weight_update(self) -> None:
-        """Process weights for the kernels that read them."""
+        """Convert the loaded weights to the layout that the kernels need."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:

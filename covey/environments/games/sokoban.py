@@ -21,8 +21,8 @@ _SIGNS = {
 class Sokoban:
     """A board of `size` x `size` squares with some walls and one box per 16 squares.
 
-    The board is generated backwards, by pulling boxes away from their goals. `PULLS` moves are
-    therefore enough to solve it.
+    The board is generated backwards, by pulling boxes away from their goals. A board can therefore
+    be solved with `PULLS` moves.
     """
 
     SIZES: ClassVar[tuple[int, int, int]] = (4, 5, 20)
