@@ -6,8 +6,8 @@ registers.
 With packed rows, the model sees all tokens of a batch in one row without padding. A prompt that
 several completions share occurs in the packed row only once. All layers except attention process
 each token on its own. Attention needs to know which tokens form a row. Without flash attention, the
-packed tokens are gathered into padded rows (PaddedRows). Flash attention instead reads the packed
-tokens without padding (VarlenRows, in varlen_attention.py).
+packed tokens are gathered into padded rows (PaddedRows). Flash attention reads the packed tokens
+without padding (VarlenRows, in varlen_attention.py).
 
 Tensor shapes use N packed tokens, B rows, S columns, H heads, K key-value heads and head size D.
 """

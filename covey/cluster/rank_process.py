@@ -1,4 +1,4 @@
-"""A trainer rank that ends when the actor that started it ends: `rank_process PARENT ARGUMENTS`.
+"""A trainer rank that ends when its actor ends (`rank_process PARENT ARGUMENTS`).
 
 The arguments of this program are those of the `covey` command. Without this module, the rank of a
 killed actor would continue to train and occupy its GPU.

@@ -1,4 +1,4 @@
-"""Recipe of the embedded model: `python -m covey.embedded.recipe FOLDER`.
+"""Recipe of the embedded model (`python -m covey.embedded.recipe FOLDER`).
 
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:

@@ -15,7 +15,7 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""Ratio of the wall-time limit to the CPU-time limit; a busy machine thus changes no result."""
+"""Ratio of wall-time limit to CPU-time limit, so that a busy machine changes no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The `search` environment: BM25 search in a folder of documents, with a reward for citations."""
+"""The `search` environment, with BM25 search in documents and a reward for citations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker process of environments: `python -m covey.environments.worker FD`.
+"""A worker process of environments (`python -m covey.environments.worker FD`).
 
 The process first receives the factory and then commands. The process sends each reply as soon as
 the reply is ready. Steps of different episodes run at the same time, each in a thread. Async

@@ -26,7 +26,7 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """The keys are `greedy` and, for the means over greedy completions, `reward` and `parts/NAME`.
+    """The keys are `greedy` (accuracy), `reward` and `parts/NAME`, all over the greedy completions.
     With samples, there are also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`.
     """
     parts: Mapping[str, float]

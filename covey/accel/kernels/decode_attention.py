@@ -1,4 +1,4 @@
-"""Decode attention of Llama-like models: RoPE, cache write and attention for one token per slot.
+"""Decode attention of Llama-like models, fused with RoPE and cache write, for one token per slot.
 
 With one token per slot the matrix products are small, and the operations around them take most of
 the time. Therefore one kernel computes everything between the QKV product and the output product.

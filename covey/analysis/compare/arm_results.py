@@ -263,8 +263,8 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, as docs/statistics.md defines it, or None.
 
-    A run has collapsed if it lost half of its best accuracy, or ended below its start. A collapse
-    must also be larger than chance on this number of prompts can explain.
+    A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop
+    must also be larger than chance can explain on this number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

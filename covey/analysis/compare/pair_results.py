@@ -67,7 +67,7 @@ class PairResult:
     """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None
     sign_flip_p: float | None
-    """The p-value of the exact sign flip test; None below six seeds, which cannot reach 5 %."""
+    """The p-value of the exact sign flip test; None if there are fewer than six seeds."""
     decision: Decision
     better: str | None
     """The name of the better arm, if one is significantly better."""
@@ -99,7 +99,7 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """First arm minus second arm by seed; exactly 0 for equal accuracies."""
+        """The first arm's value minus the second arm's, by seed; exactly 0 for equal accuracies."""
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property

@@ -1,4 +1,4 @@
-"""The process that trains one run: `python -m covey.analysis.compare.run_process`.
+"""The process that trains one run (`python -m covey.analysis.compare.run_process`).
 
 The job arrives as a line on standard input, which then stays open. If standard input closes, the
 parent process has ended, and this process exits at once. A later start resumes the run from the

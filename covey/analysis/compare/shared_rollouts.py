@@ -99,7 +99,7 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A request source that begins with requests already taken, and records all completions."""
+    """A request source that returns the taken requests first, and records all completions."""
 
     source: RequestSource
     ready: Sequence[Request]

@@ -160,7 +160,7 @@ def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
 
 
 def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
-    """Return the two-sided p-value of the paired t-test over seeds; differences [..., seeds].
+    """Return the two-sided p-value of the paired t-test, from `differences` [..., seeds].
 
     >>> float(seed_test(np.array([0.10, 0.14, 0.12]), items=200).round(4))
     0.0091

@@ -1,4 +1,4 @@
-"""Memory of the native engine: KV caches, prefill, sampling and CUDA graphs."""
+"""Memory of the native engine, which has KV caches, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """Slots on a GPU: `together` rounded up to a number with captured CUDA graphs."""
+        """The number of slots on a GPU, which is `together` rounded up to a captured number."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:

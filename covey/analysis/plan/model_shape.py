@@ -35,7 +35,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 """Keys that config.json must have, because transformers' defaults are not known here."""
 
 Adapter = tuple[int, Sequence[str], Sequence[str]]
-"""An adapter: LoRA rank, target modules, and modules that are trained in full."""
+"""An adapter's LoRA rank, target modules, and modules that are trained in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

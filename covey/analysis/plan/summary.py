@@ -61,7 +61,7 @@ class Plan:
     staleness: int = 0
     """The number of training steps by which generation may be ahead of training."""
     baselines: Mapping[str, Any] = field(default_factory=dict)
-    """The scores of trivial answers: `constant`, `empty` and `copy` (of the prompt)."""
+    """The scores of trivial answers, named `constant`, `empty` and `copy` (of the prompt)."""
     baselines_text: str = ""
     learning_rate: str = ""
     """The learning rate: peak, schedule and warm-up."""

@@ -1,4 +1,4 @@
-"""A vLLM server that ends when its parent process ends: `serve.py PARENT FOLDER ARGUMENTS`.
+"""A vLLM server that ends when its parent process ends (`serve.py PARENT FOLDER ARGUMENTS`).
 
 Without this program, the servers of a killed trainer would occupy memory for ever. FOLDER contains
 the weights that the trainer sends. The folder is removed when the trainer ends.
