@@ -51,8 +51,10 @@ class Train(Section):
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
     """Maximum memory for logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp if a step has several optimizer steps: the trainer (recompute) or the
-    engine (sampler); auto: the engine if its log-probs are exact (float32, no truncation)."""
+    """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
+    or the engine (sampler). auto: the engine if its log-probs are exact (float32, no truncation) or
+    the ratio has to correct for staleness; else the trainer, without an extra forward pass if a
+    training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
