@@ -59,7 +59,7 @@ class GradientSums:
     """Gradient sums at fixed addresses.
 
     An optimizer step clears gradients by setting them to None. Before the next backward pass, this
-    class sets the gradients to the same tensors again, zeroed.
+    class zeroes its tensors and makes them the gradients again.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

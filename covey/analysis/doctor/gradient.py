@@ -92,7 +92,7 @@ def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
 
 
 def _gradient(learner: Learner, batch: Batch) -> torch.Tensor:
-    """Return the gradient of all trained parameters, [parameters], in float64 on the CPU."""
+    """Return the gradient of all trained parameters as one float64 vector on the CPU."""
     optimizer = learner.policy.optimizer
     learner.policy.model.model.train()
     optimizer.zero_grad()

@@ -32,7 +32,7 @@ LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
 """The values of model_type for which `_llama_modules` describes the layers."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
-"""Keys that config.json must have, because transformers' defaults are not known here."""
+"""Keys that config.json must have, because this module does not know transformers' defaults."""
 
 Adapter = tuple[int, Sequence[str], Sequence[str]]
 """An adapter's LoRA rank, target modules, and modules that are trained in full."""
