@@ -94,8 +94,8 @@ class Limits:
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive while others run, at times that must not change the result. An engine
-    that supports this option makes each completion independent of the others in the batch.
+    """Whether requests arrive at unpredictable times, which must not change the completions. An
+    engine that supports this option makes each completion independent of the others in the batch.
     """
 
     @property
