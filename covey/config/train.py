@@ -77,10 +77,10 @@ class Train(Section):
         return {**data, "steps": stop["steps"], "stop_after": others}
 
     def over_prompts(self, prompts: int, per_step: int) -> Train:
-        """Return the settings with the number of steps that `stop_after.epochs` needs, if set.
+        """Return the settings with the number of steps that a given `stop_after.epochs` needs.
 
-        Every step lies within one epoch. If the last prompts of an epoch do not fill a step, that
-        epoch leaves them out.
+        Every step draws its prompts from one epoch. If the last prompts of an epoch do not fill a
+        step, the epoch omits these prompts.
         """
         if not self.stop_after.epochs:
             return self
@@ -89,15 +89,15 @@ class Train(Section):
 
     @property
     def budget(self) -> Literal["steps", "tokens", "updates"]:
-        """Unit of the limit that ends the run."""
+        """The unit of the limit that ends the run."""
         return self.stop_after.kind
 
     @property
     def amount(self) -> int:
-        """The limit, in that unit."""
+        """The limit that ends the run, in the unit `budget`."""
         return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps per training step."""
+        """The number of optimizer steps per training step."""
         return self.mini_batches * self.epochs
