@@ -256,7 +256,7 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 
 @contextmanager
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
-    """Perturb the adapter inside the block; a parity check cannot test an adapter whose B is 0."""
+    """Perturb the LoRA weights inside the block; while B is 0, a parity check cannot test them."""
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
     try:

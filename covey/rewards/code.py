@@ -109,8 +109,8 @@ class CodeTests(Reward):
     """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
 
     A test of a function has the keys `call` (such as `add(1, 2)`) and `expected` (a Python literal
-    such as `3`). A test of a program has the keys `stdin` and `stdout`. The program never sees the expected values, because
-    results are compared outside the sandbox.
+    such as `3`). A test of a program has the keys `stdin` and `stdout`. The program never sees the
+    expected values, because results are compared outside the sandbox.
     """
 
     partial: bool = True

@@ -45,11 +45,11 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of two fractions. One fraction counts repeated sentences, if there are
-    more than 3 sentences. The other fraction counts repeated phrases of 6 words or signs, if there
-    are at least 24 words. Counting phrases also detects padding without punctuation, or with
-    varying sentence ends. Phrases are not counted if the fraction of repeated phrases is clearly at
-    most `above`.
+    The result is the larger of two fractions. The fraction of repeated sentences counts only if
+    there are more than 3 sentences. The fraction of repeated phrases of 6 words or signs counts
+    only if there are at least 24 words. Counting phrases also detects padding without punctuation,
+    or with varying sentence ends. Phrases are not counted if the fraction of repeated phrases is
+    clearly at most `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)

@@ -118,7 +118,7 @@ class CopySource:
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Process tickets until the source is closed."""
+        """Generate the rollouts of queued tickets until the source is closed."""
         while True:
             idle = time.perf_counter()
             with self.changed:

@@ -222,7 +222,7 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 def held_by(process: str) -> tuple[int, int]:
     """Return a process's memory in bytes and the number of sockets; (0, 0) if it has ended.
 
-    All running threads report the same numbers, and ended threads, even the main one, report none.
+    All running threads of a process report the same numbers, and ended threads report none.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
