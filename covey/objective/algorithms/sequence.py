@@ -53,7 +53,7 @@ def gspo_token() -> Objective:
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def luspo() -> Objective:
-    """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: the GSPO loss times the length.
+    """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: GSPO weighted by length.
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
