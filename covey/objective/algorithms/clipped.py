@@ -21,9 +21,9 @@ def grpo() -> Objective:
     Choices: the defaults are ddof 1, eps 1e-6 and a clip range of 0.2, which the paper does not
     specify.
 
-    Departure: a group whose rewards are all equal has advantage exactly 0. Otherwise the rounding
-    error of the group's mean would be divided by eps: six float32 rewards of 0.3 with eps 1e-8
-    would give an advantage of 0.7.
+    Departure: a group whose rewards are all equal has advantage exactly 0. Without this rule, the
+    rounding error of the group's mean would be divided by eps: six float32 rewards of 0.3 with eps
+    1e-8 would give an advantage of 0.7.
 
     Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the forward KL. `kl =
     "k2"` has the gradient of KL(policy, reference), the reverse KL. With beta 0, which most users
@@ -113,7 +113,7 @@ def opo() -> Objective:
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The baseline weights each completion by its length, so every token has the same weight. Such a
+    The baseline weights each completion by its length, so every token has the same weight. OPO's
     baseline minimises the variance of the gradient if the squared norm of a completion's gradient
     grows with its length.
 

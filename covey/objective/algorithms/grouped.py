@@ -133,10 +133,10 @@ def scalerl() -> Objective:
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
     A mixed group is a group with different rewards. The other parts of the ScaleRL recipe are not
-    part of the loss: groups with equal rewards are dropped and not replaced (filter.drop_flat),
-    solved prompts are no longer drawn (curriculum), and the LM head runs in float32 in both the
-    engine and the trainer. The paper does not say over which completions the standard deviation is
-    computed; Covey computes it over mixed groups.
+    part of the loss. In this recipe, groups with equal rewards are dropped and not replaced
+    (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
+    float32 in both the engine and the trainer. The paper does not say over which completions the
+    standard deviation is computed; Covey computes it over mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,
