@@ -47,8 +47,9 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the largest number of tokens of a completion. In a run, the default of
-    `length` is rollout.max_tokens; in Python, `length` must be given. Some libraries divide by the
-    padded width of the batch instead, which changes from batch to batch.
+    `length` is rollout.max_tokens; in Python, `length` must be given. Instead of dividing by a
+    constant length, some libraries divide by the padded width of the batch, which changes from
+    batch to batch.
 
     Worth knowing: in other libraries `dr_grpo` often keeps the division by the standard deviation
     (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` has neither

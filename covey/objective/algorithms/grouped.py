@@ -27,8 +27,9 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     that only describe a completion, which many reward functions report.
 
     Choices: the mean and standard deviation of the summed advantage a are over completions, as in
-    the paper and in TRL. In verl, they are over tokens, so that long completions count more. If a
-    part of a completion could not be scored, the completion is left out of all statistics.
+    the paper and in TRL. In verl, this mean and standard deviation are over tokens, so that long
+    completions count more. If a part of a completion could not be scored, the completion is left
+    out of all statistics.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
     `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
@@ -85,8 +86,8 @@ def pkpo() -> Objective:
 
     Choices: Covey does not divide by a standard deviation, and divides by a constant length,
     because otherwise the gradient would be biased. If all rewards of a group are equal, advantages
-    are 0. With the baselines `loo1` and `centred`, this rule follows from the formula; with the
-    baseline `loo`, it causes a bias.
+    are 0. With the baselines `loo1` and `centred`, advantages of 0 for equal rewards follow from
+    the formula; with the baseline `loo`, this rule causes a bias.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
@@ -133,7 +134,7 @@ def scalerl() -> Objective:
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
     A mixed group is a group with different rewards. The other parts of the ScaleRL recipe are not
-    part of the loss. In this recipe, groups with equal rewards are dropped and not replaced
+    part of the loss. In the ScaleRL recipe, groups with equal rewards are dropped and not replaced
     (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
     float32 in both the engine and the trainer. The paper does not say over which completions the
     standard deviation is computed; Covey computes it over mixed groups.

@@ -26,10 +26,10 @@ def bapo() -> Objective:
     surrogate. The clip bounds are computed once per optimizer step, over all micro-batches and
     ranks, which costs one more forward pass.
 
-    Choices: only tokens with a gradient count in `share`. In equation 8 as printed (`measure =
-    "value"`), the ratio of a clipped token counts as its clip bound. With equation 8, raising c_low
-    lowers `share`, contrary to the paper's text. The authors' code raises c_low first, and computes
-    the bounds per micro-batch.
+    Choices: only tokens with a gradient count in `share`. In the paper's equation 8 as printed
+    (`measure = "value"`), the ratio of a clipped token counts as its clip bound. With equation 8,
+    raising c_low lowers `share`, contrary to the paper's text. The authors' code raises c_low
+    first, and computes the bounds per micro-batch.
 
     Worth knowing: on policy nothing is clipped, and `bapo` is `grpo` with a token mean.
     """

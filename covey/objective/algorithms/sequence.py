@@ -20,8 +20,8 @@ def gspo() -> Objective:
 
     Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so it changes
     far less than the ratio of a token. A clip range of 0.2, which fits token ratios, has no effect
-    on s. With one optimizer step per rollout batch, s is 1 and the gradient equals GRPO's. The loss
-    is a mean over completions. With a mean over tokens, which several libraries call GSPO, the
+    on s. With one optimizer step per rollout batch, s is 1 and the gradient equals GRPO's. GSPO's
+    loss is a mean over completions. With a mean over tokens, which several libraries call GSPO, the
     algorithm would be `luspo` up to a constant.
     """
     return Objective(

@@ -35,11 +35,11 @@ def gtpo() -> Objective:
 
     Choices: mean and standard deviation are over all tokens of the batch; the shaped reward rp is 0
     for tokens of wrong completions, and rn is 0 for tokens of correct completions. The paper can
-    also be read as "over tokens of the same polarity" (`norm = "polarity"`). With that reading,
-    alpha1 and alpha2 cancel, and about half the tokens of correct completions get a negative
-    advantage. Sums of entropies are over the group, as in the paper's equations; the paper's runs
-    summed over the batch (`scope`). In 1/H, the entropy H is at least entropy_floor. A completion
-    is correct if the reward function calls it a success.
+    also be read as "over tokens of the same polarity" (`norm = "polarity"`). With `norm =
+    "polarity"`, alpha1 and alpha2 cancel, and about half the tokens of correct completions get a
+    negative advantage. Sums of entropies are over the group, as in the paper's equations; the
+    paper's runs summed over the batch (`scope`). In 1/H, the entropy H is at least entropy_floor. A
+    completion is correct if the reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     The paper's runs drop such groups by dynamic sampling.
@@ -62,10 +62,10 @@ def gtpo_trajectory() -> Objective:
 
     H_i is the mean entropy of the completion. A conflict token occurs at the same position in a
     good and in a bad completion of the group, within a common prefix or a common suffix. The factor
-    delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. Prefix and
-    suffix each contribute such a factor; the delta of all other tokens is 1. So bad completions do
-    not lower the probability of the format that all completions share. `gtpo_trajectory` has no
-    ratio, no clip and no reference.
+    delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. A conflict
+    token in both a prefix and a suffix gets this factor twice; the delta of all other tokens is 1.
+    So bad completions do not lower the probability of the format that all completions share.
+    `gtpo_trajectory` has no ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, and not in every
     optimizer step, so that the advantage is a constant of the batch. In a group with equal rewards,
@@ -110,8 +110,8 @@ def kl_cov() -> Objective:
                tokens with the largest cov ]
 
     `kl_cov` does not clip ratios. The covariance cov is computed over the whole optimizer step, not
-    per micro-batch, which takes one more forward pass. Only tokens with a positive covariance are
-    selected.
+    per micro-batch, which takes one more forward pass. `kl_cov` penalizes only tokens with a
+    positive covariance.
     """
     return Objective(
         advantage=advantage.group_standardized,

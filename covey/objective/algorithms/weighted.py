@@ -18,7 +18,7 @@ def cispo() -> Objective:
     With `cispo`, no token loses its gradient; only the importance weight of a token is bounded.
     Covey's bounds min_weight and max_weight are absolute numbers, because libraries disagree: the
     upper bound is 1 + eps_high in the paper and verl, but eps_high itself in TRL. The paper does
-    not publish its upper bound; the default of 5 is ScaleRL's. The paper has no lower bound.
+    not publish its upper bound; the default of 5 is ScaleRL's. CISPO's paper has no lower bound.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -57,8 +57,8 @@ def gpg(
 
     `gpg` has no ratio and no clip, so with several optimizer steps per batch, the change of the
     policy is not limited. The factor alpha compensates for groups with equal rewards; if all groups
-    have equal rewards, all advantages are 0. For alpha, verl counts non-zero rewards instead, which
-    gives a different factor.
+    have equal rewards, all advantages are 0. To compute alpha, verl counts completions with
+    non-zero rewards, which gives a different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,
