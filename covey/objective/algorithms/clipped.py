@@ -21,9 +21,9 @@ def grpo() -> Objective:
     Choices: the defaults are ddof 1, eps 1e-6 and a clip range of 0.2, which the paper does not
     specify.
 
-    Departure: a group whose rewards are all equal has advantage exactly 0. Without this rule, the
-    rounding error of the group's mean would be divided by eps: six float32 rewards of 0.3 with eps
-    1e-8 would give an advantage of 0.7.
+    Departure: a group whose rewards are all equal has advantage exactly 0. For equal rewards, the
+    formula would divide the rounding error of the group's mean by eps: six float32 rewards of 0.3
+    with eps 1e-8 would give an advantage of 0.7.
 
     Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the forward KL. `kl =
     "k2"` has the gradient of KL(policy, reference), the reverse KL. With beta 0, which most users
@@ -52,8 +52,8 @@ def dr_grpo() -> Objective:
     batch to batch.
 
     Worth knowing: in other libraries `dr_grpo` often keeps the division by the standard deviation
-    (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` has neither
-    of these divisions.
+    (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` does not
+    divide by the standard deviation or by the completion's length.
     """
     return Objective(
         advantage=advantage.group_centered,

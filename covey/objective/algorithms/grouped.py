@@ -27,9 +27,9 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     that only describe a completion, which many reward functions report.
 
     Choices: the mean and standard deviation of the summed advantage a are over completions, as in
-    the paper and in TRL. In verl, this mean and standard deviation are over tokens, so that long
-    completions count more. If a part of a completion could not be scored, the completion is left
-    out of all statistics.
+    the paper and in TRL. In verl, the mean and standard deviation of the summed advantage are over
+    tokens, so that long completions count more. If a part of a completion could not be scored, the
+    completion is left out of all statistics.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
     `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
@@ -54,8 +54,9 @@ def maxrl() -> Objective:
 
     A group's weight is 1 / (pass rate). With binary rewards and groups of G completions, the
     gradient is an unbiased estimate of the gradient of log(pass rate), expanded to order G - 1.
-    With `all_wrong = "minus_one"`, completions in groups without success get an advantage of -1;
-    the expansion then has order G, but the gradient has much more noise.
+    With `all_wrong = "minus_one"`, completions in groups without success get an advantage of -1.
+    The expansion of log(pass rate) then has order G instead of G - 1, but the gradient has much
+    more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The authors' code
     takes the mean over tokens, which makes the estimate biased. With `maxrl`, rewards must not be

@@ -142,7 +142,8 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
     function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    The paper's runs drop such groups by dynamic sampling.
+    The paper's runs use dynamic sampling, which drops groups without correct or without wrong
+    completions.
     """
     return Objective(
         advantage=shaping.entropy_shaped_sequences,

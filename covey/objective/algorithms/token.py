@@ -42,7 +42,8 @@ def gtpo() -> Objective:
     completion is correct if the reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    The paper's runs drop such groups by dynamic sampling.
+    The paper's runs use dynamic sampling, which drops groups without correct or without wrong
+    completions.
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
@@ -63,7 +64,7 @@ def gtpo_trajectory() -> Objective:
     H_i is the mean entropy of the completion. A conflict token occurs at the same position in a
     good and in a bad completion of the group, within a common prefix or a common suffix. The factor
     delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. A conflict
-    token in both a prefix and a suffix gets this factor twice; the delta of all other tokens is 1.
+    token in both a prefix and a suffix gets the factor twice; the delta of all other tokens is 1.
     So bad completions do not lower the probability of the format that all completions share.
     `gtpo_trajectory` has no ratio, no clip and no reference.
 
