@@ -31,9 +31,10 @@ def dpo() -> Objective:
 
     The chosen completion is the completion with the highest reward in its group, and the rejected
     completion has the lowest reward. Among completions with equal rewards, the shorter completion
-    is taken, and among equally short completions the earlier one. All other completions of the
-    group are not trained on. A group with equal rewards has no pair; the metric `pairs/ties` counts
-    these groups. The configuration section [preferences] reads pairs from a file.
+    is taken, and among equally short completions the earlier one. Completions of a group that are
+    neither chosen nor rejected are not trained on. A group with equal rewards has no pair; the
+    metric `pairs/ties` counts these groups. The configuration section [preferences] reads pairs
+    from a file.
 
     The two completions of a pair may be in different micro-batches or ranks. So one more forward
     pass first computes the margin D of all pairs of the optimizer step.
