@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Vllm(Section):
-    """[engine.vllm]. These settings have an effect only with engine.kind = "vllm"."""
+    """[engine.vllm]: settings of engine.kind = "vllm"."""
 
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of servers to start on this machine."""
@@ -47,7 +47,7 @@ class Vllm(Section):
 
 
 class Cluster(Section):
-    """[cluster]. Settings of Ray actors, on this machine or on other machines."""
+    """[cluster]. Settings of Ray actors on this machine or on others."""
 
     address: str = ""
     """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
@@ -85,7 +85,7 @@ class Cluster(Section):
 
     @property
     def any_actors(self) -> bool:
-        """Whether a trainer rank has any actor."""
+        """Whether a trainer rank uses Ray actors."""
         return bool(self.address and (self.engines or self.scoring_actors or self.reference_actor))
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from covey.config.section import Count, Section
 
 
 class Critic(Section):
-    """[critic]. The critic of an objective such as ppo: a model trained to predict the reward."""
+    """[critic]: the model that is trained to predict the reward, for objectives with a critic."""
 
     path: str = ""
     """The critic's initial model, as in model.path, with the policy's tokenizer; empty: the
@@ -25,7 +25,7 @@ class Critic(Section):
 
 
 class Preferences(Section):
-    """[preferences]. Settings of an objective that compares preference pairs, such as dpo."""
+    """[preferences]: settings of objectives that compare pairs of completions."""
 
     file: str = ""
     """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""
