@@ -227,7 +227,7 @@ def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
         with _progress(design) as watch:
             running = run_jobs(folder, jobs, parallel or parallel_runs(design), watch)
     if running.stopping:
-        typer.echo("stopped; progress is saved, run the same command to resume")
+        typer.echo("stopped; progress is saved; run the same command again to resume")
         raise typer.Exit(INTERRUPTED)
     _write_report(folder)
     if running.having("failed"):

@@ -57,8 +57,8 @@ Out = Annotated[
 
 COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
 NOT_A_SUM = (
-    "Each line changes one thing. The lines need not add up to the first, because rounding errors "
-    "partly cancel and the first line does not include staleness."
+    "Each line shows one cause. The lines need not add up to the first line, because rounding "
+    "errors partly cancel and the first line does not include staleness."
 )
 
 

@@ -51,4 +51,4 @@ def trl_command(
     if out is None:
         return echo(found.toml())
     write_text(out, found.toml())
-    echo(f"{out}: {len(found.settings)} settings, {len(found.notes)} notes; look: covey plan {out}")
+    echo(f"{out}: {len(found.settings)} settings, {len(found.notes)} notes; see: covey plan {out}")

@@ -136,7 +136,7 @@ def tell_defaults(source: str | None, config: Config) -> None:
     """Print the most important default settings of a run without a CONFIG."""
     if source is None:
         echo(
-            "no CONFIG given: other settings have their defaults, such as "
+            "no CONFIG was given, so other settings have their defaults, such as "
             f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens "
             f"= {config.rollout.max_tokens} (docs/settings.md)",
             err=True,
@@ -155,8 +155,8 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     threads, now = environment.get("threads"), torch.get_num_threads()
     if threads is not None and threads != now:
         reporter.note(
-            f"this run was started with {threads} threads and resumes with {now}: results may "
-            "differ in the last bits"
+            f"this run was started with {threads} threads and resumes with {now} threads: results "
+            "may differ in the last bits"
         )
     if parts.bad_rows:
         reporter.note(

@@ -58,7 +58,7 @@ def ui_command(
         raise ConfigError(f"cannot listen on {host} port {port}: {why}; try --port 0") from None
     found = [place.kind for place in site.places().values()]
     runs, comparisons = found.count("run"), found.count("comparison")
-    echo(f"{runs} runs and {comparisons} comparisons: {server.url}  (Ctrl-C ends it)")
+    echo(f"{runs} runs and {comparisons} comparisons: {server.url}  (Ctrl-C stops the server)")
     if open_page:
         import webbrowser
 

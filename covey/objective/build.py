@@ -123,7 +123,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise ConfigError(
                 f"objective.name = {name!r} must take its options as keyword-only arguments, not "
-                f"as {str(parameter)!r}"
+                f"as '{parameter}'"
             )
         parameters[key] = parameter.replace(kind=parameter.KEYWORD_ONLY)
 

@@ -293,7 +293,7 @@ def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
         name, renamed = OPEN_INSTRUCT[data["func_name"]]
     except (ValueError, KeyError, TypeError):
         raise DataError(
-            f"instructions: the target {target[:80]!r} names no known instruction"
+            f"instructions: the target {target[:80]!r} does not name a known instruction"
         ) from None
     return name, {renamed.get(k, k): v for k, v in data.items() if k != "func_name"}
 

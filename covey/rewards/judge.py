@@ -121,7 +121,7 @@ def parse_grade(content: str, scale: int) -> int:
     value = values.pop() if len(values) == 1 else ""
     if not re.fullmatch("[0-9]{1,9}", value) or int(value) > scale:
         raise RewardError(
-            f"judge: the reply has no single grade from 0 to {scale}: {one_line(content)!r}"
+            f"judge: the reply must have one grade from 0 to {scale}, not {one_line(content)!r}"
         )
     return int(value)
 

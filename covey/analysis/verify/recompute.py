@@ -54,8 +54,8 @@ def recomputed(run: RunFolder) -> Result:
         name=NAME,
         passed=True if not other else None if gpu else False,
         figure=f"{what}: {bits}",
-        remedy="the checkpoint is not what its rollouts teach: resume from an earlier one with "
-        "--step; on a GPU, bits are the same with model.deterministic = true alone",
+        remedy="the checkpoint does not follow from its rollouts: resume from an earlier "
+        "checkpoint with --step; on a GPU, bits are the same only with model.deterministic = true",
     )
 
 
