@@ -39,7 +39,8 @@ def check_model_path(path: str) -> None:
                 f"model: {path} is not a GGUF file; give a folder, a hub name or a GGUF file"
             )
     elif _looks_local(path):
-        raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
+        why = _describe_missing(place)
+        raise ModelError(f"model: cannot load {path!r}: {why}")
     prepare_hub(path)
 
 

@@ -182,7 +182,8 @@ def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any])
         if typing.get_origin(hint) is Literal:
             choices = typing.get_args(hint)
             if value not in choices:
-                raise ConfigError(f"{setting} is not known{nearest(str(value), choices)}")
+                suggestion = nearest(str(value), choices)
+                raise ConfigError(f"{setting} is not known{suggestion}")
         elif hint is bool and not isinstance(value, bool):
             raise ConfigError(f"{setting} must be true or false")
         elif hint in (int, float) and not _is_number(value, Integral if hint is int else Real):

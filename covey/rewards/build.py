@@ -135,7 +135,8 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
             f"config: {where}.name = {name!r} means functions that were passed in Python; call "
             "covey.train(..., rewards=...), and add resume=RUN to resume a run"
         )
-    raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
+    hint = nearest(name, REWARDS)
+    raise ConfigError(f"config: {where}.name = {name!r} is not known{hint}")
 
 
 def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:

@@ -53,7 +53,8 @@ def _why(error: Exception) -> str:
 def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[NumberedRow]:
     """Yield the rows of one split with their indices, from 0."""
     if split not in splits:
-        raise DataError(f"task: {source} has no split {split!r}{nearest(split, splits)}")
+        hint = nearest(split, splits)
+        raise DataError(f"task: {source} has no split {split!r}{hint}")
     for number, row in enumerate(splits[split]):
         yield number, f"{source} {split}[{number}]", row
 

@@ -73,7 +73,8 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
             f"config: {where} = {name!r} means data that was passed in Python; call "
             "covey.train(..., dataset=...), and add resume=RUN to resume a run"
         )
-    raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, TASKS)}")
+    hint = nearest(name, TASKS)
+    raise ConfigError(f"config: {where} = {name!r} is not known{hint}")
 
 
 def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:

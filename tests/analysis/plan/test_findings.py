@@ -134,7 +134,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
            ["objective.beta=0.1", "objective.kl=k3"]),
     "standardized penalty": (
         ["objective.beta=0.1", "objective.kl=k1", "objective.kl_in=reward"], "risk",
-        "objective.beta = 0.1 is divided by the deviation", ["objective.name=rloo"],
+        "objective.beta = 0.1 is divided by the standard deviation", ["objective.name=rloo"],
     ),
     "cut groups": (["rollout.prompts_per_step=2", "train.mini_batches=4"], "risk",
                    "train.mini_batches = 4 splits groups: a mini-batch has 4 completions, a group 8",
@@ -242,7 +242,7 @@ def test_one_update_names_the_algorithms_that_coincide() -> None:
 def test_the_updates_that_one_update_suggests_do_no_harm(prompts: int, advice: str) -> None:
     settings = (ONCE, f"rollout.prompts_per_step={prompts}")
     (finding,) = findings(config_of(*settings))
-    assert f"such as {advice}, they" in finding.remedy
+    assert f"such as {advice}, the algorithms" in finding.remedy
     assert findings(config_of(*settings, advice.replace(" ", ""))) == []
 
 
