@@ -38,8 +38,8 @@ def test_the_packaged_recipe_in_words() -> None:
     reward = " ".join(text.partition("\n\n")[0].split())
     assert plan_of(facts=TaskFacts(held_out=256)).paragraph() == (
         "100 training steps. Each takes 16 prompts and generates 8 completions per prompt: 128 "
-        "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last one the "
-        "completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
+        "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last "
+        "optimizer step the completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
         "generated tokens. Learning rate: 0.0001, linear. `covey plan --measure` forecasts the "
         f"hours. The reward think_answer is between 0 and 1: {reward} There is no KL "
         "penalty and no reference. The policy is evaluated 11 times on 256 held-out prompts, with at most "
@@ -153,7 +153,7 @@ def test_training_prints_findings_before_the_first_step(
 
     plain = lines("plain")
     noted = lines("noted", "overlap.max_staleness=2", "train.mini_batches=1")
-    note = "overlap.max_staleness = 2 drops nothing: remove it"
+    note = "overlap.max_staleness = 2 drops nothing: remove overlap.max_staleness"
     assert "drops nothing" not in "".join(plain)
     assert len(noted) == len(plain) + 1  # equivalent algorithms are not reported
     assert noted.index(note) < next(n for n, line in enumerate(noted) if "step" in line)
