@@ -60,8 +60,8 @@ class Cluster(Section):
     """Number of engine actors per trainer rank, each with a copy of the model; 0: the ranks
     generate."""
     max_engines: Count = 0
-    """Maximum number of engine actors, which start if the cluster has free resources; 0: the
-    maximum is cluster.engines."""
+    """Maximum number of engine actors. Actors beyond cluster.engines start when the cluster has
+    free resources; 0: no such actors."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -103,8 +103,8 @@ class Parallel(Section):
     """[parallel]. Settings of runs with several ranks, which torchrun starts."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
-    divided among ranks (FSDP2)."""
+    """How ranks share the model. ddp: every rank has the whole model; fsdp: parameters, gradients
+    and optimizer state are divided among ranks (FSDP2)."""
     shard_ranks: Count = 0
     """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
     ranks of one machine; 0: all ranks."""

@@ -21,7 +21,7 @@ class Critic(Section):
     warmup_steps: Count = 0
     """Number of training steps at the start that train only the critic, not the policy."""
     initial_value: float = 0.0
-    """The critic's initial prediction for every token. A good choice is the initial mean reward."""
+    """The critic's initial prediction for every token, such as the initial mean reward."""
 
 
 class Preferences(Section):
@@ -30,4 +30,5 @@ class Preferences(Section):
     file: str = ""
     """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""
     max_tokens: Count = 0
-    """Leave out pairs with a completion of more tokens than this; 0: rollout.max_tokens."""
+    """Leave out pairs with a completion of more tokens than this; 0: the limit is
+    rollout.max_tokens."""

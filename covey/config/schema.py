@@ -35,7 +35,7 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     deterministic: bool = False
-    """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU always are
+    """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
     reproducible."""
     template: str = "auto"
     """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
@@ -122,7 +122,7 @@ class Reference(Section):
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Reference policy of the KL penalty: a copy of the initial weights (frozen), such a copy in
     main memory (offloaded), the model without its adapter (adapter_off), weights that follow the
-    policy (moving, renewed), or a server. The reference is loaded only if there is a penalty."""
+    policy (moving, renewed), or a server. It is loaded only if there is a KL penalty."""
     alpha: Share = 0.6
     """Weight of the policy in an update of a moving reference: reference = alpha * policy +
     (1 - alpha) * reference."""
@@ -146,7 +146,7 @@ class Rollout(Section):
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
     """Prompts in a training step."""
     group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
-    """Completions sampled per prompt. A size of 1 works only with objectives that compare no
+    """Completions sampled per prompt. A group size of 1 works only with objectives that compare no
     completions, such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
@@ -229,8 +229,8 @@ class Overlap(Section):
     with the trainer's weights; copy: an engine with a copy of the weights generates while the
     trainer trains."""
     in_flight: bool = False
-    """With overlap.mode = "copy", load new weights while completions are generated. Results then
-    depend on timing."""
+    """With overlap.mode = "copy", load new weights while completions are generated, which makes
+    results depend on timing."""
     max_staleness: Count = 0
     """Drop groups sampled more than this many optimizer steps ago; 0: keep all."""
 
@@ -257,8 +257,9 @@ class Optimizer(Section):
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
-    """Precision of the optimizer state; float32: moments, and master weights for bfloat16 models;
-    compact: bfloat16 moments with stochastic rounding, and half of each master weight."""
+    """Precision of the optimizer state. float32: float32 moments, and float32 master weights for
+    bfloat16 models; compact: bfloat16 moments with stochastic rounding, and only the lower 16 bits
+    of each master weight, because the model's weight has the upper 16 bits."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optimizer:

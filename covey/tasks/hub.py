@@ -40,14 +40,11 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
     except DataError:
         raise
     except Exception as error:  # errors of datasets, the network or a file format
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
-            f"task: cannot load the dataset {path!r}: {_why(error)}; without access to the Hub, "
-            "give the path of a local folder or file, or use the task jsonl"
+            f"task: cannot load the dataset {path!r}: {why}; without access to the Hub, give the "
+            "path of a local folder or file, or use the task jsonl"
         ) from None
-
-
-def _why(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[NumberedRow]:
