@@ -133,7 +133,9 @@ def test_tokens_that_a_teacher_finds_impossible_are_counted_and_floored() -> Non
 def test_a_teacher_that_gives_no_numbers_stops_the_run() -> None:
     batch = make_batch()
     broken = replace(batch, teacher_logp=torch.full(batch.mask.shape, torch.nan))
-    with pytest.raises(ModelError, match="step 3: log-probabilities from the teacher are not fin"):
+    with pytest.raises(
+        ModelError, match="step 3 was not trained, because the log-probs of the teacher"
+    ):
         check_finite(broken, 3)
 
 
