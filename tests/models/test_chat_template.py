@@ -126,7 +126,7 @@ def test_chat_options_reach_the_chat_template() -> None:
         match=r"chat_options\.loud has no effect, because the chat template of tiny does not",
     ):
         make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
-    with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quie has no effect, because the chat"):
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
     with pytest.raises(
         ConfigError, match=r"chat_options\.messages cannot be set, because Covey sets it itself"
