@@ -591,7 +591,7 @@ def test_any_completion_can_be_sent(server: Server, text: str) -> None:
         ({"max_tokens": 0}, "max_tokens = 0 must be between 1 and 100000"),
         ({"model": " "}, "model = ' ' must not be empty"),
         ({"criteria": ""}, "criteria = '' must not be empty"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; set it"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; set this variable"),
         ({"base_url": "localhost:8000/v1"}, "'localhost:8000/v1' is not a URL such as http://localhost:8000/v1"),
         ({"base_url": "file:///etc/passwd"}, "is not a URL such as http"),
         ({"base_url": "http://"}, "is not a URL such as http"),

@@ -272,7 +272,7 @@ def test_what_datasets_print_does_not_reach_the_output(capsys: pytest.CaptureFix
         ),
         (
             {"dataset": "word_ladder", "train_size": 20_001},
-            "task: reasoning_gym's word_ladder does not take train_size = 20001 ",
+            "task: reasoning_gym's word_ladder does not accept train_size = 20001 ",
         ),
         ({"dataset": "composite"}, "task: reasoning_gym's composite does not accept train_size"),
         (
