@@ -54,7 +54,7 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """Mask (bool) of the values that the clip limits, which have no gradient."""
+    """Mask (bool) of the values outside the clip range, whose gradient is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
