@@ -164,7 +164,7 @@ def page(name: str) -> str:
             "",
             _options_table(description.own),
             "",
-            "It also accepts the "
+            f"`{name}` also accepts the "
             "[options that all algorithms share](README.md#options-of-every-algorithm).",
             "",
         ]

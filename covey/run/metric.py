@@ -14,12 +14,12 @@ SFT = "sft"
 MACHINE = "machine"
 SOURCES: Mapping[str, str] = MappingProxyType(
     {
-        RUN: "counted over the run",
-        ROLLOUTS: "all completions of the step, trained on or not",
-        PASSES: "trained tokens in the forward and backward passes of the step",
-        OPTIMIZER: "the optimizer steps of the step",
-        SFT: "the solutions of a step of supervised training",
-        MACHINE: "clock and memory",
+        RUN: "the metric is counted from the start of the run.",
+        ROLLOUTS: "the metric covers all completions of the step, trained on or not.",
+        PASSES: "the metric covers trained tokens in the forward and backward passes of the step.",
+        OPTIMIZER: "the metric covers the optimizer steps of the training step.",
+        SFT: "the metric covers the solutions of an SFT step.",
+        MACHINE: "the metric is a time or an amount of memory.",
     }
 )
 """Sources of metrics, with a description of each."""
