@@ -27,15 +27,16 @@ SOURCES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """An entry of the registry."""
+    """An entry of the metrics registry."""
 
     definition: str
     unit: str = ""
-    """The unit. Empty for plain numbers, such as ratios."""
+    """The unit. The unit is empty for plain numbers, such as ratios."""
     source: str = ROLLOUTS
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None means no bound."""
     open_instruct: str = ""
-    """Name in open-instruct, if it differs. Steps log the number under both names."""
+    """Name of the metric in open-instruct, if it differs. Every step logs the number under both
+    names."""
     trl: str = ""
     """Name of the same metric in TRL."""

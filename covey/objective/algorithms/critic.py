@@ -1,4 +1,4 @@
-"""Algorithms with a critic: a model that is trained to expect the reward."""
+"""Algorithms with a critic, which is a model that is trained to predict the reward."""
 
 from __future__ import annotations
 

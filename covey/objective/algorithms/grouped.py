@@ -1,4 +1,4 @@
-"""Algorithms that differ from GRPO in how a group's rewards become advantages."""
+"""Algorithms that differ from GRPO in how advantages are computed from a group's rewards."""
 
 from __future__ import annotations
 

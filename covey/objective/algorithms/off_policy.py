@@ -1,4 +1,4 @@
-"""Algorithms for stale data: they bound how far the policy has moved since generation."""
+"""Algorithms for stale data, which limit the policy's change since generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms with advantages of single turns."""
+"""Algorithms that compute an advantage for each turn."""
 
 from __future__ import annotations
 

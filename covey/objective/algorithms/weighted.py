@@ -1,4 +1,4 @@
-"""Algorithms that weight log-probabilities or gate them softly instead of clipping a ratio."""
+"""Algorithms that use weights or soft gates instead of clipping a ratio."""
 
 from __future__ import annotations
 
