@@ -54,7 +54,7 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """Mask (bool) of the values that the clip limits, which have no gradient."""
+    """Mask (bool) of the values outside the clip range, whose gradient is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Objective:
     weights: Callable[[Batch, Totals], torch.Tensor]
     """Function that returns token weights [B, T], given rows and totals of an optimizer step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns factors [B, T], given old_logp - sampler_logp and the mask, or None."""
+    """Function that returns correction factors [B, T], given old_logp - sampler_logp and a mask."""
     penalty: Penalty = k3
     beta: float = 0.0
 
