@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     import torch
 
     from covey.kept_sets import KeptSets
+    from covey.teacher_prompts import TeacherPrompts
 
 _T = TypeVar("_T")
 
+ON_CPU = ("host", "kept", "teacher_prompts")
+"""The fields of a batch that stay on the CPU."""
 EQUAL_REWARDS = 1e-8
 """Rewards of a group count as equal if they differ by less than this fraction of the largest."""
 
@@ -117,6 +120,10 @@ class Rollout:
     """Whether the completion is correct, whatever the reward is. None if `reward` is None."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The unweighted parts of the reward."""
+    feedback: str = ""
+    """What the reward says about the completion in words. Empty if it says nothing."""
+    teacher_prompt: tuple[int, ...] = ()
+    """Tokens of the prompt with privileged text, which a self-teacher reads. Empty: no teacher."""
     reward_id: str = ""
     """Name, version and source hash of the reward function."""
     episode: Episode | None = None
@@ -305,6 +312,8 @@ class Batch:
     such copy."""
     kept: KeptSets | None = None
     """The kept set of each token, on the CPU. None if sampling was not truncated."""
+    teacher_prompts: TeacherPrompts | None = None
+    """The prompts that a self-teacher reads, on the CPU. None if no row has one."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -335,9 +344,11 @@ class Batch:
                 index = index.pin_memory().to(self.tokens.device, non_blocking=True)
         if self.kept is not None:
             changes["kept"] = self.kept.rows(here, width)
+        if self.teacher_prompts is not None:
+            changes["teacher_prompts"] = self.teacher_prompts.rows(here)
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is None or name in ("host", "kept"):
+            if value is None or name in ON_CPU:
                 continue
             picked = value[index]
             if name == "prompt_tokens":
@@ -352,7 +363,7 @@ class Batch:
         moved: dict[str, Any] = {
             name: _moved(getattr(self, name), device)
             for name in self.__slots__
-            if name not in ("host", "kept") and getattr(self, name) is not None
+            if name not in ON_CPU and getattr(self, name) is not None
         }
         host = None if moved["tokens"].device.type == "cpu" else HostRows.of(self)
         return replace(self, **moved, host=host)

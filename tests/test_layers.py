@@ -20,6 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": PLAIN,
     "totals": set(),
     "kept_sets": set(),
+    "teacher_prompts": set(),
     "escape": set(),
     "types": PLAIN,
     "hub_access": set(),

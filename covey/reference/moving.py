@@ -33,6 +33,8 @@ class MovingReference(FrozenReference):
     alpha: float
     every: int
     """Optimizer steps between moves, counted across training steps."""
+    file: str = REFERENCE_FILE
+    """The weights' file in a checkpoint."""
     weights: dict[str, torch.Tensor] = field(init=False)
     """Master weights in float32, as in the optimizer, because bfloat16 would lose small moves."""
 
@@ -58,7 +60,7 @@ class MovingReference(FrozenReference):
     def save(self, folder: Path) -> None:
         """Write the weights next to the policy's."""
         try:
-            save_file(self.weights, folder / REFERENCE_FILE)
+            save_file(self.weights, folder / self.file)
         except SafetensorError as error:
             raise OSError(str(error)) from None  # a full disk: callers handle OSError
 
@@ -66,14 +68,14 @@ class MovingReference(FrozenReference):
     def load(self, folder: Path) -> None:
         """Read the weights back."""
         try:
-            saved = load_file(folder / REFERENCE_FILE)
+            saved = load_file(folder / self.file)
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(
                 f"checkpoint {folder} has no usable reference weights: {error}"
             ) from None
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:
-                raise RunError(f"checkpoint {folder}: {REFERENCE_FILE} lacks {name}")
+                raise RunError(f"checkpoint {folder}: {self.file} lacks {name}")
             weight.copy_(saved[name])
         self._round_to_parameters()
 

@@ -21,6 +21,8 @@ from covey.sandbox import (
 )
 from covey.types import Prompt
 
+MAX_FEEDBACK = 1000
+"""Maximum length of the feedback on a program, in characters."""
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
 
@@ -153,17 +155,19 @@ class CodeTests(Reward):
         outcomes = run_program(
             program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
         )
-        passed = sum(
+        correct = [
             passes(case, expected, outcome)
             for (case, expected), outcome in zip(tests, outcomes, strict=True)
-        )
-        success = passed == len(tests)
+        ]
+        passed, success = sum(correct), all(correct)
+        first = 0 if success else correct.index(False)
         runs = any(outcome.ran for outcome in outcomes)
         return Score(
             reward=passed / len(tests) if self.partial else float(success),
             success=success,
             parts={"passed": passed / len(tests), "runs": float(runs)},
             attempted=runs,
+            feedback="" if success else _failure(prompt.info["tests"][first], outcomes[first]),
         )
 
     def _limits(self) -> Limits:
@@ -173,6 +177,14 @@ class CodeTests(Reward):
             total_seconds=self.total_seconds,
             memory_bytes=self.memory_mb << 20,
         )
+
+
+def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
+    """Return which test fails and how, with the last line of the error."""
+    given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
+    error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    how = error if error else "the result is different" if outcome.ran else outcome.ended
+    return f"{given} {test[given]} must give {test[wanted]}: {how}"[:MAX_FEEDBACK]
 
 
 def passes(case: Case, expected: object, outcome: Outcome) -> bool:

@@ -21,6 +21,8 @@ class Score:
     """The unweighted parts, so that logged values do not depend on the weights."""
     attempted: bool = True
     """Whether the completion has a final answer, correct or not, that can be compared."""
+    feedback: str = field(default="", compare=False)
+    """What is wrong with the completion, in words, for a teacher that reads it (docs/sdpo.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,12 @@ def checked(score: Score | None) -> ScoreResult:
         if not math.isfinite(value):
             raise ValueError(f"the part {name} is {value}")
     return ScoreResult(
-        score=Score(reward=float(score.reward), success=bool(score.success), parts=parts)
+        score=Score(
+            reward=float(score.reward),
+            success=bool(score.success),
+            parts=parts,
+            feedback=str(score.feedback),
+        )
     )
 
 

@@ -20,10 +20,11 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import make_reference, make_teacher
+from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
+from covey.rollout.privileged import Privileged, check_context
 from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
@@ -100,6 +101,8 @@ class Parts(Components):
     objective: Objective
     step_settings: StepSettings
     teacher: Reference | None = None
+    privileged: Privileged | None = None
+    """Writes the prompts of a self-teacher. None if the policy is not its own teacher."""
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
@@ -155,6 +158,7 @@ def assemble(
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
+        privileged=privileged_of(config, model, objective, train_prompts),
         critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
@@ -223,14 +227,28 @@ def teacher_of(
     """Load the teacher, if the objective needs one."""
     if "teacher" not in objective.needs:
         return None
+    offload = config.teacher.offload
+    if "privileged" in objective.needs:
+        own = partial(_load_frozen, config, model, world, offload=offload)
+        return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
         # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
-        return _load_frozen(alone, model, world, offload=config.teacher.offload)
+        return _load_frozen(alone, model, world, offload=offload)
 
     return make_teacher(config, policy=model, load=load)
+
+
+def privileged_of(
+    config: Config, model: LanguageModel, objective: Objective, prompts: Sequence[Prompt]
+) -> Privileged | None:
+    """Return the writer of a self-teacher's prompts, if the objective needs one."""
+    if "privileged" not in objective.needs:
+        return None
+    check_context(config.teacher, prompts[0])
+    return Privileged.of(config.teacher, model)
 
 
 def critic_of(
@@ -242,19 +260,18 @@ def critic_of(
     """Load the critic, if the objective trains one."""
     if "values" not in objective.needs:
         return None
-    if world.size > 1:
-        raise ConfigError(
-            f"config: {config.objective.name} trains a critic, which works on one rank; start one "
-            "process, or take an algorithm without a critic"
-        )
 
     def load(path: str) -> LanguageModel:
         section = config.model.model_copy(update={"path": path})
-        return load_model(config.model_copy(update={"model": section}))
+        device = world.device(config.model.device)
+        return load_model(config.model_copy(update={"model": section}), device)
 
-    return make_critic(
+    critic = make_critic(
         config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
     )
+    if not isinstance(world, Ranks):
+        return critic
+    return replace(critic, sums=GradientSums(world, critic.optimizer))
 
 
 def _load_frozen(

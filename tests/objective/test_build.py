@@ -142,6 +142,7 @@ AS_PIECES: dict[str, dict[str, Any]] = {
     "pkpo": {"advantage": "best_of_k", "weights": "sequence_mean_token_sum_norm", "length": 12, "k": 2},
     "gfpo": {"advantage": "kept_standardized"},
     "opd": {"advantage": "towards_teacher", "surrogate": "unclipped"},
+    "sdpo": {"advantage": "towards_teacher", "surrogate": "truncated_weight", "max_weight": 2.0},
     "gigpo": {"advantage": "by_state", "weights": "sequence_mean_token_mean"},
 }  # fmt: skip
 # More than pieces: a ratio to the sampler, a correction, and a critic.
@@ -251,7 +252,7 @@ def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) -> None:
-    teacher = ["teacher.path=embedded"] if name == "opd" else []
+    teacher = {"opd": ["teacher.path=embedded"], "sdpo": ["teacher.policy=frozen"]}.get(name, [])
     config = resolve(load_config(None, [f"objective.name={name}", *teacher]))
     assert from_toml(tmp_path, to_toml(config)) == config
     assert set(config.objective.options) == {*options_of(ALGORITHMS[name]), *SHARED}

@@ -99,6 +99,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
         "mean_one": objective.correction_mean_one and corrects,
         "veto": objective.veto if corrects else 0.0,
         "critic": _critic(setup),
+        "privileged": "privileged" in objective.needs,
         "to_sampler": "sampler_as_old" in objective.needs and not setup.exact,
         "off_policy_limit": objective.off_policy_limit if drifts else 0.0,
     }

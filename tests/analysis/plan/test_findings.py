@@ -191,7 +191,7 @@ def test_every_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_algorithm_has_a_finding_with_the_packaged_recipe(name: str) -> None:
-    teacher = ["teacher.path=embedded"] if name == "opd" else []
+    teacher = {"opd": ["teacher.path=embedded"], "sdpo": ["teacher.policy=frozen"]}.get(name, [])
     found = [finding.title for finding in reported(f"objective.name={name}", *teacher)]
     assert found == []
 
