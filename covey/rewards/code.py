@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.rewards.text import after_thinking, answers_differ, tag_contents
 from covey.sandbox import (
     Case,
@@ -107,7 +108,7 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeTests(Reward):
+class CodeTests(TargetReward):
     """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
 
     A test is `{"call": "add(1, 2)", "expected": "3"}`, with a Python literal as the expected value,
@@ -128,6 +129,7 @@ class CodeTests(Reward):
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_option(
             0 < self.seconds <= self.total_seconds <= 3600,
             f"seconds = {self.seconds} must be positive and at most total_seconds = "
@@ -147,6 +149,8 @@ class CodeTests(Reward):
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion. Raises ValueError if the prompt has no tests."""
+        if not prompt.info.get("tests") and self.without_target != "error":
+            return self.neutral(f"prompt {prompt.id!r} has no tests", ("passed", "runs"))
         tests = parse_tests(prompt.info)
         program = extract_program(text)
         if not program.strip() or answers_differ(tag_contents(after_thinking(text), "answer")):

@@ -40,6 +40,10 @@ class Call:
 NO_CALL = Call()
 
 
+class SkippedError(Exception):
+    """Raised by a reward that gives a completion no reward on purpose. It counts as no failure."""
+
+
 class Reward(Protocol):
     """A reward function: a frozen dataclass whose fields are its options.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from covey.rewards.score import NO_CALL, Call, Reward, Score
+from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
 from covey.types import Prompt
 
 _INSTALLED = (
@@ -85,6 +85,8 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     for text in job.texts:
         try:
             results.append(checked(reward(job.prompt, text)))
+        except SkippedError:
+            results.append(ScoreResult())
         except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
