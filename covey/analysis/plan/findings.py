@@ -91,6 +91,7 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
     rest = config.model_dump(
         exclude={
             "objective": True,
+            "reward_change": True,
             "scoring": True,
             "save": True,
             "evaluate": True,
