@@ -165,9 +165,7 @@ def assemble(
         sampling=with_stops(sampling, interaction),
         interaction=interaction,
         objective=objective,
-        step_settings=step_settings_of(
-            config, objective, sampling, exact_logp=engine.info.exact_logp
-        ),
+        step_settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
     )
 
 
@@ -358,7 +356,7 @@ def policy_of(
 
 
 def step_settings_of(
-    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+    config: Config, objective: Objective, sampling: Sampling, exact_logp: bool
 ) -> StepSettings:
     """Return the settings that turn a batch into optimizer steps, with their learning rates.
 

@@ -142,11 +142,10 @@ AS_PIECES: dict[str, dict[str, Any]] = {
     "pkpo": {"advantage": "best_of_k", "weights": "sequence_mean_token_sum_norm", "length": 12, "k": 2},
     "gfpo": {"advantage": "kept_standardized"},
     "opd": {"advantage": "towards_teacher", "surrogate": "unclipped"},
-    "sdpo": {"advantage": "towards_teacher", "surrogate": "truncated_weight", "max_weight": 2.0},
     "gigpo": {"advantage": "by_state", "weights": "sequence_mean_token_mean"},
 }  # fmt: skip
-# More than pieces: a ratio to the sampler, a correction, and a critic.
-OTHERS = {"scalerl", "decoupled_ppo", "ppo"}
+# More than pieces: a ratio to the sampler, a correction, privileged text, and a critic.
+OTHERS = {"scalerl", "decoupled_ppo", "sdpo", "ppo"}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])

@@ -244,9 +244,11 @@ def test_the_weight_of_the_name_must_be_a_share() -> None:
 
 
 def test_every_option_can_be_set() -> None:
-    section = Named.model_validate({"name": "tool_call", "tool": 0.25, "partial": True})
+    section = Named.model_validate(
+        {"name": "tool_call", "tool": 0.25, "partial": True, "without_target": 0.5}
+    )
     made = make_reward("tool_call", reward_options(section))
-    assert made == ToolCall(tool=0.25, partial=True)
+    assert made == ToolCall(tool=0.25, partial=True, without_target=0.5)
     assert set(section.options) == {field.name for field in fields(ToolCall)}
 
 
