@@ -3,7 +3,7 @@
     python benchmarks/family.py parts        # gdpo: a reward of two parts, one ten times as varied
     python benchmarks/family.py pass_at_8    # pkpo: pass@8 where successes are rare
     python benchmarks/family.py teacher      # opd: towards a checkpoint that GRPO made
-    python benchmarks/family.py self         # sdpo: the policy, told the target, as its own teacher
+    python benchmarks/family.py self         # sdpo: the policy, told the working, teaches itself
 
 Both algorithms of a question end after the same number of sampled tokens (`--tokens`), up to one
 step. With `--tokens 0` they end after the same number of steps. A difference is paired by seed; its
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,8 +27,13 @@ from described import described
 from scipy.stats import t as student
 
 import covey
+from covey.engines.native.engine import NativeEngine
+from covey.models.load_model import load_language_model
 from covey.rewards import Score
+from covey.rollout.episode import encode_prompts, generate
 from covey.run.folder import RunFolder
+from covey.tasks import make_task
+from covey.training.resolve import resolve, sampling_of
 from covey.types import Prompt
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,11 +88,13 @@ OWN: dict[str, dict[str, Any]] = {
     "pkpo": {"objective": {"name": "pkpo", "k": 8}},
     "sdpo": {
         "teacher.policy": "frozen",
-        "teacher.context": {"target": "{text}"},
+        "teacher.context": {"worked": "{text}"},
         "teacher.template": "{prompt}{context}",
     },
 }
 """Settings of one algorithm alone."""
+HINTED, PLAIN, SFT_STEPS = 2000, 250, 300
+"""Prompts with and without the working in the data that teaches the embedded model to read it."""
 
 
 def train(
@@ -95,6 +104,7 @@ def train(
     _, settings, read = QUESTIONS[question]
     limit = {"train.stop_after": {"tokens": given.tokens}} if given.tokens else {}
     limit |= learning_from(folder, given) if name == "opd" else {}
+    limit |= {"model.path": str(reading_model(folder))} if question == "self" else {}
     started = time.perf_counter()
     result = covey.train(
         "arithmetic", rewards=TwoParts() if question == "parts" else None,
@@ -131,6 +141,41 @@ def learning_from(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "teacher.path": str(newest), "rollout.group_size": 1,
         "rollout.prompts_per_step": given.prompts * 8,
     }  # fmt: skip
+
+
+def reading_model(folder: Path) -> Path:
+    """Return a checkpoint of the embedded model that uses a working in the prompt.
+
+    The embedded model ignores a text after the question, so it could teach itself nothing. It is
+    trained on correct solutions of prompts with the working, and on its own completions of prompts
+    without it, so that without the working it stays about as bad as it was.
+    """
+    path = folder / "reading"
+    if not path.exists():
+        prompts = make_task("arithmetic", {}).train()[: HINTED + PLAIN]
+        model = load_language_model("embedded", device="cpu")
+        sampling = sampling_of(resolve(covey.load_config("arithmetic")))
+        own = generate(
+            encode_prompts(model, prompts[HINTED:]),
+            engine=NativeEngine(model), model=model, sampling=sampling, step=1,
+        )  # fmt: skip
+        form = "<think>{}</think><answer>{}</answer>".format
+        rows = [
+            (p.text + p.info["worked"], form(p.info["worked"], p.target)) for p in prompts[:HINTED]
+        ]
+        rows += [(g.prompt.text, r.text) for g in own for r in g.rollouts if r.finish == "stop"]
+        lines = [json.dumps({"question": q, "completion": text}) + "\n" for q, text in rows]
+        file = folder / "reading.jsonl"
+        file.write_text("".join(lines), encoding="utf-8")
+        settings = (
+            f"sft.file={file}",
+            f"sft.steps={SFT_STEPS}",
+            "sft.learning_rate=1e-3",
+            "sft.evaluate_every=0",
+        )
+        command = [sys.executable, "-m", "covey", "sft", "arithmetic", "--run", str(path)]
+        subprocess.run([*command, *(w for s in settings for w in ("--set", s))], check=True)
+    return RunFolder.open(path).checkpoints()[-1][1]
 
 
 def difference(rows: list[dict[str, Any]], names: tuple[str, str], metric: str) -> dict[str, float]:
