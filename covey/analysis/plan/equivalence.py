@@ -99,7 +99,6 @@ def normal_form(setup: Setup) -> dict[str, Any]:
         "mean_one": objective.correction_mean_one and corrects,
         "veto": objective.veto if corrects else 0.0,
         "critic": _critic(setup),
-        "privileged": "privileged" in objective.needs,
         "to_sampler": "sampler_as_old" in objective.needs and not setup.exact,
         "off_policy_limit": objective.off_policy_limit if drifts else 0.0,
     }
@@ -270,6 +269,8 @@ def equivalent_algorithms(setup: Setup) -> list[str]:
         except ConfigError:
             continue
         alike = Setup(config=setup.config, objective=objective)
-        if normal_form(alike) == mine:
+        # A teacher with privileged text is never the teacher of an objective without it.
+        told = [("privileged" in o.needs) for o in (objective, setup.objective)]
+        if told[0] == told[1] and normal_form(alike) == mine:
             found.append(other)
     return found

@@ -48,7 +48,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
         )
 
 
-@rule("same", "teachers")
+@rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
     """A moving self-teacher that always equals the policy, or never moves."""
     teacher, updates = setup.config.teacher, total_updates(setup.config.train)
