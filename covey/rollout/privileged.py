@@ -8,7 +8,7 @@ contain exactly what the teacher read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from covey.types import Group, Prompt, Rollout
 if TYPE_CHECKING:
     from covey.config.teacher import Teacher
     from covey.models.language_model import LanguageModel
+    from covey.objective import Objective
 
 SUCCESS, FEEDBACK = "success", "feedback"
 
@@ -100,3 +101,13 @@ def check_context(section: Teacher, prompt: Prompt) -> None:
                 f"config: teacher.context.{name} is no column of the data, which has "
                 f"{', '.join(known)}; it may also be {SUCCESS!r} or {FEEDBACK!r}"
             )
+
+
+def privileged_of(
+    section: Teacher, model: LanguageModel, objective: Objective, prompts: Sequence[Prompt]
+) -> Privileged | None:
+    """Return the writer of a self-teacher's prompts, if the objective needs one."""
+    if "privileged" not in objective.needs:
+        return None
+    check_context(section, prompts[0])
+    return Privileged.of(section, model)
