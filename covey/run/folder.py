@@ -39,7 +39,7 @@ from covey.run.episodes import episode_row
 from covey.run.files import append_line, check_free, whole_folder, write_text
 from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
-from covey.types import Group
+from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
@@ -164,6 +164,7 @@ class RunFolder:
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
                     **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
+                    **_privileged(rollout),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
@@ -296,6 +297,12 @@ class RunFolder:
             except OSError:
                 raise RunError(f"{self.path} is in use by another process") from None
             yield
+
+
+def _privileged(rollout: Rollout) -> dict[str, Any]:
+    """Return the feedback of the reward and the teacher's prompt, if the rollout has them."""
+    found = {"feedback": rollout.feedback, "teacher_prompt": rollout.teacher_prompt}
+    return {name: value for name, value in found.items() if value}
 
 
 def check_new_run(path: Path) -> None:
