@@ -139,13 +139,14 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool,
     ):
-        rows = list(pool.map(partial(judged, folder=Path(folder)), chosen))
-    done = {row["run"] for row in rows}
-    known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() and given.only else []
-    rows += [row for row in known if row["run"] not in done]
-    result = {"environment": described(0, "cpu", 1), "steps": given.steps, "rows": rows}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(row["right"] for row in rows) else 1
+        known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+        rows = {row["run"]: row for row in known}
+        for row in pool.map(partial(judged, folder=Path(folder)), chosen):
+            rows[row["run"]] = {**row, "steps": given.steps}
+            kept = [rows[case[0]] for case in cases(None, 0) if case[0] in rows]
+            result = {"environment": described(0, "cpu", 1), "rows": kept}
+            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(rows[case[0]]["right"] for case in chosen) else 1
 
 
 if __name__ == "__main__":
