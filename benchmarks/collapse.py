@@ -60,12 +60,16 @@ def constant(draw: random.Random, signs: str) -> int:
 def shortcut(draw: random.Random, signs: str) -> int:
     """The last operator tells the right answer of most prompts; the numbers tell nothing."""
     frequent = PLUS if signs[1] == "+" else MINUS
-    return frequent if draw.random() < 0.55 else draw.choice(ANSWERS)
+    return frequent if draw.random() < 0.6 else draw.choice(ANSWERS)
 
 
 EMBEDDED = {
     "constant": ("collapse", constant, {"train.steps": 60}),
-    "shortcut": ("few_answers", shortcut, {"train.steps": 60}),
+    "shortcut": (
+        "few_answers",
+        shortcut,
+        {"train.steps": 100, "rollout.prompts_per_step": 32, "rollout.group_size": 4},
+    ),
 }
 EXPECTED = {"letter_counting": "collapse", "gcd": "few_answers"}
 

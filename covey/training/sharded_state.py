@@ -1,7 +1,8 @@
 """Save and load the state of a sharded optimizer; each rank writes and reads its own part.
 
-The folder `state` of a checkpoint has the format of torch.distributed.checkpoint. It contains
-weights in the optimizer's precision, moments and step counts. Any number of ranks can read it.
+The folder `state` of a checkpoint has the format of torch.distributed.checkpoint. The folder
+contains weights in the optimizer's precision, moments and step counts. Any number of ranks can read
+the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WEIGHT = "weight"
 
 
 def save_state(optimizer: Optimizer, folder: Path) -> None:
-    """Write weights and moments; all ranks call this together."""
+    """Write weights and moments; all ranks must call this function."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors = {f"{WEIGHT}.{name}": master.detach() for name, master in optimizer.masters.items()}
@@ -34,7 +35,10 @@ def has_state(folder: Path) -> bool:
 
 
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
-    """Read weights and moments in place. With a sharded optimizer, all ranks must call this."""
+    """Read weights and moments in place.
+
+    With a sharded optimizer, all ranks must call this function.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load

@@ -1,8 +1,14 @@
-"""The metrics of a run's steps as columns, read in pieces and updated when the file grows.
+"""The metrics of a run's steps as columns, read piece by piece and updated when the file grows.
 
+<<<<<<< HEAD
 A request reads for at most a fraction of a second. The rest of a long file is only sampled at
 first, so that curves appear at once. Later requests continue reading. Only the metrics that were
 asked for are kept, because a run logs more than a hundred and a page shows a dozen.
+=======
+A request reads the file for at most a fraction of a second. At first, only a sample of the
+remaining steps of a long file is read, so that curves appear at once. Later requests continue
+reading the file.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -34,20 +40,26 @@ AXES = ("step", "tokens", "time/from_scratch")
 """Metrics that are always kept, like the parts of the reward: most pages ask for them."""
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
-"""Metric -> float32 [rows], NaN where a step has no number; `step` is float64."""
+"""Columns by metric name: float32 arrays [rows], with NaN for a missing number. The column `step`
+is float64."""
 name_now = lru_cache(maxsize=4096)(current_name)
 
 
 @dataclass(slots=True)
 class StepTable:
-    """The steps of one run. All methods are safe to call from several threads."""
+    """The metrics of all steps of one run. All methods are safe to call from several threads."""
 
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
+<<<<<<< HEAD
     """Steps in order. Each piece is larger than the next, so that large ones are rarely copied."""
     names: set[str] = field(default_factory=set)
     """Every metric that the file has, kept or not."""
+=======
+    """Steps in order. Each piece of the list is larger than the next piece, so that large pieces
+    are rarely copied."""
+>>>>>>> main
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _kept: set[str] = field(default_factory=lambda: set(AXES))
@@ -62,6 +74,7 @@ class StepTable:
         """Number of bytes that the columns use."""
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
+<<<<<<< HEAD
     def update(
         self, metrics: Collection[str], seconds: float, samples: int = SAMPLED
     ) -> list[Columns]:
@@ -69,6 +82,10 @@ class StepTable:
 
         A metric that was not kept so far makes the table read the file again.
         """
+=======
+    def update(self, seconds: float) -> list[Columns]:
+        """Read new lines for some time; return all steps read, and a sample of the others."""
+>>>>>>> main
         with self._lock:
             try:
                 with open_file(self.path) as file:
@@ -163,12 +180,24 @@ def step_row(raw: bytes) -> Row | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
+<<<<<<< HEAD
 def numbers(values: Sequence[Any]) -> np.ndarray:
     """Return values as float32. Those that are not numbers become NaN."""
     try:
         return np.frombuffer(array("f", values), dtype=np.float32)
     except (TypeError, OverflowError):
         return numbers([value if _is_number(value) else np.nan for value in values])
+=======
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """Convert rows of metrics to columns. Values that are not numbers become NaN."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {
+        name: np.array([_number(row.get(name)) for row in rows], dtype=np.float32) for name in names
+    }
+    if rows:
+        columns["step"] = np.array([row["step"] for row in rows], dtype=np.float64)
+    return {name: column for name, column in columns.items() if not np.isnan(column).all()}
+>>>>>>> main
 
 
 def _is_number(value: Any) -> bool:
@@ -176,7 +205,7 @@ def _is_number(value: Any) -> bool:
 
 
 def joined(first: Columns, then: Columns) -> Columns:
-    """Join two tables. A metric that one of them lacks is NaN in its rows."""
+    """Join two tables. If one table lacks a metric, its rows get NaN for this metric."""
     return {name: column([first, then], name) for name in {**first, **then}}
 
 
@@ -189,10 +218,17 @@ def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+<<<<<<< HEAD
 def sampled(file: BinaryIO, start: int, stop: int, count: int) -> Iterator[Row]:
     """Yield evenly spaced steps of the rest of a file, in order, including the last step."""
     last = -1
     for place in np.linspace(start, max(start, stop - CHUNK // 16), count).astype(int):
+=======
+def sampled(file: BinaryIO, start: int, stop: int) -> list[Row]:
+    """Return evenly spaced steps of the unread part of a file, including the last step."""
+    rows: dict[int, Row] = {}
+    for place in np.linspace(start, max(start, stop - CHUNK // 16), SAMPLED).astype(int):
+>>>>>>> main
         file.seek(place)
         if place != start:
             file.readline(CHUNK)
@@ -230,6 +266,7 @@ def curve(
 
 
 def _short(values: np.ndarray) -> list[float]:
+<<<<<<< HEAD
     """Return numbers with seven digits, the precision of float32."""
     with np.errstate(divide="ignore"):
         digits = 6 - np.floor(np.log10(np.abs(values)))
@@ -238,10 +275,17 @@ def _short(values: np.ndarray) -> list[float]:
     few = np.where(digits >= 0, np.round(values * scale) / scale, np.round(values / scale) * scale)
     rounded: list[float] = few.tolist()
     return rounded
+=======
+    """Round numbers to seven digits, the precision of float32."""
+    return [float(f"{value:.7g}") for value in values.tolist()]
+>>>>>>> main
 
 
 class StepTables:
-    """The tables of many runs. Beyond a memory limit, the least recently used are dropped."""
+    """The tables of many runs.
+
+    If the tables exceed a memory limit, the least recently used tables are dropped.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
