@@ -60,11 +60,7 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-<<<<<<< HEAD
-    """The beginning of the prompt. `target` is shortened too."""
-=======
-    """The beginning of the prompt. The fields `target` and `text` are shortened too."""
->>>>>>> main
+    """The beginning of the prompt. The field `target` is shortened too."""
     target: str
     text: int
     """Hash of the text: completions with the same hash are the same."""

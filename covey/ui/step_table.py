@@ -1,14 +1,9 @@
 """The metrics of a run's steps as columns, read piece by piece and updated when the file grows.
 
-<<<<<<< HEAD
-A request reads for at most a fraction of a second. The rest of a long file is only sampled at
-first, so that curves appear at once. Later requests continue reading. Only the metrics that were
-asked for are kept, because a run logs more than a hundred and a page shows a dozen.
-=======
 A request reads the file for at most a fraction of a second. At first, only a sample of the
 remaining steps of a long file is read, so that curves appear at once. Later requests continue
-reading the file.
->>>>>>> main
+reading the file. A table keeps only the metrics that requests ask for, because a run logs more than
+a hundred metrics and a page shows a dozen.
 """
 
 from __future__ import annotations
@@ -52,14 +47,10 @@ class StepTable:
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-<<<<<<< HEAD
-    """Steps in order. Each piece is larger than the next, so that large ones are rarely copied."""
-    names: set[str] = field(default_factory=set)
-    """Every metric that the file has, kept or not."""
-=======
     """Steps in order. Each piece of the list is larger than the next piece, so that large pieces
     are rarely copied."""
->>>>>>> main
+    names: set[str] = field(default_factory=set)
+    """Every metric that the file has, kept or not."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _kept: set[str] = field(default_factory=lambda: set(AXES))
@@ -74,18 +65,13 @@ class StepTable:
         """Number of bytes that the columns use."""
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
-<<<<<<< HEAD
     def update(
         self, metrics: Collection[str], seconds: float, samples: int = SAMPLED
     ) -> list[Columns]:
-        """Read new lines for some time; return all steps, with a sample of those not read yet.
+        """Read new lines for some time; return all steps read, and a sample of the others.
 
-        A metric that was not kept so far makes the table read the file again.
+        If `metrics` has a metric that the table does not keep, the table reads the file again.
         """
-=======
-    def update(self, seconds: float) -> list[Columns]:
-        """Read new lines for some time; return all steps read, and a sample of the others."""
->>>>>>> main
         with self._lock:
             try:
                 with open_file(self.path) as file:
@@ -180,24 +166,12 @@ def step_row(raw: bytes) -> Row | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
-<<<<<<< HEAD
 def numbers(values: Sequence[Any]) -> np.ndarray:
     """Return values as float32. Those that are not numbers become NaN."""
     try:
         return np.frombuffer(array("f", values), dtype=np.float32)
     except (TypeError, OverflowError):
         return numbers([value if _is_number(value) else np.nan for value in values])
-=======
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Convert rows of metrics to columns. Values that are not numbers become NaN."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {
-        name: np.array([_number(row.get(name)) for row in rows], dtype=np.float32) for name in names
-    }
-    if rows:
-        columns["step"] = np.array([row["step"] for row in rows], dtype=np.float64)
-    return {name: column for name, column in columns.items() if not np.isnan(column).all()}
->>>>>>> main
 
 
 def _is_number(value: Any) -> bool:
@@ -218,17 +192,10 @@ def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-<<<<<<< HEAD
 def sampled(file: BinaryIO, start: int, stop: int, count: int) -> Iterator[Row]:
-    """Yield evenly spaced steps of the rest of a file, in order, including the last step."""
+    """Yield evenly spaced steps of the unread part of a file, including the last step."""
     last = -1
     for place in np.linspace(start, max(start, stop - CHUNK // 16), count).astype(int):
-=======
-def sampled(file: BinaryIO, start: int, stop: int) -> list[Row]:
-    """Return evenly spaced steps of the unread part of a file, including the last step."""
-    rows: dict[int, Row] = {}
-    for place in np.linspace(start, max(start, stop - CHUNK // 16), SAMPLED).astype(int):
->>>>>>> main
         file.seek(place)
         if place != start:
             file.readline(CHUNK)
@@ -266,8 +233,7 @@ def curve(
 
 
 def _short(values: np.ndarray) -> list[float]:
-<<<<<<< HEAD
-    """Return numbers with seven digits, the precision of float32."""
+    """Round numbers to seven digits, the precision of float32."""
     with np.errstate(divide="ignore"):
         digits = 6 - np.floor(np.log10(np.abs(values)))
     digits = np.where(np.abs(digits) < 300, digits, 0)
@@ -275,10 +241,6 @@ def _short(values: np.ndarray) -> list[float]:
     few = np.where(digits >= 0, np.round(values * scale) / scale, np.round(values / scale) * scale)
     rounded: list[float] = few.tolist()
     return rounded
-=======
-    """Round numbers to seven digits, the precision of float32."""
-    return [float(f"{value:.7g}") for value in values.tolist()]
->>>>>>> main
 
 
 class StepTables:

@@ -27,18 +27,12 @@ from covey.ui.find_runs import (
 from covey.ui.processes import Explorer, Jobs, covey_json
 from covey.ui.step_table import SAMPLED, StepTables, curve
 
-<<<<<<< HEAD
 READ_SECONDS = 0.04
-"""Seconds that a request may spend reading a file. The page asks again until all is read."""
+"""Seconds that a request may spend reading a file. The page repeats the request until the whole
+file is read."""
 LEAST_SAMPLED = 40
 """Number of steps that are sampled from each file, however many runs are overlaid."""
 TABLE_BYTES = 100 * 2**20
-=======
-READ_SECONDS = 0.06
-"""Seconds that a request may spend reading a file. The page repeats the request until the whole
-file is read."""
-TABLE_BYTES = 150 * 2**20
->>>>>>> main
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
 """Seconds after which folders are searched for new runs again."""

@@ -112,8 +112,7 @@ class RememberingTracker(ExternalTracker):
         return True
 
     def remember(self) -> None:
-<<<<<<< HEAD
-        """Save the last logged steps, after logging.
+        """Save the numbers of the last logged steps, after each log entry.
 
         One write replaces the text in place. A rename over an older file would be slow, because
         some file systems then wait for the disk.
@@ -124,15 +123,6 @@ class RememberingTracker(ExternalTracker):
             os.pwrite(handle, text, 0)
         finally:
             os.close(handle)
-=======
-        """Save the numbers of the last logged steps, after each log entry.
-
-        The file is written without fsync, because fsync is slow.
-        """
-        new = self.file.with_suffix(".partial")
-        new.write_text(json.dumps(self.known) + "\n")
-        new.replace(self.file)
->>>>>>> main
 
     def _log(self, event: str, step: int, values: Mapping[str, float]) -> None:
         if self.is_new(event, step):
