@@ -19,6 +19,7 @@ import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from described import described
 import covey
 from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Health
+from covey.run.history import BLOCK
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -79,7 +81,10 @@ def embedded(name: str, folder: Path) -> RunFolder:
     covey.train(
         "arithmetic", dataset=sums(target, 20_000, 0), held_out=sums(target, 256, 1),
         run=folder / name, quiet=True,
-        **{"evaluate.every": 0, "save.every": 0, "optimizer.learning_rate": 2e-4, **settings},
+        **{
+            "evaluate.every": settings["train.steps"], "save.every": 0,
+            "optimizer.learning_rate": 2e-4, **settings,
+        },
     )  # fmt: skip
     return RunFolder(folder / name)
 
@@ -112,19 +117,20 @@ def export(folder: Path) -> None:
 
 
 def happened(check: str, rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the step from which the answers are what they are at the end, by their numbers alone.
+    """Return the first of five steps whose mean shows the event, None if there is none.
 
-    A collapse: 95 % of the answers are the same. A shortcut: at most a third of the variety of the
-    targets.
+    A collapse: 90 % of the answers are the same. A shortcut: half the variety of the targets.
     """
 
-    def now(row: Mapping[str, Any]) -> bool:
-        if check == "collapse":
-            return row["rollout/top_answer_share"] >= 0.95
-        return 3 * row["rollout/effective_answers"] <= row["rollout/effective_targets"]
+    def mean(name: str, first: int) -> float:
+        return fmean(row[f"rollout/{name}"] for row in rows[first : first + BLOCK])
 
-    last = max((row["step"] for row in rows if not now(row)), default=0)
-    return last + 1 if last < rows[-1]["step"] else None
+    for first in range(len(rows) - BLOCK + 1):
+        same = mean("top_answer_share", first) >= 0.9
+        few = 2 * mean("effective_answers", first) <= mean("effective_targets", first)
+        if same if check == "collapse" else few:
+            return int(rows[first]["step"])
+    return None
 
 
 def spoken(check: str, run: RunFolder) -> int | None:
