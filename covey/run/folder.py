@@ -36,7 +36,14 @@ from covey.errors import DiskError, RunError
 from covey.run import records
 from covey.run.digests import write_digests
 from covey.run.episodes import episode_row
-from covey.run.files import append_line, check_free, whole_folder, write_text
+from covey.run.files import (
+    append_line,
+    check_free,
+    json_line,
+    whole_folder,
+    write_bytes,
+    write_text,
+)
 from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
 from covey.types import Group, Rollout
@@ -111,8 +118,8 @@ class RunFolder:
         Values that JSON cannot represent become text.
         """
         (self.path / name).mkdir(exist_ok=True)
-        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        write_text(self.path / name / f"{step:06d}.jsonl", text)
+        lines = b"".join(json_line(row) for row in rows)
+        write_bytes(self.path / name / f"{step:06d}.jsonl", lines)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable rows of a step's evaluation, one for each held-out prompt."""
