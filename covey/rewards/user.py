@@ -261,7 +261,12 @@ class WeightedFunctions(_GroupReward):
             return None
         total = math.fsum(self.weights[name] * score.reward for name, score in scored.items())
         parts = {name: score.reward for name, score in scored.items()}
-        return Score(reward=total, success=next(iter(scored.values())).success, parts=parts)
+        return Score(
+            reward=total,
+            success=next(iter(scored.values())).success,
+            parts=parts,
+            feedback="\n".join(score.feedback for score in scored.values() if score.feedback),
+        )
 
 
 def with_none(reward: Reward, none: str) -> Reward:

@@ -36,10 +36,17 @@ from covey.errors import DiskError, RunError
 from covey.run import records
 from covey.run.digests import write_digests
 from covey.run.episodes import episode_row
-from covey.run.files import append_line, check_free, whole_folder, write_text
+from covey.run.files import (
+    append_line,
+    check_free,
+    json_line,
+    whole_folder,
+    write_bytes,
+    write_text,
+)
 from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
-from covey.types import Group
+from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
@@ -111,8 +118,8 @@ class RunFolder:
         Values that JSON cannot represent become text.
         """
         (self.path / name).mkdir(exist_ok=True)
-        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        write_text(self.path / name / f"{step:06d}.jsonl", text)
+        lines = b"".join(json_line(row) for row in rows)
+        write_bytes(self.path / name / f"{step:06d}.jsonl", lines)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable rows of a step's evaluation, one for each held-out prompt."""
@@ -164,6 +171,7 @@ class RunFolder:
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
                     **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
+                    **_privileged(rollout),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
@@ -298,6 +306,12 @@ class RunFolder:
             except OSError:
                 raise RunError(f"{self.path} is in use by another process") from None
             yield
+
+
+def _privileged(rollout: Rollout) -> dict[str, Any]:
+    """Return the feedback of the reward and the teacher's prompt, if the rollout has them."""
+    found = {"feedback": rollout.feedback, "teacher_prompt": rollout.teacher_prompt}
+    return {name: value for name, value in found.items() if value}
 
 
 def check_new_run(path: Path) -> None:

@@ -20,10 +20,11 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import make_reference, make_teacher
+from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
+from covey.rollout.privileged import Privileged, privileged_of
 from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
@@ -102,6 +103,8 @@ class Parts(Components):
     objective: Objective
     step_settings: StepSettings
     teacher: Reference | None = None
+    privileged: Privileged | None = None
+    """Writes the prompts of a self-teacher. None if the policy is not its own teacher."""
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
@@ -157,15 +160,14 @@ def assemble(
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
+        privileged=privileged_of(config.teacher, model, objective, train_prompts),
         critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
         sampling=with_stops(sampling, interaction),
         interaction=interaction,
         objective=objective,
-        step_settings=step_settings_of(
-            config, objective, sampling, exact_logp=engine.info.exact_logp
-        ),
+        step_settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
     )
 
 
@@ -225,12 +227,16 @@ def teacher_of(
     """Load the teacher model, if the objective needs a teacher."""
     if "teacher" not in objective.needs:
         return None
+    offload = config.teacher.offload
+    if "privileged" in objective.needs:
+        own = partial(_load_frozen, config, model, world, offload=offload)
+        return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
         # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
-        return _load_frozen(alone, model, world, offload=config.teacher.offload)
+        return _load_frozen(alone, model, world, offload=offload)
 
     return make_teacher(config, policy=model, load=load)
 
@@ -244,19 +250,18 @@ def critic_of(
     """Load the critic, if the objective trains a critic."""
     if "values" not in objective.needs:
         return None
-    if world.size > 1:
-        raise ConfigError(
-            f"config: {config.objective.name} trains a critic, which works only on one rank; start "
-            "one process, or choose an algorithm without a critic"
-        )
 
     def load(path: str) -> LanguageModel:
         section = config.model.model_copy(update={"path": path})
-        return load_model(config.model_copy(update={"model": section}))
+        device = world.device(config.model.device)
+        return load_model(config.model_copy(update={"model": section}), device)
 
-    return make_critic(
+    critic = make_critic(
         config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
     )
+    if not isinstance(world, Ranks):
+        return critic
+    return replace(critic, sums=GradientSums(world, critic.optimizer))
 
 
 def _load_frozen(
@@ -343,7 +348,7 @@ def policy_of(
 
 
 def step_settings_of(
-    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+    config: Config, objective: Objective, sampling: Sampling, exact_logp: bool
 ) -> StepSettings:
     """Return the settings that turn a batch into optimizer steps, with their learning rates.
 

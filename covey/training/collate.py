@@ -13,6 +13,7 @@ import torch
 
 from covey.errors import ConfigError, ModelError
 from covey.kept_sets import KeptSets
+from covey.teacher_prompts import TeacherPrompts
 from covey.types import TRUNCATED, Batch, Group, Rollout, Segment
 
 
@@ -64,6 +65,7 @@ def collate(
         truncated=column([r.of.finish in TRUNCATED for r in rows], torch.bool),
         parts=None if parts is None else _parts([row.of for row in rows], parts),
         kept=_kept(rows),
+        teacher_prompts=TeacherPrompts.of([r.of.teacher_prompt for r in rows]),
         **_turns(rows),
     )
     _check_sampler_logp(batch, [row.of for row in rows])

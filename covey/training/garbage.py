@@ -1,7 +1,7 @@
 """Exclude long-lived objects from Python's garbage collection, for speed.
 
 Torch, transformers and Triton create about four hundred thousand objects when they are imported. A
-full garbage collection visits all these objects, which takes a fifth of a second. The thousands of
+full garbage collection visits all objects, which takes a fifth of a second. The thousands of
 rollouts in a step trigger many full collections while the GPU waits.
 """
 

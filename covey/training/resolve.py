@@ -77,8 +77,19 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         _check_preferences(resolved, objective)
         _check_mask_replay(resolved, objective)
         if "teacher" in objective.needs:
-            check_teacher(resolved.teacher)
+            _check_teacher(resolved, objective)
     return resolved
+
+
+def _check_teacher(resolved: Config, objective: Objective) -> None:
+    """Check the [teacher] section, and refuse a self-teacher of episodes."""
+    privileged = "privileged" in objective.needs
+    check_teacher(resolved.teacher, privileged=privileged)
+    if privileged and resolved.environment.name != NONE:
+        raise ConfigError(
+            f"config: {resolved.objective.name} puts privileged text into the prompt of a single "
+            "completion; it does not work with an environment"
+        )
 
 
 def over_epochs(config: Config, prompts: int) -> Config:

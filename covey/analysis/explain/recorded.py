@@ -135,6 +135,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         )
         raise RunError(f"a recorded rollout of prompt {row['prompt_id']} cannot be used: {problem}")
     values = {name: row[name] for name in _RECORDED}
+    values["teacher_prompt"] = tuple(row.get("teacher_prompt", ()))
     if row.get("segments"):
         return _multi_turn(row, values)
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
@@ -217,8 +218,9 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     if found.checkpoint is not None:
         number, path = found.step, str(found.checkpoint)
         state = checkpoint.load(learner.policy, learner.reference, found.checkpoint, number)
-        if learner.critic is not None:
-            learner.critic.load(found.checkpoint)
+        for other in (learner.critic, learner.teacher):
+            if other is not None:
+                other.load(found.checkpoint)
     behind = max(0, step - 1 - number)
     origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
