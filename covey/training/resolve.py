@@ -87,8 +87,8 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     check_teacher(resolved.teacher, privileged=privileged)
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
-            f"config: {resolved.objective.name} puts privileged text into the prompt of a single "
-            "completion; it does not work with an environment"
+            f"config: {resolved.objective.name} does not work with an environment, because it adds "
+            "privileged text to the prompt of a single completion"
         )
 
 
