@@ -195,7 +195,9 @@ def test_a_column_of_the_data_and_the_target_may_be_privileged(embedded: Languag
     assert write.text(group, group.rollouts[0]) == "So: 2+2\n\n= 4"
     section = config_of("teacher.context={solution = '{text}'}").teacher
     check_context(section, prompt)
-    with pytest.raises(ConfigError, match=r"teacher\.context\.solution is no column.* target"):
+    with pytest.raises(
+        ConfigError, match=r"teacher\.context\.solution the data has no column.* target"
+    ):
         check_context(section, PROMPT)
 
 
