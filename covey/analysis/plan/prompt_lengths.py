@@ -1,7 +1,7 @@
-"""Token counts of prompts and solutions, measured while another process imports torch.
+"""Token counts of prompts and solutions, measured in a separate process.
 
-A tokenizer needs transformers, and everything else in a plan needs torch. Each takes a second to
-import, so `covey plan` measures prompts in a separate process. This module does not import torch.
+A tokenizer needs transformers, which takes a second to import. Nothing else in a plan needs it, so
+`covey plan` reads the task meanwhile. This module does not import torch.
 """
 
 from __future__ import annotations
