@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LIVE_COPIES = 3
-"""How many tensors of a chunk's size exist at once: logits, their product, a rounded copy."""
+"""Number of chunk-sized tensors in memory at once: logits, their product, a rounded copy."""
 
 
 def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:

@@ -1,4 +1,4 @@
-"""`covey plan`: what a run will do, how much memory it needs, which settings have no effect."""
+"""`covey plan`: shows the steps and the memory of a run, and settings without effect."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_engine(config: Config, console: Console) -> None:
-    """Print what is missing here to use vLLM or Ray, as far as known without starting it."""
+    """Print why vLLM or Ray cannot start on this machine, if this is known in advance."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
 
@@ -145,7 +145,7 @@ def _show_engine(config: Config, console: Console) -> None:
 def _memory(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, str, list[Finding]]:
-    """Return the forecast, or why there is none, and remedies if the run does not fit."""
+    """Return the forecast or the reason for its absence, and remedies if the run does not fit."""
     from covey.analysis.plan.fit import memory_findings
     from covey.analysis.plan.forecast import Device
     from covey.analysis.plan.memory import forecast

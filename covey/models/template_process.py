@@ -1,6 +1,6 @@
 """Chat template rendering in a separate process with limits on time and memory.
 
-A chat template comes with a downloaded tokenizer and is a Jinja program. transformers sandboxes it
+A chat template comes with a downloaded tokenizer and is a Jinja program. Jinja sandboxes it
 from Python objects, but not from endless loops or gigabytes of text. So a process renders the
 templates, with kernel limits on the time and memory of every render.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -143,6 +143,8 @@ def observe(
         values["policy/off_policy_dropped"] = ~output.kept
     meter.means(values, batch.mask)
     meter.extremes("reward/advantages", batch.advantage, batch.mask)
+    if batch.old_logp is None:  # then the loss computed the corrections too
+        observe_correction(meter, replace(batch, correction=output.correction))
     _observe_ratio(meter, objective, batch.mask, output)
 
 

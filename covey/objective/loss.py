@@ -137,6 +137,12 @@ class Objective:
         return self.correction is not None or self.veto > 0.0
 
     @property
+    def corrects_by_row(self) -> bool:
+        """Whether old_logp is read for corrections only, each over one rollout."""
+        others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
+        return self.corrects and not others and "old_logp" not in self.reads
+
+    @property
     def per_sequence(self) -> bool:
         """Whether all tokens of a row share one ratio."""
         return self.ratio in PER_SEQUENCE
@@ -160,6 +166,8 @@ class PolicyLoss(NamedTuple):
     """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
     """bool [B, T]: the token was not dropped by `off_policy_limit`; None without that limit."""
+    correction: torch.Tensor | None
+    """The factor for the sampler; None if the objective does not correct."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
@@ -220,11 +228,12 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
     """Fill in the weights of one optimizer step, and its corrections if the objective has any.
 
-    Give `totals` when the step spans more than `batch`.
+    Give `totals` when the step spans more than `batch`. If old_logp is missing, the corrections
+    are left to `policy_loss`.
     """
     totals = totals or Totals.of(batch)
     batch = replace(batch, weight=objective.weights(batch, totals))
-    if not objective.corrects:
+    if not objective.corrects or batch.old_logp is None:
         return batch
     rollouts = joined(batch)
     return replace(batch, correction=rollouts.split(_correction(objective, rollouts.batch)))
@@ -240,6 +249,15 @@ def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
     if objective.veto > 0.0:
         factor = factor.where(no_veto(log_rho, veto=objective.veto), 0.0)
     return mean_one(factor, batch.mask) if objective.correction_mean_one else factor
+
+
+def _given_or_now(
+    objective: Objective, batch: Batch, old_logp: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the given corrections; if old_logp was not known before this pass, compute them."""
+    if batch.old_logp is not None or not objective.corrects:
+        return batch.correction
+    return _correction(objective, replace(batch, old_logp=old_logp))
 
 
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
@@ -286,6 +304,7 @@ def policy_loss(
         gain=Gain._make(v if v is None else rollouts.split(v) for v in whole.gain),
         penalty=None if whole.penalty is None else rollouts.split(whole.penalty),
         kept=None if whole.kept is None else rollouts.split(whole.kept),
+        correction=None if whole.correction is None else rollouts.split(whole.correction),
     )
 
 
@@ -314,7 +333,8 @@ def _loss(
             f"objective: the surrogate {_name(objective.surrogate)} returned "
             f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
         )
-    value = gain.value if batch.correction is None else gain.value * batch.correction
+    correction = _given_or_now(objective, batch, old_logp)
+    value = gain.value if correction is None else gain.value * correction
     kept = _kept(objective, batch, tokens)
     if kept is not None:
         value = value.where(kept, 0.0)
@@ -335,6 +355,7 @@ def _loss(
         gain=gain._replace(value=gain.value.detach()),
         penalty=None if penalty is None else penalty.detach(),
         kept=kept,
+        correction=correction,
     )
 
 

@@ -354,11 +354,15 @@ def step_settings_of(
     exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
+    from_sampler = sampled and (source == "sampler" or (source == "auto" and exact))
+    once = config.train.mini_batches * config.train.epochs == 1 and not config.adapter.dropout
+    in_pass = once and source == "auto" and not from_sampler and objective.corrects_by_row
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
-        old_logp_from_sampler=sampled and (source == "sampler" or (source == "auto" and exact)),
+        old_logp_from_sampler=from_sampler,
+        old_logp_in_pass=in_pass,
         sampled=sampled,
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,

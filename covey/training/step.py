@@ -56,6 +56,8 @@ class StepSettings:
     epochs: int
     micro_batch_tokens: int
     old_logp_from_sampler: bool
+    old_logp_in_pass: bool = False
+    """Whether the training pass computes old_logp, as it can before the only optimizer step."""
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the policy's version, its number of optimizer steps."""
     seed: int
@@ -168,7 +170,7 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
     """Fill in old_logp, entropy, ref_logp and teacher_logp, each only if it is needed."""
     needs, settings = learner.objective.needs, learner.settings
     to_sampler = "sampler_as_old" in needs
-    wanted = settings.off_policy or "old_logp" in needs
+    wanted = not settings.old_logp_in_pass and (settings.off_policy or "old_logp" in needs)
     from_sampler = to_sampler or (wanted and settings.old_logp_from_sampler)
     if "old_entropy" in needs or (wanted and not from_sampler):
         batch = _with_old_policy(learner, batch)
@@ -180,13 +182,10 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
         batch = replace(batch, teacher_logp=_logp_under(learner.teacher, learner, batch))
     if "values" in needs:
         assert learner.critic is not None, "an objective with a critic is given one"
-        (values,) = in_passes(batch, settings.micro_batch_tokens, _only(learner.critic.values))
+        compute = learner.critic.values
+        (values,) = in_passes(batch, settings.micro_batch_tokens, lambda rows: (compute(rows),))
         batch = replace(batch, values=values)
     return batch
-
-
-def _only(compute: Callable[[Batch], torch.Tensor]) -> Callable[[Batch], Sequence[torch.Tensor]]:
-    return lambda batch: (compute(batch),)
 
 
 def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:

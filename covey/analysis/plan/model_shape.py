@@ -1,4 +1,4 @@
-"""Sizes of a model from its configuration. No weights are read.
+"""Sizes of a model, computed from its configuration without reading weights.
 
 For the common decoder families this module computes the sizes from config.json alone, without
 torch. Any other model is built by transformers on torch's meta device, where tensors have shapes
@@ -22,17 +22,17 @@ from covey.errors import ConfigError, ModelError
 from covey.models.model_path import ADAPTER_CONFIG, adapter_base, check_model_path
 
 FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Layers whose weights the engine concatenates in a small model."""
+"""Names of layers whose weights the engine concatenates in a small model."""
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-"""Modules of a Llama decoder layer."""
+"""Names of the modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
-"""The values of model_type whose layers are those of `_llama_modules`."""
+"""The values of model_type for which `_llama_modules` describes the layers."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
-"""Required keys of config.json; if one is missing, transformers would use its own default."""
+"""Keys that config.json must have, because this module does not know transformers' defaults."""
 
 Adapter = tuple[int, Sequence[str], Sequence[str]]
-"""LoRA rank, target modules, and modules that are trained in full."""
+"""An adapter's LoRA rank, target modules, and modules that are trained in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +40,20 @@ class Shape:
     """Sizes of a model and of its adapter."""
 
     parameters: int
-    """Parameters of the model without its adapter; tied weights count once."""
+    """The number of parameters without the adapter; tied weights count once."""
     added: int
-    """Parameters of the adapter."""
+    """The number of parameters of the adapter."""
     trained: int
-    """Parameters with a gradient: those of the adapter, or all."""
+    """The number of trained parameters: those of the adapter, or all."""
     head: int
-    """Parameters of the output layer."""
+    """The number of parameters of the output layer."""
     head_trained: bool
     adapted: int
-    """Number of layers with LoRA weights, in the whole model."""
+    """The number of linear layers with LoRA weights in the whole model."""
     rank: int
-    """LoRA rank; 0: full fine-tuning."""
+    """LoRA rank; 0 means full fine-tuning."""
     fusable: int
-    """Parameters in layers that the engine may concatenate."""
+    """The number of parameters in layers that the engine may concatenate."""
     vocabulary: int
     hidden: int
     layers: int
@@ -61,11 +61,11 @@ class Shape:
     key_value_heads: int
     head_size: int
     inner: int
-    """Width of the MLP; in a mixture of experts, of all experts that a token is routed to."""
+    """Width of the MLP; in a mixture of experts, the sum over the experts that a token uses."""
     fused_attention: bool
-    """Whether attention is one operation, which keeps no scores and can be packed."""
+    """Whether attention is one fused operation, which keeps no scores and allows packing."""
     fuses: bool
-    """Whether the fused CUDA kernels support the model, because its layers are Llama layers."""
+    """Whether the fused CUDA kernels support the model, which must have Llama layers."""
     head_norms: bool
     """Whether queries and keys are normalized per head."""
 
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def key(self) -> int:
-        """Width of all key heads together; the values' width is the same."""
+        """Width of all key heads together, which is also the width of all value heads."""
         return self.key_value_heads * self.head_size
 
 
@@ -92,8 +92,8 @@ class Module(NamedTuple):
 def source_of(path: str) -> tuple[str, dict[str, str]]:
     """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
 
-    Of a GGUF file only the header is read, because converting it would take as long as loading the
-    weights.
+    Only the header of a GGUF file is read, because converting the file would take as long as
+    loading the weights.
     """
     path = adapter_base(path) or path
     if path in MODELS:
@@ -193,7 +193,7 @@ def _linear(inputs: int, outputs: int, bias: bool) -> Module:
 
 
 def _adapter(config: Config) -> Adapter:
-    """Return rank, targets and fully trained modules of the configured or saved adapter."""
+    """Return LoRA rank, targets and fully trained modules of the configured or saved adapter."""
     if adapter_base(config.model.path) is None:
         wanted = config.adapter
         return wanted.rank, wanted.targets, wanted.also_train
@@ -245,7 +245,7 @@ def _measured(module: Any, is_head: bool) -> Module:
 
 
 def _fuses(config: Any) -> bool:
-    """Whether the fused forward pass supports the settings of a model with Llama layers."""
+    """Return whether the fused forward pass supports the settings of a Llama-like model."""
     return (
         getattr(config, "hidden_act", "") == "silu"
         and getattr(config, "residual_multiplier", 1.0) == 1.0
