@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +40,30 @@ os.environ["COVEY_TRUST"] = (
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")
 torch.set_num_threads(1)
+
+# Files are synchronized for the case of a power cut, which no test has; a run of three steps waits
+# for the disk 66 times, as long as it computes.
+os.fsync = lambda handle: None  # type: ignore[assignment]
+
+
+def pytest_configure() -> None:
+    """Let Triton's interpreter look up the names of its language once, not in every call."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    names: dict[Any, list[str]] = {}
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if package not in names:
+            members = inspect.getmembers(package)
+            names[package] = [n for n, m in members if interpreter.tl.core.is_builtin(m)]
+        for name in names[package]:
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
 
 
 def pytest_collection_finish() -> None:
