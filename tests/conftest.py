@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -29,6 +29,7 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt, generate
+from covey.training.garbage import freeze_garbage_collector
 from covey.types import Batch, Rollout
 
 # Modules that tests write, or that stand among them, and name in configurations.
@@ -66,15 +67,17 @@ def pytest_configure() -> None:
     interpreter._patch_builtin = patch
 
 
+FROZEN = contextlib.ExitStack()
+
+
 def pytest_collection_finish() -> None:
     """Leave modules and collected tests out of every garbage collection: they stay to the end."""
-    gc.collect()
-    gc.freeze()
+    FROZEN.enter_context(freeze_garbage_collector())
 
 
 def pytest_unconfigure() -> None:
     """Let the interpreter free everything at its end; nanobind reports what is left as leaks."""
-    gc.unfreeze()
+    FROZEN.close()
 
 
 @pytest.fixture(scope="session")
