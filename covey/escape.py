@@ -1,8 +1,9 @@
 """Escapes for control characters in text that a terminal or a page shows.
 
 Prompts, completions, data, configs, run names and server replies are untrusted text. A terminal
-obeys the control characters in it, and a page obeys bidirectional overrides. These characters are
-shown as escapes, as Git does. Stored text and JSON output stay unchanged.
+obeys control characters in untrusted text, and a web page obeys bidirectional overrides. Covey
+shows control characters and overrides as visible escapes, as Git does. Stored text and JSON output
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def is_hidden(character: str) -> bool:
 
 
 class _Escapes(dict[int, str]):
-    """A table for `str.translate`, filled lazily."""
+    """A table for `str.translate` that adds entries on first use."""
 
     def __missing__(self, code: int) -> str:
         sign = chr(code)
@@ -60,7 +61,8 @@ def printable_data(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable_data(key): printable_data(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [printable_data(each) for each in value]
+        # Most long lists are numbers.
+        return [each if type(each) is float else printable_data(each) for each in value]
     return printable(value) if isinstance(value, str) else value
 
 

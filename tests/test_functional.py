@@ -31,6 +31,7 @@ NEEDS = {
     "gdpo": ["parts"],
     "decoupled_ppo": ["sampler_logp"],
     "opd": ["teacher_logp"],
+    "sdpo": ["teacher_logp"],
     "ppo": ["ref_logp", "values"],
     "dpo": ["ref_logp"],
     "ipo": ["ref_logp"],
@@ -40,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "maxrl": {"length": 12},
     "pkpo": {"length": 12, "k": 2},
 }
-WITHOUT_GROUPS = ("reinforce_pp", "opd", "ppo")
+WITHOUT_GROUPS = ("reinforce_pp", "opd", "sdpo", "ppo")
 EVERY = pytest.mark.parametrize("name", ALGORITHMS)
 
 
@@ -284,7 +285,9 @@ def test_an_answer_that_was_not_scored_has_no_advantage_from_rewards(name: str) 
     rewards = step()["rewards"]
     rewards[2] = math.nan
     out, gradient = run(name, step(rewards=rewards))
-    assert out.advantage[2].any() == (name == "opd")  # the teacher's word holds without a reward
+    assert out.advantage[2].any() == (
+        name in ("opd", "sdpo")
+    )  # the teacher's word holds without a reward
     assert out.advantage.any()
     assert gradient.isfinite().all()
 
@@ -300,8 +303,8 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
         ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
-    elif name == "opd":
-        with pytest.raises(ConfigError, match=r"^opd needs old_logp to compare with the teacher$"):
+    elif name in ("opd", "sdpo"):
+        with pytest.raises(ConfigError, match=f"^{name} needs old_logp to compare with the teac"):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
     elif name == "grpo":

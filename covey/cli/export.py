@@ -14,7 +14,8 @@ from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import echo
 from covey.cli.startup import STARTING, tell_edited, waiting
 from covey.config import Config, load_config
-from covey.errors import RunError
+from covey.errors import ConfigError, RunError
+from covey.models.hub_push import Push, files_to_push
 from covey.models.model_path import check_model_path
 from covey.run.files import check_free
 from covey.run.folder import RunFolder
@@ -35,11 +36,25 @@ def export_command(
         Literal["auto", "bfloat16", "float32"],
         typer.Option(help="Dtype of the exported weights; 'auto' is the run's compute dtype."),
     ] = "auto",
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face Hub."),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Create a public repository. Default: private.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Export, and only list what --push would upload.")
+    ] = False,
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
-    An adapter is merged into the weights of its base model.
+    An adapter is merged into the weights of its base model. With --push, the folder is also
+    uploaded to the Hugging Face Hub.
     """
+    if push is None and (public or dry_run):
+        raise ConfigError("--public and --dry-run are for an upload: give --push OWNER/NAME")
+    upload = None if push is None else _checked(Push(repository=push, public=public), dry_run)
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
     if step is not None and found != Path(target):
@@ -60,6 +75,25 @@ def export_command(
         card = partial(_card, run, folder.resolve().name, source, chosen)
         export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
     echo(f"exported {source} to {folder} in {chosen}")
+    if upload is not None:
+        _push(upload, folder, dry_run)
+
+
+def _checked(push: Push, dry_run: bool) -> Push:
+    push.check()
+    if not dry_run:
+        push.check_access()
+    return push
+
+
+def _push(push: Push, folder: Path, dry_run: bool) -> None:
+    kind = "public" if push.public else "private"
+    if not dry_run:
+        echo(f"uploading to {push.repository} ({kind}, if it is new)")
+        return echo(f"uploaded to {push.upload(folder)}")
+    for name, size in files_to_push(folder):
+        echo(f"would upload {size:>13,} bytes  {name}")
+    echo(f"would upload to {push.repository} ({kind}, if it is new); nothing was sent")
 
 
 def _card(

@@ -21,6 +21,7 @@ from covey.errors import RunError
 from covey.run.episodes import turn_lines
 from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder, list_runs, settings_of
+from covey.run.reward_changes import logged_change
 
 FORMS = {
     "started": "s",
@@ -165,8 +166,10 @@ def _number(value: float | str | None, form: str) -> str:
 
 def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     evaluations = run.evaluations()
+    changed = logged_change(run)
     if as_json:
-        typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
+        about = {"reward_change": None if changed is None else changed.row()}
+        typer.echo(json.dumps({**_overview(run, evaluations), **about, "evaluations": evaluations}))
         return
     names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
@@ -180,6 +183,9 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
             _number(row.get("mean_tokens"), ".1f"),
         )
     console.print(table)
+    if changed is not None:
+        for line in changed.lines():
+            console.print(cell(line))
 
 
 def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.models.model_path import check_model_path
 from covey.run.folder import edited_settings
+from covey.run.reward_changes import read_change
 from covey.trust import trust
 
 if TYPE_CHECKING:
@@ -171,6 +172,10 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
         reporter.note(
             f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
         )
+    change = read_change(folder)
+    if change is not None:
+        why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
+        reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
     reward, now_reward = environment.get("reward"), parts.scorer.identity
     if reward and reward != now_reward:
         reporter.note(

@@ -14,6 +14,7 @@ from covey.config.cluster_sections import Cluster, Parallel, Vllm
 from covey.config.critic import Critic, Preferences
 from covey.config.data_sections import Curriculum, Replay
 from covey.config.environment import Environment
+from covey.config.reward_change import RewardChange
 from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
 from covey.config.teacher import Teacher
@@ -327,6 +328,7 @@ class Config(Section):
     adapter: Adapter = Adapter()
     task: Task = Task()
     reward: Reward = Reward()
+    reward_change: RewardChange = RewardChange()
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
     reference: Reference = Reference()

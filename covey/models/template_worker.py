@@ -1,7 +1,8 @@
-"""Worker that renders chat templates: `python -m covey.models.template_worker FD SECONDS MB`.
+"""Worker process that renders chat templates.
 
-It reads one JSON request after another, and ends when the connection closes. It compiles templates
-as transformers does, but imports neither transformers nor torch, which takes a second.
+The command is `python -m covey.models.template_worker FD SECONDS MB`. The worker reads one JSON
+request after another, and ends when the connection closes. The worker compiles templates as
+transformers does, but imports neither transformers nor torch, which would take a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Descriptions of algorithms, for `covey algorithms` and for the pages under docs/algorithms.
 
-Everything comes from the code: the docstring, the signature, the table of options, and the pieces
-of the objective that the algorithm builds.
+A description is generated from the code: from the docstring, the signature, the table of options,
+and the pieces of the objective.
 
     python -m covey.objective.describe docs/algorithms      writes the pages
 """
@@ -38,7 +38,7 @@ class Description(NamedTuple):
     name: str
     title: str
     text: str
-    """The docstring without its first line; formulas are indented."""
+    """The docstring of the algorithm without its first line; formulas are indented."""
     own: list[OptionLine]
     pieces: dict[str, str]
     """The names of the pieces: advantage, ratio, surrogate, weights."""
@@ -118,12 +118,13 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "tokens": "tokens",
         "parts": "reward parts",
         "teacher": "teacher",
+        "privileged": "privileged text",
         "values": "critic",
         "sampler_as_old": "sampler_logp",
         "marks": "extra forward",
     }
 )
-"""The needs that are shown; other needs are common, or follow from options."""
+"""The inputs of an objective that a description shows; others are common or follow from options."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")
@@ -144,8 +145,14 @@ def row(description: Description) -> tuple[str, ...]:
     )
 
 
-def page(name: str) -> str:
-    """Return an algorithm's page as Markdown."""
+def curves_of(name: str, folder: Path) -> str:
+    """Return the link from a page in `folder` to the picture of its curves, "" if there is none."""
+    link = f"../images/algorithms/{name}.svg"
+    return link if (folder / link).is_file() else ""
+
+
+def page(name: str, curves: str = "") -> str:
+    """Return an algorithm's page as Markdown, with a picture of its curves."""
     description = describe(name)
     pieces = "\n".join(f"| {kind} | `{piece}` |" for kind, piece in description.pieces.items())
     return "\n".join(
@@ -164,11 +171,25 @@ def page(name: str) -> str:
             "",
             _options_table(description.own),
             "",
-            "It also accepts the "
+            f"`{name}` also accepts the "
             "[options that all algorithms share](README.md#options-of-every-algorithm).",
             "",
+            *(_picture(name, curves) if curves else []),
         ]
     )
+
+
+def _picture(name: str, curves: str) -> list[str]:
+    """Return the section with the curves."""
+    return [
+        "## Curves",
+        "",
+        f"The embedded model on `arithmetic`, trained with `{name}` and its defaults, one seed.",
+        "One seed does not compare algorithms; `covey compare` does.",
+        "",
+        f"![Share of correct completions and entropy over training steps]({curves})",
+        "",
+    ]
 
 
 def index() -> str:
@@ -186,7 +207,7 @@ def _options_table(options: list[OptionLine]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Fence the indented formulas, and set the first word of departures and choices in bold."""
+    """Put the indented formulas into code fences, and the first word of departures in bold."""
     blocks = []
     for block in text.split("\n\n"):
         if block.startswith("    "):
@@ -197,9 +218,9 @@ def _markdown(text: str) -> str:
 
 
 def write_pages(folder: Path) -> None:
-    """Write every page, and the tables of the index below its introduction."""
+    """Write every algorithm's page, and the tables of the index page below its introduction."""
     for name in ALGORITHMS:
-        (folder / f"{name}.md").write_text(page(name), encoding="utf-8")
+        (folder / f"{name}.md").write_text(page(name, curves_of(name, folder)), encoding="utf-8")
     readme = folder / "README.md"
     introduction = readme.read_text(encoding="utf-8").partition("| name |")[0]
     readme.write_text(introduction + index(), encoding="utf-8")

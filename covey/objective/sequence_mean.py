@@ -10,7 +10,10 @@ from covey.objective.masked import row_mean, spread
 
 
 class SequenceMean(torch.autograd.Function):
-    """The mean of each completion, given to all of its tokens. See `masked.sequence_mean`."""
+    """The autograd function that copies the mean of each completion to all its tokens.
+
+    See `masked.sequence_mean`.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,16 @@ from covey.models.language_model import LanguageModel
 from covey.models.model_path import adapter_base
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import tokenizer_digest
-from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
+from covey.reference.frozen import (
+    AdapterOffReference,
+    CurrentPolicy,
+    FrozenReference,
+    OffloadedReference,
+)
 from covey.reference.moving import MovingReference
 from covey.reference.protocol import Reference
+
+TEACHER_FILE = "teacher.safetensors"
 
 
 def make_reference(
@@ -73,15 +80,38 @@ def _check_moving(policy: LanguageModel, kind: str) -> None:
         )
 
 
+def make_self_teacher(
+    config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
+) -> Reference:
+    """Build the policy as its own teacher, at the sampling temperature.
+
+    `load` loads a second copy of the starting weights, if needed.
+    """
+    section = config.teacher
+    if section.policy == "current":
+        megabytes = config.train.logits_megabytes
+        temperature = config.rollout.temperature
+        return CurrentPolicy(model=policy, temperature=temperature, logits_megabytes=megabytes)
+    kind = "offloaded" if section.offload else section.policy
+    moves = {"alpha": section.alpha, "every": section.every} if kind == "moving" else {}
+    same = ReferenceSection.model_validate({"kind": kind, **moves})
+    teacher = make_reference(
+        config.model_copy(update={"reference": same}), policy=policy, load=load
+    )
+    if isinstance(teacher, MovingReference):
+        teacher.file = TEACHER_FILE  # the run may have a moving reference too
+    return teacher
+
+
 def make_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[str], LanguageModel]
 ) -> Reference:
-    """Build the teacher of a distillation, which must have the policy's tokenizer.
+    """Build the teacher model for distillation, which must have the policy's tokenizer.
 
-    `load` loads the model, or the adapter with its base, at a path.
+    `load` loads the model at a path, or the adapter at a path with its base model.
     """
     section = config.teacher
-    check_teacher(section)
+    check_teacher(section, privileged=False)
     if section.url:
         return ServerReference(
             address=_address(section, "teacher"),

@@ -1,4 +1,4 @@
-"""The code reward: the fraction of tests that the program passes in a sandbox."""
+"""The code reward: the fraction of tests that the completion's program passes in a sandbox."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.rewards.text import after_thinking, answers_differ, tag_contents
 from covey.sandbox import (
     Case,
@@ -21,6 +22,8 @@ from covey.sandbox import (
 )
 from covey.types import Prompt
 
+MAX_FEEDBACK = 1000
+"""Maximum length of the feedback on a program, in characters."""
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
 
@@ -28,7 +31,7 @@ _PYTHON = ("python", "python3", "py")
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the content of every closed fenced block.
 
-    In a Markdown list a fence is indented; the common indent of its lines is removed.
+    In a Markdown list, a fenced block is indented; the common indent of its lines is removed.
 
     >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
     [('python', 'x = 1\\n')]
@@ -65,8 +68,8 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    If there is an `<answer>`, only the last one is searched. Without a Python block, the program is
-    the last fenced block; without any block, it is the whole text.
+    If there are `<answer>` tags, only the last of them is searched. Without a Python block, the
+    program is the last fenced block; without any block, it is the whole text.
     """
     rest = after_thinking(text)
     answer = [rest, *tag_contents(rest, "answer")][-1]
@@ -105,19 +108,19 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeTests(Reward):
+class CodeTests(TargetReward):
     """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
 
-    A test is `{"call": "add(1, 2)", "expected": "3"}`, with a Python literal as the expected value,
-    or `{"stdin": "1 2", "stdout": "3"}`. The program never sees the expected values: results are
-    compared outside the sandbox.
+    A test of a function has the keys `call` (such as `add(1, 2)`) and `expected` (a Python literal
+    such as `3`). A test of a program has the keys `stdin` and `stdout`. The program never sees the
+    expected values, because results are compared outside the sandbox.
     """
 
     partial: bool = True
     seconds: float = 4.0
     """Time limit of each test."""
     total_seconds: float = 20.0
-    """Time limit of all tests of a completion; tests that are not reached fail."""
+    """Time limit of all tests of a completion; tests that do not start in time fail."""
     memory_mb: int = 512
     unsafe: bool = False
     """Whether to run programs without isolation, as an ordinary process of this user."""
@@ -126,6 +129,7 @@ class CodeTests(Reward):
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_option(
             0 < self.seconds <= self.total_seconds <= 3600,
             f"seconds = {self.seconds} must be positive and at most total_seconds = "
@@ -140,11 +144,13 @@ class CodeTests(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The time limit of the tests, plus one second for the sandbox to start and stop."""
+        """The time limit of all tests, plus one second for the sandbox to start and stop."""
         return self.total_seconds + 1.0
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion. Raises ValueError if the prompt has no tests."""
+        if not prompt.info.get("tests") and self.without_target != "error":
+            return self.neutral(f"prompt {prompt.id!r} has no tests", ("passed", "runs"))
         tests = parse_tests(prompt.info)
         program = extract_program(text)
         if not program.strip() or answers_differ(tag_contents(after_thinking(text), "answer")):
@@ -153,17 +159,19 @@ class CodeTests(Reward):
         outcomes = run_program(
             program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
         )
-        passed = sum(
+        correct = [
             passes(case, expected, outcome)
             for (case, expected), outcome in zip(tests, outcomes, strict=True)
-        )
-        success = passed == len(tests)
+        ]
+        passed, success = sum(correct), all(correct)
+        first = 0 if success else correct.index(False)
         runs = any(outcome.ran for outcome in outcomes)
         return Score(
             reward=passed / len(tests) if self.partial else float(success),
             success=success,
             parts={"passed": passed / len(tests), "runs": float(runs)},
             attempted=runs,
+            feedback="" if success else _failure(prompt.info["tests"][first], outcomes[first]),
         )
 
     def _limits(self) -> Limits:
@@ -173,6 +181,14 @@ class CodeTests(Reward):
             total_seconds=self.total_seconds,
             memory_bytes=self.memory_mb << 20,
         )
+
+
+def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
+    """Return which test fails and how, with the last line of the error."""
+    given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
+    error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    how = error if error else "the result is different" if outcome.ran else outcome.ended
+    return f"{given} {test[given]} must give {test[wanted]}: {how}"[:MAX_FEEDBACK]
 
 
 def passes(case: Case, expected: object, outcome: Outcome) -> bool:

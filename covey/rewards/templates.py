@@ -1,9 +1,11 @@
 """Ready-made reward mixes for math, code, tool use and retrieval.
 
-A correct completion scores higher than any incorrect one: see `correct_first` in `Mix`.
+A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
-`early_format`, if above 0, is the weight of `format` at the start of a run. This weight is taken
-from `accuracy` and returned over the first fifth of the steps.
+`without_target` is what `accuracy` gives a prompt without a target: see `TargetReward`.
+
+`early_format`, if above 0, is the weight of `format` at the start of a run. The weight
+`early_format` is taken from `accuracy`, and returned to it over the first fifth of the steps.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
 from covey.rewards.safety import Safety
 from covey.rewards.score import Reward
+from covey.rewards.target import WithoutTarget
 from covey.rewards.text_match import FuzzyText
 from covey.rewards.tool_call import ToolCall
 
@@ -39,12 +42,13 @@ def math(
     early_format: float = 0.0,
     tolerance: float = 0.01,
     symbolic: bool = True,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Numbers and formulas, with at most 3 tool calls and 400 words expected.
+    """Reward mix for numbers and formulas; at most 3 tool calls and 400 words are expected.
 
-    `tolerance` is relative, and applies only to targets that are not whole numbers.
+    The option `tolerance` is relative, and applies only to targets that are not whole numbers.
     """
-    answer = MathAnswer(tolerance=tolerance, symbolic=symbolic)
+    answer = MathAnswer(tolerance=tolerance, symbolic=symbolic, without_target=without_target)
     parts = _parts(answer, ThinkToolForm(), max_words=400)
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -59,9 +63,18 @@ def code(
     robust: bool = True,
     early_format: float = 0.0,
     unsafe: bool = False,
+    expected_edits: int = 3,
+    max_rounds: int = 5,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Programs: the fraction of tests passed in a sandbox. `unsafe` runs without the sandbox."""
-    parts = _parts(CodeTests(unsafe=unsafe), ThinkToolForm())
+    """Reward mix for programs, by the fraction of tests passed in a sandbox.
+
+    The option `unsafe` runs programs without the sandbox. In an environment, `efficiency` expects
+    at most `expected_edits` edits and `max_rounds` turns.
+    """
+    tests = CodeTests(unsafe=unsafe, without_target=without_target)
+    parts = _parts(tests, ThinkToolForm())
+    parts["efficiency"] = Efficiency(expected_edits=expected_edits, max_rounds=max_rounds)
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
 
@@ -74,9 +87,10 @@ def agent(
     gated: bool = True,
     robust: bool = True,
     early_format: float = 0.0,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Tool calls: the correct tool and arguments."""
-    parts = _parts(ToolCall(), ThinkToolForm())
+    """Reward mix for tool calls, by the correct tool and arguments."""
+    parts = _parts(ToolCall(without_target=without_target), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
 
@@ -91,14 +105,16 @@ def retrieval(
     early_format: float = 0.0,
     sources: int = 2,
     judge: Mapping[str, Any] | None = None,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Answers with citations: `format` requires at least `sources` of them.
+    """Answers with citations: the part `format` requires at least `sources` citations.
 
-    Accuracy is the similarity to the target. `judge`, a table with `base_url` and `model`, gives
-    half of the weight of accuracy to an LLM judge. It is not gated by default: a correct answer
-    with too few sources still earns a reward.
+    Accuracy is the similarity of the answer to the target. The option `judge`, a table with
+    `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not
+    gated by default, so a correct answer with too few sources still earns a reward.
     """
-    parts = _parts(FuzzyText(), Citations(minimum=sources))
+    accurate = FuzzyText(without_target=without_target)
+    parts = _parts(accurate, Citations(minimum=sources))
     if judge is not None:
         section = Named.model_validate({"name": "judge", **judge})
         parts["judge"] = Judge(**resolve_options(Judge, section, "reward.judge"))

@@ -1,4 +1,4 @@
-"""Text rewards: exact match with the target, or similarity to it."""
+"""Text rewards: exact match with the target, or similarity to the target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from covey.rewards.extract import extract_text
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.types import Prompt
 
 MAX_TEXT = 100_000
@@ -16,21 +17,22 @@ MAX_COMPARED = 2000
 
 
 def _targets(prompt: Prompt) -> list[str]:
-    """Return the target and `prompt.info["answers"]`, stripped."""
+    """Return the target and the texts in `prompt.info["answers"]`, without outer whitespace."""
     others = prompt.info.get("answers", ())
     given = [prompt.target, *(others if isinstance(others, list | tuple) else [others])]
-    texts = [stripped for text in given if (stripped := str(text).strip())]
-    if not texts:
-        raise ValueError(f"prompt {prompt.id!r} has neither a target nor info['answers']")
-    return texts
+    return [stripped for text in given if (stripped := str(text).strip())]
+
+
+def _missing(prompt: Prompt) -> str:
+    return f"prompt {prompt.id!r} has neither a target nor info['answers']"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExactText(Reward):
+class ExactText(TargetReward):
     """1 if the final answer is the target or one of `prompt.info["answers"]`; otherwise 0.
 
-    The final answer is the content of `<answer>` after the thinking; without the tag, all text
-    after the thinking. Whitespace around it is ignored.
+    The final answer is the content of `<answer>` after the thinking; without the tag, it is all
+    text after the thinking. Whitespace around the final answer is ignored.
     """
 
     ignore_case: bool = False
@@ -41,6 +43,8 @@ class ExactText(Reward):
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
         targets = _targets(prompt)
+        if not targets:
+            return self.neutral(_missing(prompt), ("accuracy",))
         answer = extract_text(text)
         folded = self._folded(answer)
         # Without punctuation "?" is empty, and an empty answer is never correct.
@@ -63,7 +67,7 @@ class ExactText(Reward):
 
 
 def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
-    """Return the F1 score of the words in any order: 2 shared / (answer + target).
+    """Return the F1 score of the words in any order: twice the shared words / all words.
 
     >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
     0.8
@@ -74,10 +78,10 @@ def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
 
 
 def letter_similarity(answer: str, target: str) -> float:
-    """Return 2 L / (length + length), with L the length of the longest common subsequence.
+    """Return 2 L / (sum of both lengths), where L is the longest common subsequence's length.
 
-    This is 1 minus the fraction of letters to delete or insert. L is computed row by row, with each
-    row in the bits of one integer (Hyyrö 2004).
+    The result is 1 minus the fraction of letters that must be deleted or inserted. The length L is
+    computed row by row; the bits of one integer represent a row (Hyyrö 2004).
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154
@@ -95,26 +99,31 @@ def letter_similarity(answer: str, target: str) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FuzzyText(Reward):
+class FuzzyText(TargetReward):
     """The similarity of the final answer to the target, or to the nearest of `info["answers"]`.
 
-    The mean of `word_overlap` and `letter_similarity`, without case and whitespace. Only the first
-    2,000 characters are compared. If one text is longer, the result is multiplied by the ratio of
-    lengths, so that padding never helps. The final answer is extracted as in `ExactText`.
+    The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
+    whitespace. Only the first 2,000 characters are compared. If the lengths differ, the result is
+    multiplied by the ratio of the lengths, so that padding never helps. The final answer is
+    extracted as in `ExactText`.
     """
 
     threshold: float = 0.9
     """Minimum similarity of a successful completion."""
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_option(
             0 < self.threshold <= 1, f"threshold = {self.threshold} must be above 0 and at most 1"
         )
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
+        targets = _targets(prompt)
+        if not targets:
+            return self.neutral(_missing(prompt), ("similarity", "words", "letters"))
         answer = extract_text(text)
-        reward, words, letters = max(self._compare(answer, t) for t in _targets(prompt))
+        reward, words, letters = max(self._compare(answer, t) for t in targets)
         return Score(
             reward=reward,
             success=reward >= self.threshold,

@@ -1,7 +1,7 @@
 """SHA-256 digests of a checkpoint's files, to detect damage.
 
 SHA256SUMS has the format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older versions have
-no such file and are not checked.
+no file SHA256SUMS and are not checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digests of all files in a folder, and wait until those files are on disk."""
+    """Write the digests of all files in a folder, and wait until all these files are on disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:  # the system writes to disk while the digests are computed
         synced = [pool.submit(sync, file) for file in files]

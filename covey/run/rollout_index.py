@@ -1,7 +1,7 @@
 """Index of a rollout file: the offset of each line, and the fields that lists and filters need.
 
-A file may have a gigabyte. Each request reads some more lines, for a fraction of a second. The full
-rollout is read from its offset when the page shows it.
+A rollout file may have a gigabyte. Each request of the web page indexes further lines for a
+fraction of a second. A full rollout is read from its offset in the file when the page shows it.
 """
 
 from __future__ import annotations
@@ -9,29 +9,50 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, NotRequired
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import from_json
+from typing_extensions import TypedDict
 
 from covey.errors import RunError
-from covey.run.records import OLD_ROLLOUT, ROLLOUT, Row, open_file, parse_line, renamed
+from covey.run.records import OLD_ROLLOUT, ROLLOUT, Number, Row, open_file, parse_line, renamed
 
 LONGEST = 2**26
 """Maximum length of a line in bytes; longer lines are not shown."""
 HEAD = 160
-"""Number of characters of each text that lists show."""
+"""Number of characters of each text that a list shows."""
 KEPT = 4
 """Number of files whose index stays in memory."""
 
 
+@with_config(ConfigDict(strict=True))
+class _Listed(TypedDict):
+    """The fields of a line that the index needs. Log-probabilities, the largest, are skipped."""
+
+    prompt_id: str
+    prompt: str
+    target: Annotated[str, Field(validation_alias=AliasChoices("target", "answer"))]
+    text: str
+    reward: Number | None
+    success: bool | None
+    advantage: Number | None
+    finish: NotRequired[str]
+    tokens: NotRequired[list[Any]]
+
+
+LISTED: TypeAdapter[_Listed] = TypeAdapter(_Listed)
+
+
 class Entry(NamedTuple):
-    """The fields of a line that the index keeps."""
+    """The fields of a rollout that the index stores."""
 
     line: int
     """Line number, from 1."""
@@ -39,25 +60,24 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. `target` and `text` are shortened too."""
+    """The beginning of the prompt. The field `target` is shortened too."""
     target: str
-    text: str
-    sample: int
+    text: int
+    """Hash of the text: completions with the same hash are the same."""
     reward: float | None
     success: bool | None
-    advantage: float | None
     finish: str
     tokens: int
-    turns: int
-    parts: Mapping[str, float]
 
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of one file, up to the line that was read last."""
+    """The index of one rollout file, up to the last line that was read."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
+    groups: dict[str, list[Entry]] = field(default_factory=dict)
+    """The entries of each prompt, by its id."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0
@@ -67,7 +87,7 @@ class RolloutIndex:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def update(self, seconds: float) -> None:
-        """Read more lines, for at most this many seconds."""
+        """Read and index further lines for at most this many seconds."""
         until = time.monotonic() + seconds
         with self._lock:
             with open_file(self.path) as file:
@@ -88,14 +108,37 @@ class RolloutIndex:
             size += len(more)
             self._note(f"{self.path} line {self._lines} is longer than 64 MiB; it is left out")
         else:
-            row = _row(raw)
+            row = _listed(raw)
             if row is not None:
-                self.entries.append(_entry(row, self._lines, self._offset, size))
+                self._keep(row, size)
             elif raw.endswith(b"\n"):
                 self._note(parse_line(self.path, self._lines, raw, ROLLOUT).problem)
             else:
                 self._note(f"{self.path}: its last line is cut off; it is left out")
         self._offset += size
+
+    def _keep(self, row: _Listed, size: int) -> None:
+        group = self.groups.setdefault(row["prompt_id"], [])
+        prompt, target = row["prompt"][:HEAD], row["target"][:HEAD]
+        if group:  # share equal texts: a file may have a hundred thousand lines
+            first = group[0]
+            prompt = first.prompt if first.prompt == prompt else prompt
+            target = first.target if first.target == target else target
+        entry = Entry(
+            line=self._lines,
+            offset=self._offset,
+            size=size,
+            prompt_id=group[0].prompt_id if group else row["prompt_id"],
+            prompt=prompt,
+            target=target,
+            text=hash(row["text"]),
+            reward=row["reward"],
+            success=row["success"],
+            finish=sys.intern(row.get("finish", "")),
+            tokens=len(row.get("tokens", ())),
+        )
+        group.append(entry)
+        self.entries.append(entry)
 
     def _note(self, text: str) -> None:
         if len(self.notes) < 5:
@@ -103,8 +146,9 @@ class RolloutIndex:
 
     def row(self, line: int) -> Row:
         """Read a rollout from the file, by its line number, and return it."""
-        entry = next((entry for entry in self.entries if entry.line == line), None)
-        row = None if entry is None else self._read(entry)
+        place = bisect_left(self.entries, line, key=lambda entry: entry.line)
+        found = self.entries[place : place + 1]
+        row = self._read(found[0]) if found and found[0].line == line else None
         if row is None:
             raise RunError(f"{self.path} has no readable line {line}")
         return row
@@ -115,7 +159,7 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return the lines with `words` in prompt, target or text, and if all were searched."""
+        """Return lines with `words` in prompt, target or text, and whether all were searched."""
         until = time.monotonic() + seconds
         found: set[int] = set()
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.
@@ -146,28 +190,16 @@ def _row(raw: bytes) -> Row | None:
     return renamed([row], OLD_ROLLOUT)[0]
 
 
-def _entry(row: Row, line: int, offset: int, size: int) -> Entry:
-    return Entry(
-        line=line,
-        offset=offset,
-        size=size,
-        prompt_id=row["prompt_id"],
-        prompt=row["prompt"][:HEAD],
-        target=row["target"][:HEAD],
-        text=row["text"][:HEAD],
-        sample=row.get("sample", 0),
-        reward=row["reward"],
-        success=row["success"],
-        advantage=row["advantage"],
-        finish=row.get("finish", ""),
-        tokens=len(row.get("tokens", ())),
-        turns=len(row.get("turns", ())),
-        parts=row.get("parts", {}),
-    )
+def _listed(raw: bytes) -> _Listed | None:
+    """Parse the fields that lists show; None if the line is not a rollout."""
+    try:
+        return LISTED.validate_json(raw)
+    except ValidationError:
+        return None
 
 
 class RolloutIndexes:
-    """The indexes of the most recently used files."""
+    """The indexes of the most recently used rollout files."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Path, int, int], RolloutIndex] = {}

@@ -1,4 +1,4 @@
-"""Scoring jobs: completions to score, their results, and calling the reward."""
+"""Scoring jobs: completions to score, their results, and calls of the reward function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from covey.rewards.score import NO_CALL, Call, Reward, Score
+from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
 from covey.types import Prompt
 
 _INSTALLED = (
@@ -29,14 +29,17 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The fraction of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction."""
     call: Call = NO_CALL
     """Other arguments that a user's function may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """A score, or the error that prevented it. Both are None if the reward skips a completion."""
+    """The score of a completion, or the error that prevented scoring.
+
+    Score and error are both None if the reward skips a completion.
+    """
 
     score: Score | None = None
     error: str = ""
@@ -45,14 +48,14 @@ class ScoreResult:
 
 
 class Pending(Protocol):
-    """Results that arrive later, such as a Future."""
+    """Results of a job that arrive later, such as a Future."""
 
     def result(self) -> list[ScoreResult]:
         """Wait for the results, one for each completion of the job."""
 
 
 class Scorer(Protocol):
-    """Takes jobs as completions finish, and returns results later."""
+    """Receives jobs as completions finish, and returns their results later."""
 
     @property
     def identity(self) -> str:
@@ -63,7 +66,7 @@ class Scorer(Protocol):
         """Whether a job must contain all completions of a group."""
 
     def submit(self, job: Job) -> Pending:
-        """Start or queue a job."""
+        """Start or queue a scoring job."""
 
     def events(self) -> list[str]:
         """Return a line for each worker process that was replaced since the last call."""
@@ -85,13 +88,18 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     for text in job.texts:
         try:
             results.append(checked(reward(job.prompt, text)))
+        except SkippedError:
+            results.append(ScoreResult())
         except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
 
 
 def _takes_groups(reward: Any) -> bool:
-    """Whether a reward scores a list of completions. Only `whole_groups` says so for a class."""
+    """Whether a reward scores a list of completions in one call.
+
+    For a class, the attribute `whole_groups` decides.
+    """
     return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 
 
@@ -109,7 +117,7 @@ def _arguments(reward: Any, job: Job) -> tuple[Any, ...]:
 
 
 def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> list[ScoreResult]:
-    """Check the scores of a group one by one, so that an invalid one does not affect the others."""
+    """Check the scores of a group one by one, so that an invalid score affects no other score."""
     texts, skips = job.texts, getattr(reward, "skips_none", False)
     if len(scores) != len(texts):
         raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
@@ -135,19 +143,24 @@ def checked(score: Score | None) -> ScoreResult:
         if not math.isfinite(value):
             raise ValueError(f"the part {name} is {value}")
     return ScoreResult(
-        score=Score(reward=float(score.reward), success=bool(score.success), parts=parts)
+        score=Score(
+            reward=float(score.reward),
+            success=bool(score.success),
+            parts=parts,
+            feedback=str(score.feedback),
+        )
     )
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return a result with the error and its place in the code for each completion."""
+    """Return a result with the error and its line of code for each completion."""
     trace = "".join(traceback.format_exception(error))
     what = f"{type(error).__name__}: {error}{_place(error)}"
     return [ScoreResult(error=what, trace=trace)] * len(texts)
 
 
 def _place(error: Exception) -> str:
-    """Return the file and line of the user's own code that raised an error; empty if none did."""
+    """Return the file and line of the user's own code that raised an error, or an empty text."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
@@ -157,6 +170,6 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward at this point of the run, because its weights may follow a schedule."""
+    """Return the reward with its weights at this point of the run, if they follow a schedule."""
     at = getattr(reward, "at", None)
     return reward if at is None else at(progress)

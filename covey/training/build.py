@@ -21,10 +21,11 @@ from covey.models.load_model import load_language_model
 from covey.models.model_path import adapter_base
 from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import make_reference, make_teacher
+from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
+from covey.rollout.privileged import Privileged, privileged_of
 from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
@@ -69,18 +70,20 @@ class Components:
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer of evaluations. It is the same object as `scorer`, unless evaluate.reward names
-    another reward, or several runs must be evaluated with the same reward."""
+    """The scorer of evaluations. The evaluation scorer is the same object as `scorer`, except if
+    evaluate.reward names another reward or if several runs must be evaluated with the same
+    reward."""
     baselines: Baselines | None = None
-    """Baselines on the held-out prompts. None if they cannot be computed."""
+    """Baselines on the held-out prompts. The value is None if the baselines cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """A lock, held from loading weights into the engine until generation with them ends."""
+    """A lock for the engine, from loading its weights to the end of generation with these
+    weights."""
     sampling: Sampling
     interaction: Interaction | None = None
-    """The interaction with an environment. None if every rollout is one completion."""
+    """The interaction with an environment. The value is None if every rollout is one completion."""
     world: World = field(default_factory=World)
 
     def close(self) -> None:
@@ -94,17 +97,19 @@ class Components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(Components):
-    """The parts of a run of reinforcement learning."""
+    """The parts of a reinforcement learning run."""
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
     objective: Objective
     step_settings: StepSettings
     teacher: Reference | None = None
+    privileged: Privileged | None = None
+    """Writes the prompts of a self-teacher. None if the policy is not its own teacher."""
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
-        """Return the learner of the training step that begins at `state`."""
+        """Return the learner for the training step that begins at `state`."""
         base = Learner(
             policy=self.policy,
             objective=self.objective,
@@ -124,7 +129,7 @@ def assemble(
     world: World = World(),  # noqa: B008 - without state
     environment: Factory | None = None,
 ) -> Parts:
-    """Build all parts of a run; objects passed from Python replace those named in the config."""
+    """Build all parts of a run; objects passed from Python replace the ones in the config."""
     check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = _prompts(config, task)
@@ -156,15 +161,14 @@ def assemble(
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
+        privileged=privileged_of(config.teacher, model, objective, train_prompts),
         critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
         sampling=with_stops(sampling, interaction),
         interaction=interaction,
         objective=objective,
-        step_settings=step_settings_of(
-            config, objective, sampling, exact_logp=engine.info.exact_logp
-        ),
+        step_settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
     )
 
 
@@ -205,7 +209,7 @@ def reference_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Reference | None:
-    """Build the reference policy, if the objective needs one."""
+    """Build the reference policy, if the objective needs a reference."""
     if "reference" not in objective.needs:
         return None
     if config.cluster.address and config.cluster.reference_actor:
@@ -221,15 +225,19 @@ def teacher_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Reference | None:
-    """Load the teacher, if the objective needs one."""
+    """Load the teacher model, if the objective needs a teacher."""
     if "teacher" not in objective.needs:
         return None
+    offload = config.teacher.offload
+    if "privileged" in objective.needs:
+        own = partial(_load_frozen, config, model, world, offload=offload)
+        return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
         # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
-        return _load_frozen(alone, model, world, offload=config.teacher.offload)
+        return _load_frozen(alone, model, world, offload=offload)
 
     return make_teacher(config, policy=model, load=load)
 
@@ -240,28 +248,27 @@ def critic_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Critic | None:
-    """Load the critic, if the objective trains one."""
+    """Load the critic, if the objective trains a critic."""
     if "values" not in objective.needs:
         return None
-    if world.size > 1:
-        raise ConfigError(
-            f"config: {config.objective.name} trains a critic, which works on one rank; start one "
-            "process, or take an algorithm without a critic"
-        )
 
     def load(path: str) -> LanguageModel:
         section = config.model.model_copy(update={"path": path})
-        return load_model(config.model_copy(update={"model": section}))
+        device = world.device(config.model.device)
+        return load_model(config.model_copy(update={"model": section}), device)
 
-    return make_critic(
+    critic = make_critic(
         config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
     )
+    if not isinstance(world, Ranks):
+        return critic
+    return replace(critic, sums=GradientSums(world, critic.optimizer))
 
 
 def _load_frozen(
     config: Config, policy: LanguageModel, world: World, *, offload: bool
 ) -> LanguageModel:
-    """Load a frozen model beside the policy, sharded over the ranks if the policy is."""
+    """Load a frozen model in addition to the policy; shard it if the policy is sharded."""
     found = load_model(config, world.device(config.model.device))
     if not policy.sharded:
         return found
@@ -342,12 +349,13 @@ def policy_of(
 
 
 def step_settings_of(
-    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+    config: Config, objective: Objective, sampling: Sampling, exact_logp: bool
 ) -> StepSettings:
     """Return the settings that turn a batch into optimizer steps, with their learning rates.
 
-    The engine declares `exact_logp`: whether its log-probs may be used as old_logp. The log-probs
-    of stale rollouts may be used too, if the objective's ratio has to correct for staleness.
+    `exact_logp` is declared by the engine, and says whether its log-probs may be used as old_logp.
+    The engine's log-probs of stale rollouts may be used too, if the objective's ratio has to
+    correct for staleness.
     """
     source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file
@@ -374,7 +382,7 @@ def step_settings_of(
 
 
 def learner_at(base: Learner, config: Config, state: State) -> Learner:
-    """Return a learner with the beta and the learning rate of the step that begins at `state`."""
+    """Return a learner with the KL weight and learning rate of the step that begins at `state`."""
     rate = schedule_of(config, state.used(base.policy))
     return replace(
         base,

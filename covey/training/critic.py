@@ -1,9 +1,9 @@
 """The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
 The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
-mix the two gradients, whose scales are unrelated. A head on detached hidden states could only use
-information that the policy already represents. The cost is a second model in training, which
-`covey plan` counts.
+mix the gradients of policy and critic, whose scales are unrelated. A head on detached hidden states
+could only use information that the policy already represents. The cost of a separate critic is a
+second model in training, which `covey plan` counts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from covey.config import Config
 from covey.errors import ConfigError, RunError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import predicting_hidden
-from covey.models.micro_batches import micro_batches
 from covey.objective import Objective, value_loss
 from covey.objective.critic import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.reference.fingerprint import tokenizer_digest
 from covey.training.optimizer import Optimizer, Stepped
+from covey.training.parallel.gradients import GradientSums
+from covey.training.parallel.passes import rank_passes
+from covey.training.parallel.world import World
 from covey.types import Batch, Totals
 
 if TYPE_CHECKING:
@@ -49,20 +51,22 @@ class Critic:
     optimizer: Optimizer
     learning_rate: float
     warmup_steps: int = 0
+    sums: GradientSums | None = None
+    """Sums gradients over ranks, each of which has a whole critic. None if there is one rank."""
 
     def warms_up(self, step: int) -> bool:
-        """Whether training step number `step`, from 1, trains the critic alone."""
+        """Whether training step number `step`, counted from 1, trains only the critic."""
         return step <= self.warmup_steps
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the value before every trained token [B, T], 0 elsewhere; in float32 or better."""
+        """Return the critic's value before every trained token [B, T], and 0 for other tokens."""
         hidden, _, cells = predicting_hidden(self.model, batch)
         values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         blank = values.new_zeros(batch.mask.numel())
         return blank.index_copy(0, cells, values).view_as(batch.mask)
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer into a checkpoint."""
+        """Write the critic's weights and optimizer state into a checkpoint."""
         masters = {k: v.detach().contiguous() for k, v in self.optimizer.masters.items()}
         moments = {k: v.contiguous() for k, v in self.optimizer.state().items()}
         try:
@@ -72,7 +76,7 @@ class Critic:
             raise OSError(str(error)) from None
 
     def load(self, folder: Path) -> None:
-        """Restore the weights and optimizer that `save` wrote."""
+        """Restore the critic's weights and optimizer state from a checkpoint."""
         try:
             weights, moments = load_file(folder / WEIGHTS_FILE), load_file(folder / OPTIMIZER_FILE)
             if weights.keys() != self.optimizer.masters.keys():
@@ -89,7 +93,10 @@ def make_critic(
     load: Callable[[str], LanguageModel],
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
 ) -> Critic:
-    """Build the critic. `load` loads its model, which must have the policy's tokenizer."""
+    """Build the critic.
+
+    The function `load` loads the critic's model, which must have the policy's tokenizer.
+    """
     section = config.critic
     model = load(section.path or config.model.path)
     if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
@@ -123,18 +130,26 @@ def critic_step(
     *,
     micro_batch_tokens: int,
     meter: Meter,
+    world: World = World(),  # noqa: B008 - without state
 ) -> Stepped:
     """Take an optimizer step of the critic on the mini-batch of a policy optimizer step."""
     critic.model.model.train()
     losses = []
-    for rows in micro_batches(mini, micro_batch_tokens):
+    for rows, counts in rank_passes(mini, micro_batch_tokens, world):
         micro = mini.rows(rows)
         output = value_loss(objective, micro, critic.values(micro), totals)
-        output.loss.backward()
-        observe_values(meter, micro, output)
-        losses.append(output.loss.detach())
+        (output.loss * counts).backward()
+        if counts:
+            observe_values(meter, micro, output)
+            losses.append(output.loss.detach())
+    if critic.sums is not None:
+        critic.sums.finish()
     stepped = critic.optimizer.step(critic.learning_rate)
-    meter.add("loss/value", float(torch.stack(losses).sum()))
+    # Each rank has computed only a part of the loss.
+    loss = float(torch.stack(losses).sum()) if losses else 0.0
+    meter.add("loss/value", loss, count=float(world.is_main))
+    if not world.is_main:
+        return stepped
     meter.add("critic/skipped", float(stepped.skipped))
     if not stepped.skipped:
         meter.add("critic/grad_norm", stepped.grad_norm)
@@ -142,7 +157,7 @@ def critic_step(
 
 
 def critic_metrics(batch: Batch) -> dict[str, float]:
-    """Return how well the critic predicted the values of this step before training on them."""
+    """Return metrics of the critic's predictions in this step, before the critic trains on it."""
     assert batch.values is not None
     assert batch.targets is not None
     explained = explained_variance(batch.values, batch.targets, batch.mask)

@@ -1,6 +1,6 @@
-"""The API of the page: each function here returns the plain data of one URL.
+"""The API of the page: each function of this module returns the data of one URL.
 
-Control characters in all texts are escaped, and the page inserts them as text, not as HTML.
+Control characters in all texts are escaped, and the page inserts all texts as text, not as HTML.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from covey.ui.find_runs import (
     settings_cached,
 )
 from covey.ui.processes import Explorer, Jobs, covey_json
-from covey.ui.step_table import StepTables, curve
+from covey.ui.step_table import SAMPLED, StepTables, curve
 
-READ_SECONDS = 0.06
-"""Seconds that a request may spend reading a file. The page asks again until all is read."""
-TABLE_BYTES = 150 * 2**20
+READ_SECONDS = 0.04
+"""Seconds that a request may spend reading a file. The page repeats the request until the whole
+file is read."""
+LEAST_SAMPLED = 40
+"""Number of steps that are sampled from each file, however many runs are overlaid."""
+TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
 """Seconds after which folders are searched for new runs again."""
@@ -45,12 +48,12 @@ Query = Mapping[str, str]
 
 
 class NotFound(CoveyError):
-    """There is no such run or comparison."""
+    """Raised if the requested run or comparison does not exist."""
 
 
 @dataclass(slots=True)
 class Site:
-    """The runs that a page shows, and the caches that are kept between requests."""
+    """The runs that the web page shows, and the caches that are kept between requests."""
 
     roots: Sequence[Path]
     tables: StepTables = field(default_factory=lambda: StepTables(TABLE_BYTES))
@@ -68,14 +71,17 @@ class Site:
         return found
 
     def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
-        """Return the run or comparison of a request. Ids are never used as parts of paths."""
+        """Return the run or comparison of a request.
+
+        The id in a request is never used as part of a path.
+        """
         place = self.places().get(query.get(key, ""))
         if place is None or place.kind != kind:
             raise NotFound(f"there is no {kind} {query.get(key, '')!r}")
         return place
 
     def close(self) -> None:
-        """End the processes that were started."""
+        """End the processes that the page started."""
         self.jobs.close()
         self.explorer.close()
 
@@ -109,20 +115,30 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 
 
 def series(site: Site, query: Query) -> dict[str, Any]:
+    """Return curves of one or several runs, whose ids are separated by NUL.
+
+    All runs share the time for reading. The page asks again for those that are not read yet.
+    """
+    ids = query.get("run", "").split("\0")
+    until = time.monotonic() + READ_SECONDS
+    samples = max(LEAST_SAMPLED, SAMPLED // len(ids))
+    return {"runs": [_curves(site.place({"run": i}), site, query, until, samples) for i in ids]}
+
+
+def _curves(place: Place, site: Site, query: Query, until: float, samples: int) -> dict[str, Any]:
     """Return the curves of the metrics in `metrics`, and the names of all metrics."""
-    place = site.place(query)
     table = site.tables[place.path]
-    pieces = table.update(READ_SECONDS)
-    known = {name for piece in pieces for name in piece}
-    asked = [name for name in query.get("metrics", "").split(",") if name]
     axis = query.get("axis", "step")
+    asked = [name for name in query.get("metrics", "").split(",") if name]
+    pieces = table.update({axis, *asked}, until - time.monotonic(), samples)
+    known = {name for piece in pieces for name in piece}
     names = [name for name in asked if name in known and axis in known]
     between = (_number(query, "from", -1.0), _number(query, "to", float("inf")))
     points = int(min(4000, max(2, _number(query, "points", 600))))
     evaluations, notes = evaluations_cached(RunFolder(place.path))
     return {
         "run": place.id,
-        "names": sorted(known),
+        "names": sorted(table.names),
         "curves": {name: curve(pieces, name, points, axis=axis, between=between) for name in names},
         "evaluations": [_evaluation(row) for row in evaluations],
         "rows": sum(len(piece["step"]) for piece in pieces),
@@ -179,7 +195,7 @@ def _number(query: Query, name: str, default: float) -> float:
 
 
 def rollouts_file(site: Site, query: Query) -> Path:
-    """Return the file of the step that a request names."""
+    """Return the rollout file of the step that a request names."""
     place, step = site.place(query), int(_number(query, "step", 0))
     kept = dict(RunFolder(place.path).numbered("rollouts", ".jsonl"))
     if step not in kept:

@@ -144,8 +144,8 @@ AS_PIECES: dict[str, dict[str, Any]] = {
     "opd": {"advantage": "towards_teacher", "surrogate": "unclipped"},
     "gigpo": {"advantage": "by_state", "weights": "sequence_mean_token_mean"},
 }  # fmt: skip
-# More than pieces: a ratio to the sampler, a correction, and a critic.
-OTHERS = {"scalerl", "decoupled_ppo", "ppo"}
+# More than pieces: a ratio to the sampler, a correction, privileged text, and a critic.
+OTHERS = {"scalerl", "decoupled_ppo", "sdpo", "ppo"}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
@@ -251,7 +251,7 @@ def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) -> None:
-    teacher = ["teacher.path=embedded"] if name == "opd" else []
+    teacher = {"opd": ["teacher.path=embedded"], "sdpo": ["teacher.policy=frozen"]}.get(name, [])
     config = resolve(load_config(None, [f"objective.name={name}", *teacher]))
     assert from_toml(tmp_path, to_toml(config)) == config
     assert set(config.objective.options) == {*options_of(ALGORITHMS[name]), *SHARED}

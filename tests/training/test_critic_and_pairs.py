@@ -20,7 +20,6 @@ from covey.stopping import StopSignal
 from covey.training.build import assemble, critic_of
 from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE
 from covey.training.loop import train
-from covey.training.parallel.world import World
 from covey.training.preferences import read_pairs
 from covey.training.resolve import resolve
 from covey.training.row_facts import RowFacts
@@ -192,11 +191,3 @@ def test_a_file_with_errors_is_refused_with_the_line(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(given: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(*given)
-
-
-def test_a_critic_works_on_one_rank() -> None:
-    class Two(World):
-        size = 2
-
-    with pytest.raises(ConfigError, match="one rank"):
-        critic_of(config_of(*PPO), build("llama"), build_objective("ppo"), Two())

@@ -133,6 +133,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than log-probs"
         raise RunError(f"a recorded rollout of the step, of prompt {row['prompt_id']}, {what}")
     values = {name: row[name] for name in _RECORDED}
+    values["teacher_prompt"] = tuple(row.get("teacher_prompt", ()))
     if row.get("segments"):
         return _multi_turn(row, values)
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
@@ -215,8 +216,9 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     if found.checkpoint is not None:
         number, path = found.step, str(found.checkpoint)
         state = checkpoint.load(learner.policy, learner.reference, found.checkpoint, number)
-        if learner.critic is not None:
-            learner.critic.load(found.checkpoint)
+        for other in (learner.critic, learner.teacher):
+            if other is not None:
+                other.load(found.checkpoint)
     behind = max(0, step - 1 - number)
     origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)

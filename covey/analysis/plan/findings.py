@@ -16,6 +16,7 @@ from covey.analysis.plan import (  # noqa: F401
     data_settings,
     idle_settings,
     risky_settings,
+    teacher_settings,
 )
 from covey.analysis.plan.equivalence import normal_form, up_to_a_factor
 from covey.analysis.plan.finding import RULES, Finding, Said, Setup, setup_of
@@ -91,6 +92,7 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
     rest = config.model_dump(
         exclude={
             "objective": True,
+            "reward_change": True,
             "scoring": True,
             "save": True,
             "evaluate": True,

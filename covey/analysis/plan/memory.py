@@ -265,7 +265,8 @@ class _Run:
         """Return whether a reference or a teacher runs on this device."""
         needs, config = self.objective.needs, self.config
         reference = "reference" in needs and config.reference.kind != "server"
-        return reference or ("teacher" in needs and bool(config.teacher.path))
+        teacher = config.teacher.path or config.teacher.policy
+        return reference or ("teacher" in needs and bool(teacher))
 
     def _pass_parts(self, batch: Pass) -> list[Part]:
         """Return the memory of forward passes, with gradient and without."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from covey.objective import distill, ratio, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
@@ -14,18 +16,21 @@ def opd(*, task: float = 0.0) -> Objective:
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
 
-    With discount 0 each token is penalised only for its own KL, given its prefix. On policy, this
-    has the gradient of a k2 penalty to the teacher in the loss. With discount 1 the gradient is the
-    exact gradient of the KL of whole completions; it has more variance. GRPO's advantage is added
-    with the weight `task`; with task 0, neither rewards nor groups are needed.
+    With discount 0, each token is penalised only for its own KL, given its prefix. On policy, the
+    gradient with discount 0 equals that of a k2 penalty to the teacher in the loss. With discount
+    1, the gradient is the exact gradient of the KL of whole completions, and has more variance.
+    GRPO's advantage is added with the weight `task`; with `task = 0`, `opd` needs no rewards and no
+    groups.
 
     The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
-    The paper differentiates the KL over the whole vocabulary. Here the KL of the sampled token is a
-    reward, so the teacher may also run on a server that returns only that token's log-probability.
+    The paper differentiates the KL over the whole vocabulary. In Covey, the KL of the sampled token
+    is a reward, so the teacher may also run on a server that returns only the sampled token's
+    log-probability.
 
-    Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries take
-    that of the sampler or of the current policy; on policy, all three are the same.
+    Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries use
+    the log-probability of the sampler or of the current policy; on policy, all three
+    log-probabilities are the same.
     """
     return Objective(
         advantage=distill.towards_teacher,
@@ -33,4 +38,33 @@ def opd(*, task: float = 0.0) -> Objective:
         surrogate=surrogate.unclipped,
         weights=weights.token_mean,
         reads=distill.READS | ({"groups"} if task else set()),
+    )
+
+
+@takes("discount", "scale", "task", "max_weight", "beta", "kl", "ddof", "eps")
+def sdpo(*, task: float = 0.0) -> Objective:
+    """Self-Distillation Policy Optimization, arXiv 2601.20802: the policy, told more, teaches.
+
+        teacher_logp = log pi(y_t | prompt with privileged text, y_<t)
+        A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
+        loss = - 1/T sum_i sum_t sg(min(r, max_weight)) A_t logp,  r = exp(logp - old_logp)
+
+    The teacher is the policy itself, with privileged text in its prompt: a correct completion of
+    the same group (never the row itself), the reward's feedback on the row, or a column of the
+    data. It reads the same completion tokens, so it says of each token whether the policy would
+    still choose it if it knew more. The weights of the teacher are `teacher.policy`.
+
+    A completion without privileged text teaches nothing. With task 0 its tokens are not trained
+    and not counted in T, as in the authors' code. With task above 0 it has GRPO's advantage only.
+
+    Departure: the authors differentiate a Jensen-Shannon divergence over the 100 likeliest tokens.
+    Here the KL of the sampled token is a reward, as in `opd` and in TRL's SDPO. Rewards and
+    feedback mix by `task` in one loss, over one number of tokens.
+    """
+    return Objective(
+        advantage=distill.towards_teacher,
+        ratio=ratio.token,
+        surrogate=partial(surrogate.truncated_weight, max_weight=2.0),
+        weights=weights.token_mean,
+        reads=distill.READS | {"privileged"} | ({"groups"} if task else set()),
     )

@@ -1,12 +1,15 @@
-"""Choose the rows of a batch that this rank computes, and divide them into passes."""
+"""Choose the rows of a batch that this rank computes, and divide the rows into forward passes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from covey.accel.packing import to_device
+from covey.models.logp import LogProbs
 from covey.models.micro_batches import micro_batches
 from covey.training.parallel.world import World
 from covey.types import Batch
@@ -17,22 +20,23 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """False if these rows are placeholders, whose results are ignored because another rank computes
-    the same rows. Placeholders give all ranks the same number of passes, because with sharded
-    parameters every pass involves all ranks."""
+    """Whether the results of this pass count. The results do not count if the rows are
+    placeholders, because another rank computes the same rows. Placeholders give all ranks the same
+    number of passes; with sharded parameters, every pass involves all ranks."""
 
 
 def without_weight(rows: Batch) -> Batch:
-    """Return placeholder rows, whose pass adds nothing to the gradient."""
+    """Return the rows with weight 0, as placeholders that add nothing to the gradient."""
     assert rows.weight is not None, "weights come from the whole step"
     return replace(rows, weight=torch.zeros_like(rows.weight))
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
-    """Return the micro-batches of this rank. Ranks have equally many, of similar sizes.
+    """Return this rank's micro-batches.
 
-    All ranks have the same batch, so each computes the same split on its own. To balance the sizes,
-    the token limit is lowered as far as possible without adding passes.
+    All ranks have the same number of micro-batches, of similar sizes. All ranks have the same
+    batch, so each rank computes the same split without communication. To balance the sizes, the
+    token limit is lowered as far as possible without adding passes.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:
@@ -52,3 +56,35 @@ def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pas
     stand_in = Pass(lengths.argmin()[None], False)
     passes += [stand_in] * (wanted - len(passes))
     return passes[world.rank :: world.size]
+
+
+def whole_batch(
+    batch: Batch,
+    micro_batch_tokens: int,
+    logp: Callable[[Batch], LogProbs],
+    world: World = World(),  # noqa: B008 - without state
+) -> LogProbs:
+    """Run `logp` over micro-batches, and return the rows in their original order."""
+    return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
+
+
+def in_passes(
+    batch: Batch,
+    micro_batch_tokens: int,
+    compute: Callable[[Batch], Sequence[torch.Tensor]],
+    world: World = World(),  # noqa: B008 - without state
+    count: int = 1,
+) -> torch.Tensor:
+    """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
+
+    Exactly one rank computes each row, so that the sum over ranks is exact.
+    """
+    whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
+    for index, counts in rank_passes(batch, micro_batch_tokens, world):
+        part = compute(batch.rows(index))
+        if counts:
+            (rows,) = to_device([index], whole.device)
+            for target, values in zip(whole, part, strict=True):
+                target[rows, : values.shape[1]] = values.float()
+    world.sum_in_place(whole)
+    return whole

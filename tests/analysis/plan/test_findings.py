@@ -142,6 +142,17 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "tight clip": (["objective.clip_low=3e-4", "objective.clip_high=4e-4"], "risk",
                    "objective.clip_low = 0.0003, clip_high = 0.0004 clip token ratios",
                    [ONCE, "objective.clip_low=3e-4", "objective.clip_high=4e-4"]),
+    "teacher without use": (["teacher.policy=frozen"], "idle", "teacher.policy = 'frozen' has no effect",
+                            ["objective.name=sdpo", "teacher.policy=frozen"]),
+    "teacher that knows nothing": (
+        ["objective.name=sdpo", "teacher.policy=current", "teacher.context={success = '{text}'}", "rollout.group_size=1"],
+        "risk", "teacher.context = success has no other completion to show",
+        ["objective.name=sdpo", "teacher.policy=current", "rollout.group_size=1"],
+    ),
+    "teacher that is the policy": (
+        ["objective.name=sdpo", "teacher.policy=moving", "teacher.alpha=1.0"], "idle",
+        "teacher.policy = 'moving' is the same as 'current' here", ["objective.name=sdpo", "teacher.policy=moving"],
+    ),
     "critic without use": (["critic.learning_rate=1e-3"], "idle", "critic.learning_rate = 0.001 has no effect",
                            ["objective.name=ppo", "critic.learning_rate=1e-3"]),
     "critic without a rate": (["objective.name=ppo", "critic.learning_rate=0"], "risk", "critic.learning_rate = 0: the critic stays",
@@ -191,7 +202,7 @@ def test_every_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_algorithm_has_a_finding_with_the_packaged_recipe(name: str) -> None:
-    teacher = ["teacher.path=embedded"] if name == "opd" else []
+    teacher = {"opd": ["teacher.path=embedded"], "sdpo": ["teacher.policy=frozen"]}.get(name, [])
     found = [finding.title for finding in reported(f"objective.name={name}", *teacher)]
     assert found == []
 
