@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from covey.cli.screen import Screen
 from covey.cli.startup import (
-    STARTING,
     Model,
     Overrides,
     Source,
     Trust,
+    import_torch_when_used,
     resolved,
     settings_of,
     source_of,
@@ -28,6 +28,7 @@ from covey.models.model_path import prepare_hub
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
+    from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
@@ -88,7 +89,8 @@ def plan_command(
 
     label = source_of(source, settings)
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
-    with waiting(STARTING) as say, measuring() as measure:
+    import_torch_when_used()  # a plan uses nothing of it for the usual models
+    with waiting("reading the settings") as say, measuring() as measure:
         config = resolved(label, settings, model=False)
 
         from covey.analysis.plan.findings import findings
@@ -102,20 +104,27 @@ def plan_command(
         tell_defaults(label, config)
         if cluster or measure_steps:
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
-        plan, found = summarize(config, facts), findings(config, facts)
+        plan = summarize(config, facts)
         say(f"measuring {config.model.path}")
-        memory, problem, more = _memory(config, facts, gpu, ranks)
-        found = [*more, *found]
+        memory, problem, fits = _memory(config, facts, gpu, ranks)
+        found = [*fits, *findings(config, facts)]
     if as_json:
-        rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
-        data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
-        return typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
+        return typer.echo(json.dumps(_data(plan, memory, problem, found)))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_engine(config, console)
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
     _show_findings(found, console)
+
+
+def _data(
+    plan: Plan, memory: Forecast | None, problem: str, found: list[Finding]
+) -> dict[str, Any]:
+    """Return the plan as plain data, for --json."""
+    rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
+    known = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
+    return {**known, "memory_unknown": problem, "findings": rows}
 
 
 def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:

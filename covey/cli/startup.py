@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -67,6 +70,22 @@ Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
 """The status text while torch is imported, which takes seconds."""
+
+
+class _LateTorch(ModuleType):
+    """The module torch until something of it is used. Python's LazyLoader loads at `import`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+def import_torch_when_used() -> None:
+    """Make `import torch` wait until something of torch is used, because it takes seconds."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = module = _LateTorch("torch")
+        module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
 
 
 @contextmanager

@@ -12,7 +12,6 @@ that sampled the completions.
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """The name that peft gives to an adapter without a name."""
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
 """GPT-2's linear layer, whose weight is transposed."""
@@ -293,17 +291,3 @@ def save_adapter(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     assert model.adapter is not None
     model.adapter.save_pretrained(str(folder))
-
-
-def adapter_base(path: str) -> str | None:
-    """Return the base model of the adapter in a folder; None if the folder has no adapter."""
-    file = Path(path) / CONFIG_FILE
-    if not file.is_file() or (file.parent / "config.json").is_file():
-        return None
-    try:
-        base = json.loads(file.read_text())["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        base = None
-    if not isinstance(base, str) or not base:
-        raise ModelError(f"model: {file} does not name the adapter's base model")
-    return base

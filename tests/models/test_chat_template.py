@@ -6,9 +6,11 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import transformers
 from tokenizers.processors import TemplateProcessing
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
@@ -17,6 +19,7 @@ from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError, ModelError
 from covey.models.chat_template import Renderer, Template, make_renderer
 from covey.models.load_model import load_language_model
+from covey.models.template_worker import render
 from covey.rewards.build import make_reward
 from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
@@ -139,6 +142,34 @@ def test_chat_options_reach_the_chat_template() -> None:
 def test_chat_options_come_from_the_configuration() -> None:
     config = load_config("arithmetic", ["model.chat_options.enable_thinking=false"])
     assert template_of(config).chat_options == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        CHECKPOINT.joinpath("chat_template.jinja").read_text(),
+        "{% for m in messages %}\n  {% generation %}\n  {%- set seen = m.content %}{{ seen }}\n"
+        "  {% endgeneration %}{{ seen }}|\n{% endfor %}\n",
+        "{{ messages | tojson }} {{ tools | tojson(indent=2) }} {{ documents is none }}",
+        "{{ messages[0] | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}"
+        "{% break %}{% endfor %}",
+        "{%- if tools is defined and not tools -%} none {%- endif -%} {{ bos_token }}",
+        "{{ raise_exception('out of order') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_a_template_is_rendered_as_transformers_renders_it(template: str) -> None:
+    messages = [{**ASKED, "content": "a < b, ä"}, TOLD]
+    more: dict[str, Any] = {"bos_token": "<s>", "add_generation_prompt": True}
+    try:
+        (text,), _ = render_jinja_template([messages], chat_template=template, **more)
+        expected = {"text": text}
+    except jinja2.TemplateError as error:
+        expected = {"error": str(error)}
+    assert render({"messages": messages, "template": template, "arguments": more}) == expected
 
 
 def test_the_date_in_a_template_is_fixed() -> None:
