@@ -133,7 +133,8 @@ class EngineInfo:
     """A line for the user: how the engine generates, and why it uses no faster backend."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
-    trainer's up to float32 rounding. Log-probabilities of a truncated distribution never qualify.
+    trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
+    as `old_logp`.
     """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""
@@ -163,7 +164,7 @@ class Engine(Protocol):
     def events(self) -> list[str]:
         """Return a line for each repaired failure since the last call, such as a restart.
 
-        The run logs and counts these failures.
+        The run logs and counts the repaired failures.
         """
 
     def close(self) -> None:

@@ -89,5 +89,5 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Value of the bounded quantity if sampler and trainer agree, for corrections where this value is
-not 1."""
+"""For corrections that do not bound a ratio, the value of the bounded quantity if sampler and
+trainer agree."""

@@ -55,7 +55,7 @@ def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-ratio 0 with the gradient of x, for REINFORCE, which treats data as on policy."""
+    """The log-ratio 0 with the gradient of logp, for REINFORCE, which treats data as on-policy."""
     return x - x.detach()
 
 

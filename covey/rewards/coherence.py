@@ -20,8 +20,8 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Letter pairs of level RARE or below hardly occur in words. Each such pair lowers the sum of
-levels by RARE_COSTS."""
+"""Letter pairs of level RARE or below hardly occur in words. Each rare letter pair lowers the sum
+of levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
 """Every text counts as if it had PRIOR_PAIRS more letter pairs of level PRIOR, because few letters
 prove little."""
@@ -290,7 +290,7 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
 
 
 def _medley(kinds: Counter[str]) -> float:
-    """Return a factor below 1 for a text with more than three scripts, mostly signs, or noise."""
+    """Return a factor below 1 for a mix of over three alphabets, for many symbols, and for noise."""
     letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
     main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
     signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()

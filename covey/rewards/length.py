@@ -10,7 +10,7 @@ from covey.errors import ConfigError
 from covey.types import Rollout
 
 ROUNDING = 1e-9
-"""Allowed rounding error in a product such as 0.8 * 5, a fraction of the rollouts of a group."""
+"""Allowed rounding error in the product of a fraction and a group size, such as 0.8 * 5."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
 """A function that returns a penalty (0 or less) for each rollout of a group, to add to its

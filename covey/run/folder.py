@@ -49,7 +49,7 @@ from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
+"""`kind` in the environment.json of SFT runs; Covey 0.1 wrote "warmup"."""
 MOST_NAMED = 8
 """Maximum number of edited settings that a note names. The note only counts the settings beyond
 this number."""

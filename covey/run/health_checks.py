@@ -161,7 +161,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall may be less certain than the rise, because chance would have to produce both.
+    The fall of a part needs less evidence than the rise of the reward, because chance would have to
+    produce both.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -176,7 +177,7 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the change of a metric from its old mean to that of the last steps.
+    """Return the change of a metric from its old mean to its mean over the last steps.
 
     The change is 0 unless it is more than `errors` standard errors.
     """

@@ -82,7 +82,7 @@ def half_width(parts: Crossed, seeds: int, items: int) -> Array:
     """Return half the width of the 95 % interval of a mean over seeds and prompts.
 
     Each variance component is multiplied by the squared t quantile for its own degrees of freedom.
-    With two seeds, this quantile is 12.7 for the variance between seeds, and about 2 for the
+    With two seeds, the t quantile is 12.7 for the variance between seeds, and about 2 for the
     variance between prompts.
     """
     width = _quantile(seeds - 1) ** 2 * parts.over_seeds
@@ -151,9 +151,9 @@ def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
     Accuracies are multiples of 1 / items, so per-seed differences have a rounding error. The result
-    is at least the standard deviation of the rounding error. Without this minimum, two equal
-    differences would make any difference significant. For rewards, the rounding step is `span` /
-    items.
+    is at least the standard deviation of the rounding error. Without a minimum of the standard
+    deviation, two equal differences would make any difference significant. For rewards, the
+    rounding step is `span` / items.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
