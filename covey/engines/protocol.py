@@ -83,7 +83,7 @@ class Completion:
 class Limits:
     """The largest sizes of the requests of a source.
 
-    An engine allocates memory for these sizes at the start.
+    An engine allocates memory for the largest requests at the start.
     """
 
     sampling: Sampling

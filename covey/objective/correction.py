@@ -7,9 +7,10 @@ optimizer step smaller. The native engine samples from the trainer's weights, so
 correction.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but its variance explodes with length. So truncation penalises long
-completions, and masking drops them. The scale of the geometric mean of token ratios does not depend
-on length. The geometric mean is not an importance weight, but it is a good criterion for rejection.
+over a completion is unbiased, but its variance explodes with length. With this product, truncation
+therefore penalises long completions, and masking drops them. The scale of the geometric mean of
+token ratios does not depend on length. The geometric mean is not an importance weight, but it is a
+good criterion for rejection.
 """
 
 from __future__ import annotations

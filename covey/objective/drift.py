@@ -1,4 +1,4 @@
-"""Drift of the policy over a whole optimizer step: tokens to drop, and clip bounds.
+"""Drift limits over a whole optimizer step: which tokens to drop, and where to clip ratios.
 
 M2PO and BAPO, the methods of this module, train on stale data. In M2PO and BAPO, the ratio r is
 relative to the policy that generated the data, so sampler_logp is used instead of old_logp. M2PO
@@ -49,9 +49,9 @@ def balanced_bounds(
 ) -> torch.Tensor:
     """Return the bound of each token's ratio: the upper bound if A > 0, or else the lower bound.
 
-    This is algorithm 1 of BAPO (arXiv 2510.18927). The upper bound rises first, and then the lower
-    bound. The bounds stop rising when tokens with A > 0 make up at least the fraction `target` of
-    the step's surrogate, or when both bounds are at their maximum.
+    The search for the bounds is algorithm 1 of BAPO (arXiv 2510.18927). The upper bound rises
+    first, and then the lower bound. The bounds stop rising when tokens with A > 0 make up at least
+    the fraction `target` of the step's surrogate, or when both bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)

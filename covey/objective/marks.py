@@ -2,8 +2,8 @@
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking these
-tokens needs the log-probabilities of the whole step, which costs one more forward pass.
+A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking tokens by
+their covariance needs the log-probabilities of the whole step, which costs one more forward pass.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The estimator k3 of whole completions, with d summed over the tokens.
 
-    This is DeepSeek-R1's equation as printed (arXiv 2501.12948).
+    The formula is DeepSeek-R1's equation as printed (arXiv 2501.12948).
     """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 

@@ -48,7 +48,7 @@ def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The logarithm of the mean token ratio, log w with w = 1/T_i sum_t exp(x).
 
-    This is equation 8 of GRPO-S (arXiv 2508.04349).
+    The mean ratio is equation 8 of GRPO-S (arXiv 2508.04349).
     """
     # Outside the mask there is no mean; any positive number keeps its log finite, and 1 gives 0.
     return sequence_mean(bounded(x).exp(), mask).where(mask, 1.0).log()

@@ -2,7 +2,7 @@
 
 The measure uses statistics only: which letters follow each other in Latin script, which characters
 are common in other scripts, and which signs are neighbours in formulas and programs. Keyboard
-mashing and random characters differ from real text in these statistics. The measure cannot detect
+mashing and random characters have other statistics than real text. The measure cannot detect
 nonsense that consists of real words.
 """
 
@@ -290,7 +290,7 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
 
 
 def _medley(kinds: Counter[str]) -> float:
-    """Return a factor below 1 for a mix of over three alphabets, for many symbols, and for noise."""
+    """Return a factor below 1 for more than three alphabets, for many symbols, and for noise."""
     letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
     main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
     signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()

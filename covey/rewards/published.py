@@ -4,9 +4,9 @@ Bugs of the originals are fixed, and each docstring names the fixes. Expressions
 limits instead of `eval`, signs are parsed, numbers are compared exactly, and no completion raises
 an error.
 
-Known reward hacks still work, because others trained with these rewards as they are. Each docstring
-lists the hacks of `covey rewards lab` that exploit the reward. For your own runs, use the reward
-`think_answer` or a template.
+Known hacks of the published rewards still work, because others trained with these rewards as they
+are. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
+runs, use the reward `think_answer` or a template.
 """
 
 from __future__ import annotations

@@ -161,8 +161,7 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall of a part needs less evidence than the rise of the reward, because chance would have to
-    produce both.
+    The fall needs less evidence than the rise, because chance would have to produce both.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -250,8 +249,8 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps that the check reads. A finding says that the problem began at the first of
-    these steps."""
+    """Number of steps that the check reads. A finding says that the problem began at the first step
+    that the check reads."""
     why: str
     """Why the problem matters."""
     change: tuple[tuple[str, Any], ...]

@@ -145,10 +145,7 @@ class Watch:
 def supervise(
     job: dict[str, Any], given: bytes, pipes: list[Pipe], child: int, report: int, deadline: float
 ) -> tuple[int, int, list[bytes]]:
-    """Wait for a child, or kill it at a limit.
-
-    All processes of the case are dead when this function returns.
-    """
+    """Wait for a child, or kill it at a limit, and kill all other processes of the case."""
     watch = Watch(given, pipes, job["output_bytes"], report)
     why, status, pause = "", None, 1.0
     looked = time.monotonic()

@@ -128,7 +128,7 @@ class Seen:
     rows: torch.Tensor
     """Indices of the rows in the batch."""
     micro: Batch
-    """The batch of these rows, with their weights."""
+    """The batch of the rows in `rows`, with their weights."""
     now: LogProbs
     """Log-probs under the policy before the optimizer step, without gradient."""
 

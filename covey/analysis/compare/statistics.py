@@ -2,8 +2,8 @@
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors. The
 last axes of arrays are [seeds] or [seeds, prompts]. Leading axes are repetitions, which occur only
-in simulations. docs/statistics.md gives the reasons for these tests and intervals, and their error
-rates.
+in simulations. The page docs/statistics.md gives the reasons for the tests and intervals of this
+module, and their error rates.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Crossed:
 def crossed(values: Array) -> Crossed:
     """Decompose the variance of a mean of `values` [..., seeds, prompts].
 
-    This is a two-way analysis of variance in which both factors are random. A prompt that is hard
-    for every seed adds nothing to the variance between seeds, so per-seed accuracies do not show
-    the variance between prompts. The variance between prompts is the variance of per-prompt means
-    minus the part that noise within seeds explains.
+    The decomposition is a two-way analysis of variance in which both factors are random. A prompt
+    that is hard for every seed adds nothing to the variance between seeds, so per-seed accuracies
+    do not show the variance between prompts. The variance between prompts is the variance of
+    per-prompt means minus the part that noise within seeds explains.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]

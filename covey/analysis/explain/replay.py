@@ -4,7 +4,7 @@ Every algorithm takes one optimizer step over the same rollouts, once from the p
 run's training step and once from the policy after the run's training step. Before the run's
 training step, the policy is the one that generated the rollouts. After the training step, the
 policy has changed, and clips have an effect. Algorithms differ only in d loss / d logp of each
-token. A backward pass turns these token gradients into the gradient of the parameters. Algorithms
+token. A backward pass turns the token gradients into the gradient of the parameters. Algorithms
 with proportional token gradients share a backward pass.
 """
 

@@ -50,7 +50,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """A moving self-teacher that always equals the policy, or never moves."""
+    """Rule about a moving self-teacher that always equals the policy, or never moves."""
     teacher, updates = setup.config.teacher, total_updates(setup.config.train)
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return

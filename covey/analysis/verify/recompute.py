@@ -22,7 +22,7 @@ NAME = "recomputed step"
 def recomputed(run: RunFolder) -> Result:
     """Train again from the second-newest checkpoint to the newest one; compare all weights.
 
-    No rollouts are generated or scored; the recorded rollouts of these steps are used.
+    No rollouts are generated or scored; the recorded rollouts are used.
     """
     saved = run.checkpoints()
     if not saved:
