@@ -28,6 +28,7 @@ from covey.models.model_path import prepare_hub
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
+    from covey.analysis.plan.run_time import RunTime
     from covey.analysis.plan.task_facts import TaskFacts
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
@@ -70,7 +71,7 @@ def plan_command(
     measure_steps: MeasureSteps = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a run will do, how much memory it needs, and which settings have no effect.
+    """Show what a run will do, its time and memory, and which settings have no effect.
 
     Without --measure, the command trains nothing and loads no weights. It reads only the model's
     configuration and tokenizer.
@@ -96,15 +97,17 @@ def plan_command(
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
-        memory, problem, more = _memory(config, facts, gpu, ranks)
+        memory, taken, problem, more = _memory_and_time(config, facts, gpu, ranks)
         found = [*more, *found]
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
-        return typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
+        data |= {"memory_unknown": problem, "time": None if isinstance(taken, str) else taken.row()}
+        return typer.echo(json.dumps({**data, "findings": rows}))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_engine(config, console)
+    console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
     _show_findings(found, console)
@@ -133,22 +136,26 @@ def _show_engine(config: Config, console: Console) -> None:
         console.print(f"cannot start: {error}\n", soft_wrap=True)
 
 
-def _memory(
+def _memory_and_time(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
-) -> tuple[Forecast | None, str, list[Finding]]:
-    """Return the forecast, or why there is none, and remedies if the run does not fit."""
+) -> tuple[Forecast | None, RunTime | str, str, list[Finding]]:
+    """Return memory and time, or why they are unknown, and remedies if the run does not fit."""
     from covey.analysis.plan.fit import memory_findings
     from covey.analysis.plan.forecast import Device
     from covey.analysis.plan.memory import forecast
     from covey.analysis.plan.model_shape import shape_of
+    from covey.analysis.plan.run_time import run_time
 
     try:
         device = Device.here(config.model.device) if gpu is None else Device.gpu(gpu)
         shape = shape_of(config)
         memory = forecast(config, device, facts, shape, ranks)
-        return memory, "", list(memory_findings(config, memory, facts, shape, ranks))
+        found = list(memory_findings(config, memory, facts, shape, ranks))
     except CoveyError as error:
-        return None, str(error), []
+        return None, "time: unknown, like the memory.", str(error), []
+    if not memory.fits:
+        return memory, "time: unknown, because the run does not fit into memory.", "", found
+    return memory, run_time(config, facts, shape, device, ranks), "", found
 
 
 def _show_findings(found: list[Finding], console: Console) -> None:

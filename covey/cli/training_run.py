@@ -120,7 +120,7 @@ class Training:
             parts = self._built(config, world)
             with closing(parts):
                 if world.is_main and changed:
-                    record_changes(folder, config, start.step, changed)
+                    record_changes(folder, parts.config, start.step, changed)
                     echo(changes_note(changed))
                 code = self._run(parts, folder, start)
         raise typer.Exit(code)

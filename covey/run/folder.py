@@ -9,6 +9,7 @@
     samples/000100.md       the completions of step 100 with the highest and lowest rewards
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
+    digests.jsonl           SHA-256 digests of the records above, which `covey runs verify` checks
     failure.txt             the traceback of another process that ended the run
     changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records of later steps that a resume moved away (resume.py)
@@ -34,7 +35,7 @@ from typing import Any
 
 from covey.errors import DiskError, RunError
 from covey.run import records
-from covey.run.digests import write_digests
+from covey.run.digests import add_digest, write_digests
 from covey.run.episodes import episode_row
 from covey.run.files import append_line, check_free, whole_folder, write_text
 from covey.run.metric_names import current_name
@@ -98,17 +99,23 @@ class RunFolder:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
         }
-        append_line(self.path / "steps.jsonl", finite)
+        self._append("steps.jsonl", finite)
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
         """Append an evaluation."""
-        append_line(self.path / "eval.jsonl", result)
+        self._append("eval.jsonl", result)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        add_digest(self.path, row["step"], name, json.dumps(row).encode())
+        append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of a step to name/000012.jsonl. Values without a JSON type become text."""
         (self.path / name).mkdir(exist_ok=True)
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        write_text(self.path / name / f"{step:06d}.jsonl", text)
+        file = f"{name}/{step:06d}.jsonl"
+        add_digest(self.path, step, file, text.encode())
+        write_text(self.path / file, text)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable rows of the evaluation after a step, one per held-out prompt."""
@@ -222,6 +229,10 @@ class RunFolder:
         """Write the traceback of another process that ended the run to failure.txt."""
         if details:
             write_text(self.path / "failure.txt", details)
+
+    def clear_failure(self) -> None:
+        """Remove the failure.txt of an earlier attempt, because the run continues."""
+        (self.path / "failure.txt").unlink(missing_ok=True)
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:

@@ -71,6 +71,11 @@ def resumed_config(
         why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
         if why is not None:
             raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
+    if "train.steps" in changed and now.train.stop_after.epochs:
+        raise ConfigError(
+            f"--resume {run.path} cannot change train.steps: it follows from "
+            f"train.stop_after.epochs = {now.train.stop_after.epochs:g}; change that setting"
+        )
     return now, changed
 
 

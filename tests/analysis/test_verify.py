@@ -37,7 +37,8 @@ def test_a_run_and_its_longer_self_pass(
     assert covey(["runs", "verify", str(run), "--recompute", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [check["name"] for check in checks] == [
-        "steps", "rollouts", "data", "reward", "config", "checkpoints", "recomputed step",
+        "steps", "rollouts", "data", "reward", "config", "digests", "checkpoints",
+        "recomputed step",
     ]  # fmt: skip
     assert all(check["passed"] for check in checks)
     assert "step 4 from step 2" in checks[-1]["figure"]
@@ -70,6 +71,17 @@ def _other_prompt(run: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _other_text(run: Path) -> None:
+    """One letter of a completion; all counts and means stay the same."""
+    file = run / "rollouts/000002.jsonl"
+    file.write_text(file.read_text().replace("<think>", "<thank>", 1))
+
+
+def _no_json(run: Path) -> None:
+    file = run / "rollouts/000003.jsonl"
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+
+
 def _other_reward(run: Path) -> None:
     text = (run / "steps.jsonl").read_text().splitlines(keepends=True)
     text[3] = text[3].replace('"think_answer@', '"mine@')
@@ -91,11 +103,13 @@ def _damage_checkpoint(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (_drop_step, {"steps", "rollouts", "checkpoints"}),
-        (_repeat_step, {"steps", "rollouts"}),
-        (_lose_rollout, {"rollouts"}),
-        (_other_prompt, {"data"}),
-        (_other_reward, {"reward", "rollouts"}),
+        (_drop_step, {"steps", "rollouts", "checkpoints", "digests"}),
+        (_repeat_step, {"steps", "rollouts", "digests"}),
+        (_lose_rollout, {"rollouts", "digests"}),
+        (_other_prompt, {"data", "digests"}),
+        (_other_reward, {"reward", "rollouts", "digests"}),
+        (_other_text, {"digests"}),
+        (_no_json, {"rollouts", "data", "digests"}),
         (_edit_config, {"config"}),
         (_damage_checkpoint, {"checkpoints"}),
     ],

@@ -75,6 +75,24 @@ def test_what_may_not_change_says_why(short: Path, override: str, why: str) -> N
         resumed_config(RunFolder(short), [override])
 
 
+def test_a_run_of_epochs_is_made_longer_by_epochs(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"What is {i} + 1?", "target": str(i + 1)} for i in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"task.{name}={data}" for name in ("train_file", "held_out_file")]
+    path = trained(
+        tmp_path / "run", "task.name=jsonl", *files, "train.stop_after={epochs=0.5}",
+        "rollout.max_tokens=4", "reward.name=math_answer",
+    )  # fmt: skip
+    assert len(steps_of(path)) == 2
+    with pytest.raises(ConfigError, match=r"cannot change train\.steps: .*epochs = 0\.5"):
+        resumed_config(RunFolder(path), ["train.steps=3"])
+    words = ["--set", "train.stop_after={epochs=0.75}"]
+    assert covey(["train", "--resume", str(path), *words]) == 0
+    assert len(steps_of(path)) == 3
+    assert load_config(str(path / "config.toml")).train.steps == 3
+
+
 def test_every_fixed_setting_exists() -> None:
     for key in FIXED:
         section, _, name = key.partition(".")

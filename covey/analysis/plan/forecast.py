@@ -22,6 +22,8 @@ Measured by benchmarks/memory.py.
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The files with the memory limit of a container."""
 
+ANY_GPU = "one GPU"
+"""The name of a GPU of which only the memory is known."""
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
     "sample": "generating completions",
@@ -65,7 +67,7 @@ class Device:
     @staticmethod
     def gpu(gibibytes: float) -> Device:
         """Return a GPU that need not be in this machine."""
-        return Device(kind="cuda", memory=int(gibibytes * 2**30), name="one GPU")
+        return Device(kind="cuda", memory=int(gibibytes * 2**30), name=ANY_GPU)
 
 
 def main_memory() -> int:

@@ -40,8 +40,8 @@ def test_the_packaged_recipe_in_words() -> None:
         "100 training steps. Each takes 16 prompts and generates 8 completions per prompt: 128 "
         "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last one the "
         "completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
-        "generated tokens. Learning rate: 0.0001, linear. `covey plan --measure` forecasts the "
-        f"hours. The reward think_answer is between 0 and 1: {reward} There is no KL "
+        "generated tokens. Learning rate: 0.0001, linear. "
+        f"The reward think_answer is between 0 and 1: {reward} There is no KL "
         "penalty and no reference. It is evaluated 11 times on 256 held-out prompts, with at most "
         "135,168 tokens."
     )
