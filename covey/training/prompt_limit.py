@@ -72,16 +72,18 @@ def fitting_prompts(
         return prompts, [f"{found}: their first tokens are cut off"]
     if choice == "error":
         raise DataError(
-            f"task: {found}: {_why(config, model.context)}; set rollout.long_prompts = 'skip' to "
+            f"task: {found}: {limit_reason(config, model.context)}; set "
+            "rollout.long_prompts = 'skip' to "
             "leave them out, or 'truncate' to cut off their first tokens"
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        raise DataError(f"task: {found}: none is left; {_why(config, model.context)}")
+        raise DataError(f"task: {found}: none is left; {limit_reason(config, model.context)}")
     return kept, [f"{found}: they are left out"]
 
 
-def _why(config: Config, context: int) -> str:
+def limit_reason(config: Config, context: int) -> str:
+    """Return the settings from which the maximum length of a prompt follows."""
     if config.rollout.max_prompt_tokens == longest_prompt(config, context):
         return f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
     return f"the model's context is {context} and rollout.max_tokens = {config.rollout.max_tokens}"

@@ -99,8 +99,9 @@ def measuring() -> Iterator[Measure]:
 def main() -> None:
     """Measure one job from standard input."""
     start_rendering()
-    import transformers.utils.chat_template_utils  # noqa: F401
+    import transformers.utils.chat_template_utils
 
+    transformers.utils.logging.set_verbosity_error()  # it warns of long prompts; the plan reports
     job = json.loads(sys.stdin.buffer.read())
     sys.stdout.write(json.dumps(measure(job)))
 

@@ -216,7 +216,7 @@ def before_and_after(run: RunFolder) -> Table | None:
         constant = last["best_constant"]
         gain = change_text("greedy", last["greedy"]["value"] - constant)
         table.caption = (
-            f"the best constant answer has accuracy {constant:.1%}; the last step is {gain} above"
+            f"gain above the best constant answer, whose accuracy is {constant:.1%}: {gain}"
         )
     return table
 
