@@ -119,7 +119,9 @@ def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> lis
 def checked(score: Score | None) -> ScoreResult:
     """Validate a score, and convert its numbers to plain floats for JSON."""
     if score is None:
-        raise ValueError("the function returned None")
+        raise ValueError(
+            "the function returned None; scoring.none_rewards = 'skip' allows it in a user's reward"
+        )
     if not isinstance(score, Score):
         raise TypeError(f"a reward returns a Score, not {type(score).__name__}")
     if not math.isfinite(score.reward):
