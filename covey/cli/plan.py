@@ -103,9 +103,12 @@ def plan_command(
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
         data |= {"memory_unknown": problem, "time": None if isinstance(taken, str) else taken.row()}
+        data |= {"task_unreadable": facts.unreadable}
         return typer.echo(json.dumps({**data, "findings": rows}))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
+    if facts.unreadable:
+        console.print(f"cannot start: {facts.unreadable}\n", soft_wrap=True)
     _show_engine(config, console)
     console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
     text = memory.text() if memory else f"memory: unknown, {problem}"

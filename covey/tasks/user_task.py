@@ -75,4 +75,6 @@ def _problem(prompt: Any) -> str | None:
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             return f"has the message {message!r}, which lacks 'role' or 'content'"
+        if not all(isinstance(message[key], str) for key in ("role", "content")):
+            return f"has the message {message!r}, whose role or content is not text"
     return None

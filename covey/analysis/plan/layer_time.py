@@ -46,12 +46,12 @@ class _Layer(nn.Module):
         self.down = _filled(nn.Linear, shape.inner, hidden, bias=False)
 
     def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the hidden states [B, T, hidden]; `past` has keys of earlier tokens."""
+        """Return the hidden states [B, T, hidden]; `past` has the keys to attend to, if given."""
         shape, size = self.shape, self.shape.head_size
         parts = self.qkv(self.norms[0](x)).split([shape.query, shape.key, shape.key], dim=-1)
         query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
         if past is not None:
-            key, value = torch.cat([past, key], 2), torch.cat([past, value], 2)
+            key = value = past  # an engine writes the new key into its cache, without a copy
         seen = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=past is None, enable_gqa=True
         )

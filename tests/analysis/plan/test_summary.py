@@ -83,6 +83,11 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.out
 
 
+def test_a_task_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--set", "task.name=jsonl", "--set", "task.train_file=nowhere.jsonl"]) == 0
+    assert "cannot start: task: cannot read nowhere.jsonl" in capsys.readouterr().out
+
+
 def as_data(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     found = json.loads(planned(capsys, *words, "--json"))
     assert isinstance(found, dict)
