@@ -1,6 +1,6 @@
 """Covey: group-relative reinforcement learning for language models.
 
-The public API. Names are imported when they are first used, so that `import covey` is quick.
+The public API. The package imports its names on first use, so that `import covey` is quick.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     result = covey.train(dataset=rows, rewards=[correct, short], **{"train.steps": 10})
 
-Every function takes the same settings as the command line: a configuration, and dotted keys as
-keyword arguments. Errors are `CoveyError`s. Ctrl-C saves a checkpoint, and the run can be resumed.
+Every function takes a configuration, and settings as keyword arguments with dotted keys, as on the
+command line. Errors are `CoveyError`s. Ctrl-C saves a checkpoint, and the run can be resumed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Source = Config | Mapping[str, Any] | str | Path | None
 """A configuration, a dict of settings, a TOML file, the name of a recipe, or None."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""Called with the metrics of every training step. If it returns a text, the run ends."""
+"""Called with the metrics of every training step. If the callback returns a text, the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +50,12 @@ class TrainResult:
     metrics: list[dict[str, Any]]
     """The metrics of every step."""
     evaluation: dict[str, Any] | None
-    """The last evaluation. None if the run had no evaluation."""
+    """The last evaluation. The value is None if the run had no evaluation."""
     model: Any
-    """The trained model, an object of transformers, or of peft if it has an adapter."""
+    """The trained model, as an object of transformers, or of peft if the model has an adapter."""
     tokenizer: Any
     interrupted: bool
-    """Whether a signal ended the run early; `covey.train(resume=folder)` resumes it."""
+    """Whether a signal ended the run early; `covey.train(resume=folder)` resumes the run."""
     stopped: str | None = None
     """Why the run stopped early: a health finding, train.patience, or a callback."""
     best: Path | None = None
@@ -63,7 +63,7 @@ class TrainResult:
 
 
 class _Callbacks(Tracker):
-    """Calls the user's callbacks with the metrics of each step; each may end the run."""
+    """Calls the user's callbacks with the metrics of each step; each callback may end the run."""
 
     def __init__(self, functions: Sequence[Callback], stop: StopSignal) -> None:
         self.functions = functions
@@ -77,7 +77,7 @@ class _Callbacks(Tracker):
 
 
 def load_config(source: Source = None, **overrides: Any) -> Config:
-    """Return a checked configuration; keyword arguments are settings by dotted key."""
+    """Return a checked configuration; keyword arguments are settings with dotted keys."""
     if isinstance(source, Config):
         settings: dict[str, Any] = source.model_dump()
     elif isinstance(source, Mapping):
@@ -106,7 +106,7 @@ def train(
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainResult:
-    """Train a model, and return its metrics, its evaluation and the model.
+    """Train a model, and return its metrics, its evaluation and the trained model itself.
 
     Args:
         config: a `Config`, dict, file or recipe. Default: the recipe `arithmetic` if no dataset.
@@ -199,7 +199,7 @@ def compare(
     parallel: int | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Train several arms under equal conditions, and return the report as plain data.
+    """Train the arms of a comparison under equal conditions, and return the report as plain data.
 
     The report, with its page and tables, is also in the comparison's folder (`report["folder"]`).
     """
@@ -225,7 +225,7 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Return the trackers given as objects (None: the console), and the setting for named ones."""
+    """Return the tracker objects (None: the console), and the setting for named trackers."""
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
     shown = None if trackers is None or (named and not sinks) else sinks
@@ -254,7 +254,7 @@ def _factory(environment: Any) -> Any:
 def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
-    """Return the configuration, in which objects passed from Python have a name."""
+    """Return the configuration, with a name for each object that was passed from Python."""
     from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET

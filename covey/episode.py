@@ -1,4 +1,4 @@
-"""The episode of a multi-turn rollout, which rewards may read beside its text."""
+"""The episode of a multi-turn rollout, which rewards may read in addition to its text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
-"""Why a rollout ended: it stopped by itself; a completion reached its token limit; the episode
-reached its limit of turns, tool calls or tokens; or the environment failed."""
+"""Why a rollout ended. "stop" means that the policy ended the completion. "length" means that a
+completion reached its token limit. "turn_limit", "tool_limit" and "token_limit" are limits of the
+whole episode. "error" means that the environment failed."""
 TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
 """Values of `Finish` for rollouts that were truncated at a token limit."""
 Message = Mapping[str, Any]
@@ -17,14 +18,18 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A conversation between the policy and an environment. The rollout package fills it."""
+    """A conversation between the policy and an environment.
+
+    The rollout package creates the episode.
+    """
 
     messages: tuple[Message, ...]
     """The whole conversation, from the prompt on."""
     turn_rewards: tuple[float | None, ...]
     """The reward of each turn of the policy."""
     outcome: Mapping[str, float] | None
-    """The parts that the environment's `reward` method returned. None if it has no such method."""
+    """The parts that the environment's `reward` method returned. The value is None if the
+    environment has no `reward` method."""
     finish: Finish
     error: str = ""
     """The error in the environment, if there was one."""
@@ -36,7 +41,7 @@ class Episode:
 
     @property
     def reply(self) -> tuple[Message, ...]:
-        """The messages from the policy's first turn on."""
+        """All messages from the first turn of the policy to the end."""
         roles = [message["role"] for message in self.messages]
         return self.messages[roles.index("assistant") :] if "assistant" in roles else ()
 

@@ -9,7 +9,7 @@
     ├── RunError               a run folder that cannot be used
     └── DiskError              a failed write; no partial file is left
 
-Bugs in Covey are assertions instead.
+A bug in Covey raises AssertionError instead of a CoveyError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _INSTALLED = (
 
 
 class CoveyError(Exception):
-    """A mistake that the user can fix. The message is one line that says how."""
+    """A mistake that the user can fix.
+
+    The error message is one line that says how to fix the mistake.
+    """
 
     exit_code = 1
     details = ""
@@ -39,7 +42,7 @@ class CoveyError(Exception):
 
 
 class ConfigError(CoveyError, ValueError):
-    """A key, a value or a flag is wrong."""
+    """A configuration key, a value or a command-line flag is wrong."""
 
     exit_code = 2
 
@@ -53,7 +56,7 @@ class EngineError(CoveyError):
 
 
 class DataError(CoveyError):
-    """The prompts cannot be used."""
+    """The dataset's prompts cannot be used."""
 
 
 class RewardError(CoveyError):
@@ -65,7 +68,7 @@ class RunError(CoveyError):
 
 
 class DiskError(CoveyError):
-    """A write failed. The partial file was removed."""
+    """A write failed. The incomplete file of the failed write was removed."""
 
 
 def reason(error: Exception) -> str:
@@ -88,7 +91,8 @@ NEAR = 0.5
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """Return the most similar choice, or None if none is similar.
 
-    Swapped letters are common typos, so a choice with the same letters wins.
+    A choice with the same letters in another order is preferred, because swapped letters are common
+    typos.
     """
     options = sorted(choices)
     near = difflib.get_close_matches(name, options, n=max(1, len(options)), cutoff=NEAR)

@@ -1,8 +1,9 @@
 """Escapes for control characters in text that a terminal or a page shows.
 
 Prompts, completions, data, configs, run names and server replies are untrusted text. A terminal
-obeys the control characters in it, and a page obeys bidirectional overrides. These characters are
-shown as escapes, as Git does. Stored text and JSON output stay unchanged.
+obeys control characters in untrusted text, and a web page obeys bidirectional overrides. Covey
+shows control characters and overrides as visible escapes, as Git does. Stored text and JSON output
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def is_hidden(character: str) -> bool:
 
 
 class _Escapes(dict[int, str]):
-    """A table for `str.translate`, filled lazily."""
+    """A table for `str.translate` that adds entries on first use."""
 
     def __missing__(self, code: int) -> str:
         sign = chr(code)

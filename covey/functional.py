@@ -5,13 +5,13 @@
     )
     out.loss.backward()
 
-Shapes: B completions, T tokens (padded). The rows of a group may be in any order. Log-probabilities
-may have any float type; the loss is computed in float32 or higher precision, and rewards in
-float64. Values outside the mask, including NaN, have no effect.
+Shapes: B is the number of completions, and T is the padded number of tokens. The rows of a group
+need not be adjacent. Log-probabilities may have any float type; the loss is computed in float32 or
+higher precision, and rewards in float64. Values outside the mask, including NaN, have no effect.
 
-The given rows count as the whole optimizer step. To accumulate gradients over micro-batches or
-ranks, use `covey.objective`: compute advantages and weights for the whole step, and add up the
-losses of its rows.
+The loss treats the given rows as the whole optimizer step. To accumulate gradients over
+micro-batches or ranks, use `covey.objective`: compute advantages and weights for the whole step,
+and add up the losses of its rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages are over a critic's values"),
     }
 )
-"""The argument that provides each need of an objective, and why it is needed."""
+"""For each input that an objective may need: the argument that provides it, and its purpose."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
@@ -69,16 +69,16 @@ PER_ROW = ("rewards", "group", "success", "rollout")
 
 
 class LossOutput(NamedTuple):
-    """The loss, with the advantages, weights and metrics it was computed from."""
+    """The loss, with the advantages, weights and metrics of the same call."""
 
     loss: torch.Tensor
     """The loss to minimise."""
     advantage: torch.Tensor
-    """[B, T], without gradient."""
+    """Advantages [B, T], without gradient."""
     weight: torch.Tensor
-    """[B, T]: the factor of each token's gain; the loss is minus the sum of gain * weight."""
+    """The weight [B, T] of each token's gain; the loss is minus the sum of gain * weight."""
     metrics: Mapping[str, float]
-    """Named as in docs/metrics.md."""
+    """Metrics by their names in docs/metrics.md."""
     value_loss: torch.Tensor | None = None
     """Loss of the critic, for the critic's own optimizer. None without `new_values`."""
 
@@ -218,7 +218,7 @@ def _batch(
     group: torch.Tensor,
     **optional: torch.Tensor | None,
 ) -> Batch:
-    """Check the tensors and put them into a batch without prompts."""
+    """Check the tensors, and return them as a batch without prompts."""
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
     if "groups" in objective.needs:

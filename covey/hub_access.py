@@ -1,6 +1,6 @@
 """Access to the Hugging Face Hub. Without a network, hub libraries use only their local cache.
 
-Otherwise they would retry for most of a minute and then fail with the same error.
+Hub libraries that do not know that the network is missing retry for most of a minute and then fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0
-"""Seconds that the hub has to accept a connection."""
+"""Maximum seconds to wait until the hub accepts a connection."""
 OFFLINE = "HF_HUB_OFFLINE"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -40,7 +40,7 @@ def in_hub_cache(model: str) -> bool:
 
 
 def reachable(endpoint: str = "") -> bool:
-    """Whether the hub accepts a connection within a few seconds, name lookup included."""
+    """Whether the hub accepts a connection within a few seconds, including the DNS lookup."""
     parts = urlsplit(endpoint or os.environ.get("HF_ENDPOINT", ENDPOINT))
     place = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
     found = threading.Event()

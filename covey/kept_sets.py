@@ -1,8 +1,8 @@
 """Kept sets: the tokens that top-k, top-p and min-p kept, for every sampled token.
 
 An engine returns the sets of a completion as one compact text, which JSON, pipes and checkpoints
-store unchanged. The trainer computes log-probabilities over the same sets, so that it trains the
-distribution that was sampled (DeepSeek-V3.2 calls it "keep sampling mask").
+store unchanged. The trainer computes log-probabilities over the same sets, so that the trained
+distribution is the sampled one (the "keep sampling mask" of DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _WORD = "<u4"
 def encode_kept(sets: Sequence[np.ndarray]) -> str:
     """Encode sets of token ids, each in ascending order, as text.
 
-    Ids are written as differences and compressed. A small set takes a few bytes, and a set of
-    nearly the whole vocabulary takes less than a bit mask.
+    Token ids are stored as compressed differences. A small set takes a few bytes, and a set of
+    nearly the whole vocabulary takes less space than a bit mask.
     """
     counts = np.array([len(ids) for ids in sets], dtype=_WORD)
     steps = [np.diff(ids, prepend=0) for ids in sets]
@@ -34,7 +34,7 @@ def encode_kept(sets: Sequence[np.ndarray]) -> str:
 
 
 def decode_kept(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes [n] of encoded sets, and their ids, one set after the other."""
+    """Return the sizes [n] of encoded sets, and the concatenated token ids of all sets."""
     words = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=_WORD).astype(np.int64)
     size = int(words[0])
     counts, steps = words[1 : 1 + size], words[1 + size :]
@@ -49,12 +49,12 @@ class KeptIds(NamedTuple):
     starts: np.ndarray
     """[M + 1]."""
     ids: torch.Tensor
-    """All ids, on the device of the logits."""
+    """The token ids of all sets, on the device of the logits."""
     row: torch.Tensor
-    """For each id, the index of its token among the M tokens."""
+    """For each entry of `ids`, the index of its set among the M sets."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """Set the logits [m, V] of the tokens in `part` to `nothing` outside their sets."""
+        """Set logits [m, V] outside the kept sets to `nothing`, for the tokens in `part`."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
@@ -64,7 +64,7 @@ class KeptIds(NamedTuple):
 
 
 class _Ragged(NamedTuple):
-    """`KeptIds` in main memory."""
+    """A copy of `KeptIds` in main memory."""
 
     starts: np.ndarray
     ids: np.ndarray
@@ -73,7 +73,10 @@ class _Ragged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """The kept sets of a batch. Rows of a batch share the ids, which stay in main memory."""
+    """The kept sets of a batch.
+
+    All rows of a batch share one array of token ids, which stays in main memory.
+    """
 
     starts: np.ndarray
     """[B, T]: index in `ids` at which the set of a token begins."""
@@ -83,7 +86,7 @@ class KeptSets:
 
     @staticmethod
     def of(segments: Sequence[tuple[Sequence[bool], Sequence[str]]], width: int) -> KeptSets:
-        """Read the sets of segments, each with its mask of sampled tokens.
+        """Decode the kept sets of segments, given each segment's mask of sampled tokens.
 
         Raise ValueError if a segment has more or fewer sets than sampled tokens.
         """
@@ -100,7 +103,7 @@ class KeptSets:
         return KeptSets(starts, counts, np.concatenate(ids))
 
     def rows(self, index: torch.Tensor, width: int) -> KeptSets:
-        """Return some rows, cut to `width` tokens."""
+        """Return the kept sets of some rows, cut to `width` tokens."""
         rows = index.numpy()
         return KeptSets(self.starts[rows, :width], self.counts[rows, :width], self.ids)
 

@@ -1,8 +1,8 @@
 """Addressed random numbers.
 
-A number depends only on its address: (seed, step, prompt, sample, turn, position). No generator
-carries state from one draw to the next, so a resumed run, another batch size, another slot order or
-another number of workers draws the same numbers. The counter-based generator is numpy's Philox.
+A random number depends only on its address, (seed, step, prompt, sample, turn, position). The
+generator keeps no state between draws. So a run draws the same numbers after a resume, and with
+another batch size, slot order or number of workers. The counter-based generator is numpy's Philox.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 _PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS, _CURRICULUM, _REPLAY = range(7)
-"""Purposes of random numbers. Each has its own stream."""
+"""The purposes of random numbers. Each purpose has its own stream of numbers."""
 
 
 def _philox(seed: int, step: int, purpose: int, index: int = 0) -> np.random.Philox:
@@ -32,7 +32,7 @@ def _hash(name: str) -> int:
 
 
 class Address(NamedTuple):
-    """The address of one completion's random numbers. Positions count from 0."""
+    """The address of one completion's random numbers. Token positions count from 0."""
 
     seed: int
     step: int
@@ -53,7 +53,7 @@ def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
 
 
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
-    """Return uniforms [n, count] in [0, 1), float32: positions 0 to count - 1 of n completions."""
+    """Return uniform float32 numbers [n, count] in [0, 1) for the first tokens of n completions."""
     # One generator is reused for all addresses, because creating one takes far longer than drawing.
     generator = _philox(0, 0, _TOKENS)
     state = generator.state
@@ -80,8 +80,8 @@ def _epoch_order(seed: int, epoch: int, size: int, purpose: int = _PROMPT_ORDER)
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
     """Return the indices of the prompts of a step, all different, in a task of `size` prompts.
 
-    Each epoch has a new order of all prompts. A step lies within one epoch, so the last prompts of
-    an epoch are left out if they do not fill a whole step.
+    Each epoch has a new order of all prompts. A step never mixes two epochs. The last prompts of an
+    epoch are left out if they do not fill a whole step.
     """
     epoch, place = divmod(step, size // count)
     order = _epoch_order(seed, epoch, size)
@@ -104,10 +104,11 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 
 
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
-    """Return a random order of all items with a weight above 0, drawn in proportion to weights.
+    """Return all items with a positive weight in random order, drawn in proportion to weights.
 
-    Each item i draws an exponential variable of rate `weights[i]`, and items are sorted by it
-    (Efraimidis and Spirakis). So a change of one weight does not change the order of the others.
+    Each item i draws an exponential variable of rate `weights[i]`, and the items are sorted by
+    their variables (Efraimidis and Spirakis). A change of one weight therefore does not change the
+    order of the other items.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

@@ -1,7 +1,7 @@
 """Handling of Ctrl-C and SIGTERM during a run.
 
-After the first signal the run finishes the current step. A step that waits for another process or
-machine might wait for minutes, so such a wait is abandoned a few seconds after the signal.
+After the first signal the run finishes the current step. If the step waits for another process or
+machine, the run abandons the wait a few seconds after the signal.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from dataclasses import dataclass
 from types import FrameType
 
 GRACE_SECONDS = 3.0
-"""Seconds that a wait may last after a signal."""
+"""Maximum seconds that a wait continues after a signal."""
 POLL_SECONDS = 0.25
-"""Seconds between checks whether the main thread is in a wait."""
+"""Seconds between two checks of whether the main thread waits for another process."""
 
 _waits = 0
 """Number of nested waits of the main thread, the only thread that signals reach."""
 
 
 class GivenUp(BaseException):
-    """Raised to end a wait after a stop signal. The training loop catches it."""
+    """Raised to end a wait for another process after a stop signal.
+
+    The training loop catches this exception.
+    """
 
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait for another process in the main thread; after a signal, it raises GivenUp."""
+    """Mark a wait for another process in the main thread; a stop signal ends it with GivenUp."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,13 +46,16 @@ def may_be_given_up() -> Iterator[None]:
 
 @dataclass(slots=True)
 class StopSignal:
-    """A stop request by Ctrl-C or SIGTERM. The loop finishes the step, saves it and ends."""
+    """A stop request by Ctrl-C or SIGTERM.
+
+    The training loop finishes the current step, saves a checkpoint and ends.
+    """
 
     received: str | None = None
-    """The name of the signal, or why the run itself asked to stop."""
+    """The name of the signal, or the reason why the run stops itself."""
 
     def ask(self, why: str) -> None:
-        """End the loop after this step, unless a signal was received already."""
+        """End the training loop after the current step, unless a signal was received already."""
         self.received = self.received or why
 
     @property
@@ -71,10 +77,10 @@ def exit_code(number: int) -> int:
 
 @contextmanager
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
-    """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once.
+    """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
-    A signal within `repeats` seconds of the first counts as the same one: a terminal sends Ctrl-C
-    to every process, and a launcher forwards it to its ranks.
+    A signal within `repeats` seconds of the first is ignored, because Ctrl-C may arrive twice: from
+    the terminal, and from a launcher that forwards it to its ranks.
     """
     stop, first = StopSignal(), 0.0
 

@@ -1,4 +1,4 @@
-"""Subprocesses of covey: their command lines, pickled objects for them, and how they ended."""
+"""Subprocesses of covey: their command lines, pickled objects and exit descriptions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ START = (
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of covey from any working directory.
 
-    `python -m` would search the working directory first. In a downloaded folder, a file named
-    json.py would then run.
+    The command is not `python -m`, which would search the working directory first. With `python -m`
+    in a downloaded folder, a file named json.py would run.
     """
     return [sys.executable, "-P", "-c", START, ROOT, module, *arguments]
 
 
 def pickled(thing: Any, what: str) -> bytes:
-    """Pickle an object for another process. An error message calls the object `what`."""
+    """Pickle an object for another process. `what` is the name of the object in error messages."""
     why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)
@@ -42,7 +42,7 @@ def pickled(thing: Any, what: str) -> bytes:
 
 
 def how_ended(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait `seconds` for a process that closed its connection; describe how it ended."""
+    """Wait `seconds` for a process that closed its connection; describe how the process ended."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -21,13 +21,18 @@ class Totals:
     tokens: int
     groups: int
     group_tokens: Mapping[int, int]
-    """Trained tokens of each group, by id. Micro-batches and ranks may split a group."""
+    """Number of trained tokens of each group, by group id. A group may be split over micro-batches
+    and ranks."""
     rollout_tokens: Mapping[int, int] | None = None
-    """Trained tokens of each rollout, by id. None if every rollout is one row."""
+    """Number of trained tokens of each rollout, by rollout id. The value is None if every rollout
+    is one row."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count a batch. A rollout without trained tokens still counts in the denominator."""
+        """Count a batch.
+
+        A rollout without trained tokens still counts in the number of rollouts.
+        """
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 
@@ -48,7 +53,7 @@ class Totals:
 
 
 def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
-    """Return, for each id, the sum of its values; `ids` and `values` are [B]."""
+    """Return the sum of `values` [B] for each id in `ids` [B]."""
     found, place = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     sums = values.new_zeros(len(found)).index_add(0, place, values)
     return dict(zip(found.tolist(), sums.tolist(), strict=True))

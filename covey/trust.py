@@ -1,12 +1,13 @@
-"""Trust in user code that a config names, and import of functions from trusted modules.
+"""Import of user functions that a config names, from modules that the user trusts.
 
 A config, a run folder and a comparison can be downloaded, and each may name a function of any
 module. Importing a module runs its code, so covey imports only modules that the user trusts, with
-`--trust MODULE` or the environment variable COVEY_TRUST. Worker processes inherit this variable.
-Objects that a program passes to the Python API need no trust, because the user runs that program.
+`--trust MODULE` or the environment variable COVEY_TRUST. Worker processes inherit the environment
+variable COVEY_TRUST. Objects that a program passes to the Python API need no trust, because the
+user runs that program.
 
-The function itself must be Python code written in a trusted module. A name that a trusted module
-only imports, such as `run` from subprocess, is refused.
+A function that a config names must be Python code written in a trusted module. A name that a
+trusted module only imports, such as `run` from subprocess, is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def trust(modules: Iterable[str]) -> None:
 
 
 def is_trusted(module: str) -> bool:
-    """Return whether a module, or a package that contains it, is trusted."""
+    """Return whether a module, or a package that contains the module, is trusted."""
     return any(module == name or module.startswith(f"{name}.") for name in _trusted())
 
 
@@ -51,14 +52,15 @@ def scoped_trust() -> Iterator[None]:
 
 
 def is_import_path(name: str) -> bool:
-    """Return whether a name is the import path of a function, not an entry of a registry."""
+    """Return whether a name is an import path of a function; other names are in a registry."""
     return "." in name or ":" in name
 
 
 def import_callable(path: str, where: str) -> Callable[..., Any]:
     """Import a trusted function or class by `package.module:name` or `package.module.name`.
 
-    The working directory is searched too, as for a script. Errors name the config key `where`.
+    Modules in the working directory are found too, as for a script. Error messages name the config
+    key `where`.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):

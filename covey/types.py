@@ -1,11 +1,11 @@
-"""The types of the data flow: Prompt, Rollout, Group and Batch.
+"""The types of the data flow, which are Prompt, Rollout, Group and Batch.
 
     Prompt -> Rollout -> Group -> Batch
 
-Shapes: B rows in a batch, T completion tokens (padded), P prompt tokens (padded).
+In shapes, B counts rows, T completion tokens and P prompt tokens; both are padded.
 
-This module does not import torch at run time, so that tasks, rewards and the run folder, which are
-plain Python, can share it.
+This module does not import torch at run time, so that plain Python code (tasks, rewards, the run
+folder) can share it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 EQUAL_REWARDS = 1e-8
-"""Rewards of a group count as equal if they differ by less than this fraction of the largest."""
+"""Rewards of a group count as equal if they differ by less than this fraction of the largest
+reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt with its target. A task fills it.
+    """A prompt with its target. A task creates the prompt.
 
     Example:
         Prompt(id="arithmetic/train/7", task="arithmetic", target="49",
@@ -51,7 +52,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The content of the last message."""
+        """The content of the prompt's last message."""
         return str(self.messages[-1]["content"])
 
 
@@ -61,42 +62,50 @@ class VersionSpan(NamedTuple):
     start: int
     stop: int
     version: int
-    """The number of optimizer steps that the weights had taken."""
+    """The version: the number of optimizer steps that the weights had taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A token sequence as the engine saw and produced it. The rollout package fills it."""
+    """A token sequence as the engine saw and produced it.
+
+    The rollout package creates the segment.
+    """
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     """The tokens after the prompt, including a final end-of-sequence token if it was sampled."""
     trained: tuple[bool, ...]
-    """Which of `tokens` the policy sampled. False for tool output and messages of other roles."""
+    """Mask of the tokens in `tokens` that the policy sampled. The mask is False for tool output and
+    messages of other roles."""
     sampler_logp: tuple[float, ...]
-    """Log-probability of each token under the distribution it was drawn from; 0 if not trained."""
+    """Log-probability of each token under the distribution it was drawn from; 0 for tokens that are
+    not trained."""
     versions: tuple[VersionSpan, ...]
     """The policy version of each sampled span, because weights may change during a rollout."""
     kept: tuple[str, ...] = ()
-    """The kept sets of each sampled span (kept_sets.py). Empty if sampling was not truncated."""
+    """The kept sets of each sampled span, encoded as in kept_sets.py. The tuple is empty if
+    sampling was not truncated by top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One message of an episode: tokens `start` to `stop` of a segment."""
+    """One message of an episode: the tokens from `start` to `stop` of a segment."""
 
     role: str
     segment: int = 0
     start: int
     stop: int
     text: str = ""
-    """The text of the turn without special tokens. Empty in rollouts of a single turn, because
-    `Rollout.text` is the same."""
+    """The text of the turn without special tokens. The text is empty in single-turn rollouts,
+    because `Rollout.text` is the same."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
-    """The environment's reward for this turn alone. None if it gives no turn rewards."""
+    """The environment's reward for this turn alone. The value is None if the environment gives no
+    turn rewards."""
     state: str = ""
-    """The environment's state at this turn, as text. Equal texts in a group mean equal states."""
+    """The environment's state at this turn, as text. Within a group, equal texts mean equal
+    states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +114,26 @@ class Rollout:
 
     prompt_id: str
     sample: int
-    """Index of the rollout in its group, from 0. Its random numbers depend on this index."""
+    """Index of the rollout in its group, from 0. The random numbers of the rollout depend on this
+    index."""
     segments: tuple[Segment, ...]
-    """The token sequences of the rollout: one, unless the chat template rewrote earlier text."""
+    """The token sequences of the rollout: several if the chat template rewrote earlier text."""
     turns: tuple[Turn, ...]
     text: str
     finish: Finish
     reward: float | None = None
-    """None until the rollout is scored. If scoring fails, the reward stays None, not 0.0."""
+    """The reward is None until the rollout is scored. If scoring fails, the reward stays None and
+    does not become 0.0."""
     success: bool | None = None
-    """Whether the completion is correct, whatever the reward is. None if `reward` is None."""
+    """Whether the completion is correct, whatever the reward is. The value is None if `reward` is
+    None."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The unweighted parts of the reward."""
+    """The parts of the reward, before weighting, by name."""
     reward_id: str = ""
     """Name, version and source hash of the reward function."""
     episode: Episode | None = None
-    """The conversation with the environment. None if the rollout had no environment."""
+    """The conversation with the environment. The value is None if the rollout had no
+    environment."""
 
     @staticmethod
     def single_turn(
@@ -163,12 +176,12 @@ class Rollout:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Which of `tokens` the policy sampled."""
+        """Mask of the tokens in `tokens` that the policy sampled."""
         return _joined([segment.trained for segment in self.segments])
 
     @property
     def sampler_logp(self) -> tuple[float, ...]:
-        """The log-probability of each of `tokens`."""
+        """The log-probability of each token in `tokens`, under the sampling distribution."""
         return _joined([segment.sampler_logp for segment in self.segments])
 
     @property
@@ -196,9 +209,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRows:
-    """A CPU copy of the batch fields that decide its layout, with the same names and shapes.
+    """A CPU copy of the batch fields that determine the layout, with the same names and shapes.
 
-    It avoids reading lengths from a GPU, which waits for all the work that is queued there.
+    The CPU copy avoids reading lengths from the GPU; such a read would wait for all queued GPU
+    work.
     """
 
     prompt_tokens: torch.Tensor
@@ -210,12 +224,12 @@ class HostRows:
 
     @staticmethod
     def of(batch: Batch) -> HostRows:
-        """Copy the fields of a batch."""
+        """Copy the layout fields of a batch to the CPU."""
         fields = ((name, getattr(batch, name)) for name in HostRows.__slots__)
         return HostRows(**{name: value.cpu() for name, value in fields if value is not None})
 
     def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
-        """Return the given rows, cut to `width` completion and `prompt_width` prompt tokens."""
+        """Return some rows, cut to `width` completion tokens and `prompt_width` prompt tokens."""
         return HostRows(
             prompt_tokens=self.prompt_tokens[index, :prompt_width],
             prompt_lengths=self.prompt_lengths[index],
@@ -228,24 +242,26 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rollouts of one training step as tensors; row i of every field is the same row.
+    """The rollouts of one training step as tensors; row i of every field is the same sequence.
 
-    A rollout is one row, or several if its context was rewritten. Statistics are over rollouts,
-    never over rows.
+    A rollout is one row, or several rows if the chat template rewrote its context. Statistics are
+    over rollouts, never over rows.
 
-    Collate fills the first block of fields. The policy fills the second, as far as the objective
-    needs it. The objective fills the third. It computes `token_penalty`, `advantage` and `targets`
-    over the whole batch, because their statistics may span it. It computes `weight`, `correction`
-    and `marked` over one mini-batch, because the denominators of the loss are per optimizer step.
-    Micro-batches only split these rows.
+    `collate` fills the first block of fields, from `prompt_tokens` to `state`. The policy fills the
+    second block, from `old_logp` to `entropy`, as far as the objective needs it. The objective
+    fills the third block, from `token_penalty` to `marked`. The objective computes `token_penalty`,
+    `advantage` and `targets` over the whole batch, because their statistics may include all
+    rollouts. The objective computes `weight`, `correction` and `marked` over one mini-batch,
+    because the denominators of the loss are per optimizer step. A micro-batch is a subset of the
+    rows, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
-    """[B, P] int64, left-aligned."""
+    """[B, P] int64: prompt token ids, left-aligned."""
     prompt_lengths: torch.Tensor
     """[B] int64."""
     tokens: torch.Tensor
-    """[B, T] int64, left-aligned."""
+    """[B, T] int64: completion token ids, left-aligned."""
     lengths: torch.Tensor
     """[B] int64: number of completion tokens of each row, trained or not."""
     mask: torch.Tensor
@@ -253,58 +269,63 @@ class Batch:
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
-    """[B] float64: the reward of the row's rollout. NaN if scoring failed; statistics leave out
-    such a rollout."""
+    """[B] float64: the reward of the row's rollout. The reward is NaN if scoring failed; statistics
+    leave out such a rollout."""
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
-    """[B] int64: index of the row's group. Groups may have any order and size."""
+    """[B] int64: index of the row's group. Groups may have any size, and their rows any order."""
     truncated: torch.Tensor
     """[B] bool: whether the completion reached the length limit."""
     parts: torch.Tensor | None = None
-    """[B, K] float64: unweighted parts of the reward, NaN like `rewards`. None if not needed."""
+    """[B, K] float64: parts of the reward before weighting, NaN where `rewards` is NaN. The field
+    is None if the objective does not need it."""
     rollout: torch.Tensor | None = None
-    """[B] int64: index of the row's rollout in the batch, in the order of the groups. None if every
-    row is its own rollout."""
+    """[B] int64: index of the row's rollout in the batch; rollouts are in the order of the groups.
+    The field is None if every row is its own rollout."""
     turn: torch.Tensor | None = None
-    """[B, T] int64: index of the turn in which the policy sampled a token, from 0. None if no
-    rollout has several turns."""
+    """[B, T] int64: index of the turn in which the policy sampled a token, from 0. The field is
+    None if no rollout has several turns."""
     turn_reward: torch.Tensor | None = None
-    """[B, T] float64: the environment's reward for the token's turn; 0 if it gave none."""
+    """[B, T] float64: the environment's reward for the token's turn; 0 if there is none."""
     state: torch.Tensor | None = None
     """[B, T] int64: the environment's state at the token's turn; equal numbers are equal states."""
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability when the batch was collected. None means equal to `logp`."""
+    """[B, T] log-probability when the batch was collected. The field is None if it equals the
+    current log-probability."""
     ref_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the reference policy. None if there is no reference."""
+    """[B, T] log-probability under the reference policy. The field is None without a reference
+    policy."""
     teacher_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the teacher of a distillation. None if there is no teacher."""
+    """[B, T] log-probability under the teacher model, for distillation. The field is None without a
+    teacher."""
     values: torch.Tensor | None = None
-    """[B, T] value of the critic before each token. None if there is no critic."""
+    """[B, T] the critic's value estimate before each token. The field is None without a critic."""
     entropy: torch.Tensor | None = None
     """[B, T] entropy of the sampling policy at each token, in nats. None: not computed."""
 
     token_penalty: torch.Tensor | None = None
-    """[B, T]: the KL penalty that is subtracted from the reward. None if it is in the loss."""
+    """[B, T]: the KL penalty that is subtracted from the reward. The field is None if the KL
+    penalty is part of the loss."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
     targets: torch.Tensor | None = None
-    """[B, T]: the critic's target values (returns). None if there is no critic."""
+    """[B, T]: the critic's target values (returns). The field is None without a critic."""
     weight: torch.Tensor | None = None
-    """[B, T]: factor of each token's gain; the loss is minus the sum of gain * weight."""
+    """[B, T]: the weight of each token's gain; the loss is minus the sum of gain * weight."""
     correction: torch.Tensor | None = None
-    """[B, T]: factor of each token's surrogate, without gradient, that corrects for the sampler.
+    """[B, T]: importance weight of each token, without gradient, which corrects for the sampler.
     None means 1."""
     marked: torch.Tensor | None = None
-    """[B, T]: tokens that the objective's `marks` selected over the optimizer step. None if the
-    objective has no marks."""
+    """[B, T]: tokens that the objective's `marks` selected over the optimizer step. The field is
+    None if the objective has no `marks`."""
 
     host: HostRows | None = None
-    """A CPU copy of the fields that decide the layout. None if the batch is on the CPU or has no
-    such copy."""
+    """A CPU copy of the fields that decide the layout. The field is None if the batch is on the CPU
+    or has no CPU copy."""
     kept: KeptSets | None = None
-    """The kept set of each token, on the CPU. None if sampling was not truncated."""
+    """The kept set of each token, on the CPU. The field is None if sampling was not truncated."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -316,12 +337,12 @@ class Batch:
 
     @property
     def one_row_each(self) -> bool:
-        """Whether every rollout is one row. Reads the CPU copy if there is one."""
+        """Whether every rollout is one row. The property reads the CPU copy if there is one."""
         rollout = self.rollout if self.host is None else self.host.rollout
         return rollout is None or len(rollout.unique()) == len(rollout)
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """Return the given rows, and remove padding columns that none of them needs."""
+        """Return the given rows, and remove padding columns that none of these rows needs."""
         known = self if self.host is None else self.host
         here = index if self.host is None else index.cpu()
         width = max(1, int(known.lengths[here].max()))
@@ -359,13 +380,13 @@ class Batch:
 
 
 def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
-    """Whether a CPU index selects all rows in order, as when a step is one micro-batch."""
+    """Whether an index on the CPU selects all rows in order, as in a step of one micro-batch."""
     count = len(rows.lengths)
     return len(index) == count and index.device.type == "cpu" and index.tolist() == [*range(count)]
 
 
 def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return values on a device; from pinned memory the copy does not block the CPU."""
+    """Copy values to a device; a copy from pinned memory does not block the CPU."""
     if values.device.type == "cpu" and str(device).startswith("cuda"):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

@@ -1,13 +1,15 @@
 """Attention for packed rows, and for short sequences on a CPU, through transformers' registry.
 
-A model with standard attention keeps its code and calls the function that is registered here.
+A model with standard attention keeps its code and calls the attention function that this module
+registers.
 
-Packed rows: the model sees all tokens of a batch in one row without padding. A prompt that several
-completions share occurs only once. All layers but attention work token by token. Attention needs to
-know which tokens form a row: it gathers the tokens into padded rows (PaddedRows) or, with flash
-attention, uses them without padding (VarlenRows, in varlen_attention.py).
+With packed rows, the model sees all tokens of a batch in one row without padding. A prompt that
+several completions share occurs in the packed row only once. All layers except attention process
+each token on its own. Attention needs to know which tokens form a row. Without flash attention, the
+packed tokens are gathered into padded rows (PaddedRows). Flash attention reads the packed tokens
+without padding (VarlenRows, in varlen_attention.py).
 
-Shapes: N packed tokens, B rows, S columns, H heads, K key-value heads, D head size.
+Tensor shapes use N packed tokens, B rows, S columns, H heads, K key-value heads and head size D.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ from covey.accel.varlen_attention import VarlenRows, flash_attention
 NAME = "covey"
 
 SHORT = 256
-"""On a CPU, batched products are faster than the fused kernel up to about this many positions."""
+"""Longest sequence for which, on a CPU, batched products are faster than the fused kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRows:
-    """Index from padded rows to packed tokens and back."""
+    """Indices that map padded rows to packed tokens and packed tokens to padded rows."""
 
     rows: torch.Tensor
-    """[B, S] int64: the index of the packed token in each cell; any index past a row's end."""
+    """[B, S] int64: the index of the packed token at each position of a padded row."""
     home: torch.Tensor
-    """[N] int64: for each packed token, a cell of the flattened `rows` that contains it."""
+    """[N] int64: a position of each packed token in the flattened `rows`."""
 
 
 class CustomAttention(Protocol):
-    """A cache that computes attention itself, because only it knows where the keys are."""
+    """A cache that computes attention itself, because only the cache knows where the keys are."""
 
     def attend(
         self,
@@ -49,7 +51,7 @@ class CustomAttention(Protocol):
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Return attention [batch, positions, H, D]."""
+        """Return the attention output [batch, positions, H, D]."""
 
 
 def attention(
@@ -61,7 +63,7 @@ def attention(
     packing: PaddedRows | VarlenRows | CustomAttention | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention. Returns [batch, positions, H, D]."""
+    """Compute scaled dot-product attention; return its output [batch, positions, H, D]."""
     if packing is None:
         return _attend(module, query, key, value, attention_mask, **options), None
     if not isinstance(packing, PaddedRows | VarlenRows):
@@ -167,7 +169,7 @@ def short_bias(mask: torch.Tensor, dtype: torch.dtype, key_heads: int, shared: i
 def short_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention as two batched products; heads that share keys are rows of one product."""
+    """Attention as two batched products; query heads that share keys are rows of one product."""
     batch, heads, positions, size = query.shape
     rows = query.reshape(batch * key.shape[1], heads // key.shape[1] * positions, size)
     scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=scale)

@@ -1,12 +1,13 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-It uses the model's own weights, and calls the modules of layers with an adapter. Only the code
-between the matrix products is different. The residual stream is float32, as in the decoder. Norms
-read it and return the dtype of the weights, and the results of matrix products are added to it.
-Layers with the same input are computed as one product if their parameters are fused. The gradient
-of a weight goes to its float32 sink if the optimizer attached one.
+The fused forward pass uses the model's own weights, and calls the module of each layer that has an
+adapter. Only the code between the matrix products differs from the model's code. The residual
+stream is float32, as in the decoder. Norms read the residual stream and return the dtype of the
+weights. The results of matrix products are added to the residual stream. Layers with the same input
+are computed as one product if their parameters are fused. The gradient of a weight is added to a
+float32 sum (GradSink) if the optimizer attached one.
 
-Shapes: N packed tokens, H heads, K key-value heads, D head size.
+Tensor shapes use N packed tokens, H heads, K key-value heads and head size D.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Place(NamedTuple):
-    """The data about the tokens that all layers need."""
+    """Data about the packed tokens that every layer needs."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
@@ -126,7 +127,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize each head of queries and keys in float32, because RoPE rounds them afterwards."""
+    """Normalize each head of queries and keys in float32, because RoPE rounds the result."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -151,7 +152,7 @@ def _unshared(
 
 
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpointed layer's first run and of its recomputation."""
+    """Return two contexts: for a checkpointed layer's forward pass and for its recomputation."""
     return nullcontext(), skip_swiglu_output()
 
 
@@ -162,14 +163,14 @@ def _checkpointed(layer: Any) -> bool:
 def rope_table(
     rotary: nn.Module, like: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine [N, D / 2] of positions [N], of the type and device of `like`."""
+    """Return cosine and sine [N, D / 2] of positions [N], with the dtype and device of `like`."""
     cosine, sine = rotary(like, position_ids[None])
     half = cosine.shape[-1] // 2
     return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
 
 
 def _active(module: Any) -> Any:
-    """Return a module, or its trained copy if an adapter trains the module in full."""
+    """Return a module, or the adapter's trained copy if the adapter trains the whole module."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:

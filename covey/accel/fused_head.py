@@ -1,10 +1,10 @@
-"""Fused head on a GPU: float32 logits, and one kernel each for forward and backward of a chunk.
+"""Fused head on a GPU: float32 logits, with one kernel per chunk for forward and one for backward.
 
-Logits are never rounded to bfloat16, which at the usual size of logits has a resolution of 1/16.
-The gradient of logits is rounded for the two matrix products that use it. The weight's gradient is
-summed over chunks in float32.
+Logits are never rounded to bfloat16, because bfloat16 numbers of a usual logit's size are 1/16
+apart. The gradient of logits is rounded for the two matrix products that use it. The weight's
+gradient is summed over chunks in float32.
 
-Shapes: M chosen tokens, D hidden size, V vocabulary.
+Tensor shapes use M chosen tokens, hidden size D and vocabulary size V.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Rows of a tensor core tile; the size of a larger chunk is a multiple of it."""
+"""Rows of a tensor core tile; larger chunks have a multiple of this number of rows."""
 
 
 def fused_token_logp(

@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for all fused parameters.
 
-A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused: its own
-forward pass is called.
+A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused. The
+layer's own forward pass is called instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def plain(module: Any) -> nn.Linear:
 
 
 def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply linear layers to the same values; return one fused result, or one per layer."""
+    """Apply linear layers to the same input; return one fused result, or one result per layer."""
     weights = _fused_weights(modules)
     if weights is None:
         return tuple(module(values) for module in modules)
@@ -39,7 +39,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
 def swiglu_linear(
     gates: Sequence[torch.Tensor], activation: nn.Module, down: nn.Module
 ) -> torch.Tensor:
-    """Return down(activation(gate) * up) from gate and up, fused or separate."""
+    """Return down(activation(gate) * up); gate and up are one fused tensor or two tensors."""
     result: torch.Tensor
     if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
@@ -58,9 +58,10 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 
 @contextmanager
 def skip_swiglu_output() -> Iterator[None]:
-    """Inside the block, SwiGLU layers save their inputs but return uninitialized memory.
+    """Inside this `with` block, SwiGLU layers save their inputs but return uninitialized memory.
 
-    This is for recomputing a checkpointed layer, because its final output is not read again.
+    The recomputation of a checkpointed layer runs inside this block, because nothing reads the
+    layer's output a second time.
     """
     token = _SKIPS.set(True)
     try:
@@ -70,7 +71,7 @@ def skip_swiglu_output() -> Iterator[None]:
 
 
 class _Weights:
-    """The fused weights of linear layers, and the destinations of their gradients."""
+    """The fused weights of linear layers, and the sums to which their gradients are added."""
 
     def __init__(self, modules: Sequence[nn.Linear], weight: torch.Tensor) -> None:
         self.weights = [m.weight for m in modules]
@@ -83,13 +84,13 @@ class _Weights:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, weights first. They are passed to autograd, which must see them."""
+        """All weights, then all biases, which autograd receives as inputs."""
         return [*self.weights, *self.biases]
 
     def grads(
         self, needed: Sequence[bool], grad: torch.Tensor, values: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Return the parameters' gradients; None where they went to a sink or are not needed."""
+        """Return the parameters' gradients; None for those added to a sink or not needed."""
         count = len(self.weights)
         found: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[:count]):
@@ -145,7 +146,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """Saves gate and up only: their product is recomputed for the weight's gradient."""
+    """SwiGLU for autograd; saves only gate and up, and recomputes silu(gate) * up in backward."""
 
     @staticmethod
     def forward(ctx: Any, weights: _Weights, count: int, *tensors: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Fused parameters: several weights in one storage, so that one matrix product uses them all.
+"""Fused parameters: several weights in one storage, so that one matrix product uses all of them.
 
-The parameters keep their names and shapes; only their memory is shared. An optimizer step, which
-changes them in place, is therefore visible to the fused product without a copy. Whether parameters
-are fused is read from their addresses, so it is never out of date.
+Fused parameters keep their names and shapes; only their memory is shared. An optimizer step changes
+the parameters in place, so the fused product sees the new values without a copy. Whether parameters
+are fused is derived from their memory addresses, which are always current.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from covey.accel.kernels.matmul import add_matmul, matmul
 
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
-"""Layers with the same input, in Llama-like models."""
+"""Names of linear layers in Llama-like models that read the same input."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> None:
 
 
 def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor of which these are consecutive rows, or None if they are not fused."""
+    """Return one tensor whose consecutive rows are `tensors`, or None if they are not fused."""
     first = tensors[0].detach()
     if len(tensors) == 1:
         return first
@@ -57,7 +57,7 @@ def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class GradHolder:
-    """Holds the float32 gradient of a bfloat16 parameter that has no float32 master weight."""
+    """Stores the float32 gradient of a bfloat16 parameter that has no float32 master weight."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.grad: torch.Tensor | None = None
@@ -65,14 +65,14 @@ class GradHolder:
 
 
 HoldsGrad = nn.Parameter | GradHolder
-"""The holder of a parameter's float32 gradient: its master weight or a GradHolder."""
+"""The object that stores a parameter's float32 gradient: its master weight or a GradHolder."""
 
 
 class GradSink:
     """Float32 gradient sum of bfloat16 parameters that share one storage.
 
-    A backward pass may write a gradient here and return None to autograd. A matrix product then
-    adds to the sum directly, without rounding to bfloat16 in between.
+    A backward pass may add a gradient to this sum and return None to autograd. The matrix product
+    then adds to the float32 sum directly, and nothing is rounded to bfloat16.
     """
 
     def __init__(self, masters: Sequence[HoldsGrad]) -> None:
@@ -81,14 +81,14 @@ class GradSink:
 
     @property
     def total(self) -> torch.Tensor | None:
-        """The sum so far; None if nothing was added since gradients were cleared."""
+        """The gradient sum so far; None if nothing was added since gradients were cleared."""
         return None if self.masters[0].grad is None else self._total
 
     def start(self) -> torch.Tensor:
-        """Start a new sum, which the caller must fill.
+        """Start a new gradient sum; the caller must fill the returned tensor.
 
-        It reuses the memory of the last sum, because two sums would need twice the memory, and a
-        CUDA graph always writes to the same address.
+        The new sum reuses the memory of the last sum. A second buffer would double the memory of
+        gradients, and a CUDA graph always writes to the same address.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.
@@ -102,12 +102,12 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """If the sum was cleared, restart it and return it for zeroing; otherwise return None."""
+        """Return the gradient sum if it was cleared, for the caller to set to zero; else None."""
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add the gradient of all parameters, stacked."""
+        """Add one tensor with the stacked gradients of all parameters."""
         total = self.total
         if total is None:
             self.start().copy_(grad)
@@ -115,7 +115,7 @@ class GradSink:
             total.add_(grad)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left @ right, the gradient of all parameters, without rounding it."""
+        """Add left @ right, which is the stacked gradient of all parameters, without rounding."""
         total = self.total
         if total is None:
             matmul(left, right, self.start())
@@ -135,7 +135,7 @@ class GradSink:
 
 
 def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
-    """Return the sink of exactly these parameters; None if their gradients go through autograd."""
+    """Return the gradient sink of these parameters; None if their gradients go through autograd."""
     sink: GradSink | None = getattr(parameters[0], "grad_sink", None)
     if sink is None or len(sink.masters) != len(parameters):
         return None
@@ -143,7 +143,7 @@ def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
 
 
 def attach_grad_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
-    """Attach sinks to parameters, given with their masters; fused parameters share a sink."""
+    """Attach gradient sinks to (parameter, master weight) pairs; fused parameters share a sink."""
     run: list[tuple[nn.Parameter, HoldsGrad]] = []
     by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
     for pair in by_address:

@@ -1,7 +1,7 @@
 """Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
 
-Shapes: M chosen tokens, D hidden size, V vocabulary. Logits exist for one chunk of tokens at a
-time. The backward pass recomputes them.
+Tensor shapes use M chosen tokens, hidden size D and vocabulary size V. Logits exist for one chunk
+of tokens at a time. The backward pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from covey.errors import ModelError
 from covey.kept_sets import KeptIds
 
 NOTHING = -1e30
-"""The logit of a token outside of a kept set: its probability is 0 in any precision."""
+"""The logit of a token outside of the kept set (top-k, top-p); its probability is exactly 0."""
 LIVE_COPIES = 3
-"""How many tensors of a chunk's size exist at once: logits, their product, a rounded copy."""
+"""Number of chunk-sized tensors in memory at once: logits, their product, a rounded copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +33,16 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] in float32 or better."""
+        """Return logits [..., V] in float32 or float64."""
         logits = _product(hidden, self.linear)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """Return h W^T + b in float32 or better; on a GPU without rounding it to bfloat16 first.
+    """Return h W^T + b in float32 or float64; on a GPU, without rounding to bfloat16 first.
 
-    At the usual size of logits, bfloat16 has a resolution of 1/16.
+    Near the usual size of logits, neighbouring bfloat16 numbers are 1/16 apart.
     """
     weight = linear.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -70,8 +70,9 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Both results belong to the distribution at `temperature`, restricted to the kept sets if there
-    are any. Both are differentiable: logits outside of a set have no gradient.
+    Log-probability and entropy are those of the distribution at `temperature`, restricted to the
+    kept sets (top-k, top-p) if there are any. Both are differentiable. Logits outside of a kept set
+    get no gradient.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
@@ -106,7 +107,7 @@ def _kernels() -> bool:
 
 
 class LogitSettings(NamedTuple):
-    """Scale and soft cap of logits, and the tokens of a chunk."""
+    """Scale and soft cap of logits, and the number of tokens in a chunk."""
 
     scale: float
     softcap: float | None
@@ -116,8 +117,8 @@ class LogitSettings(NamedTuple):
 class _Chunks:
     """Computes logits chunk by chunk into two buffers that are allocated once.
 
-    New tensors for every chunk would fragment the heap. In a measurement the process then took
-    343 MB instead of 63 MB.
+    New tensors for every chunk would fragment the heap. In a measurement, new tensors for every
+    chunk took 343 MB instead of 63 MB.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class _Chunks:
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield each chunk of tokens with its logits and a buffer of the same shape.
 
-        Logits outside of kept sets are far below all others, but finite, so that 0 * logit is 0.
+        Logits outside of kept sets are very negative but finite, so that probability * logit is 0.
         """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):
@@ -159,7 +160,7 @@ class _Chunks:
 
 
 class _TokenLogp(torch.autograd.Function):
-    """With p = softmax(z): d logp / dz = onehot - p, and d H / dz = -p (log p + H)."""
+    """For logits z and p = softmax(z), d logp / dz = onehot - p and d H / dz = -p (log p + H)."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Packing: a batch as one row of tokens without padding; shared prompts occur only once.
+"""Packing: a batch becomes one row of tokens without padding, with each shared prompt only once.
 
-The layout is computed on the CPU and sent to the device in one transfer. Reading a length from the
-device would wait until the device has finished all its work.
+The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
+computes it because reading a length from the device would wait for all queued work.
 
-Shapes: B rows, P prompt tokens, T completion tokens, N packed tokens, R key positions.
+Tensor shapes use B rows, P prompt tokens, T completion tokens, N packed tokens and R key positions.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from covey.types import Batch, HostRows
 
 
 def host_rows(batch: Batch) -> HostRows:
-    """Return the CPU's copy of a batch; fetch it if there is none."""
+    """Return the CPU copy of a batch; copy it from the device if necessary."""
     return batch.host if batch.host is not None else HostRows.of(batch)
 
 
 def row_of_each(counts: torch.Tensor) -> torch.Tensor:
-    """Return the row of every token, from the number of tokens per row.
+    """Return the row index of every token, given the number of tokens per row.
 
-    It uses numpy, because torch would wake all of its threads, which took 4 ms on sixteen cores.
+    This function uses numpy, because torch would wake all of its threads, which took 4 ms on 16
+    cores.
     """
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts.numpy()))
 
 
 def prompt_numbers(host: HostRows) -> torch.Tensor:
-    """Return [B] int64: the index of each row's prompt, in order of first appearance."""
+    """Return [B] int64: the index of each row's prompt, numbered in order of first use."""
     numbers: dict[bytes, int] = {}
     prompts = host.prompt_tokens.numpy()
     keys = [prompts[row, :n].tobytes() for row, n in enumerate(host.prompt_lengths.tolist())]
@@ -43,7 +44,7 @@ def prompt_numbers(host: HostRows) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A packed batch: the model's inputs, and the indices that predict trained tokens."""
+    """A packed batch: the model's inputs, and indices of the tokens that are trained."""
 
     input_ids: torch.Tensor
     """[N] int64."""
@@ -51,20 +52,20 @@ class PackedBatch:
     """[N] int64."""
     packing: PaddedRows | VarlenRows
     predictor: torch.Tensor
-    """[M] int64: the packed token that predicts each trained token."""
+    """[M] int64: the index of the packed token that predicts each trained token."""
     chosen: torch.Tensor
-    """[M] int64: the trained tokens."""
+    """[M] int64: the token ids of the trained tokens."""
     cells: torch.Tensor
-    """[M] int64: their cells in [B, T], flattened."""
+    """[M] int64: the flat index of each trained token in [B, T]."""
 
 
 def pack(host: HostRows, device: torch.device, *, varlen: bool) -> PackedBatch:
-    """Pack a batch for attention with padded rows or, if `varlen`, without padding."""
+    """Pack a batch for attention with padded rows, or without padding if `varlen` is true."""
     return pack_varlen(host, device) if varlen else _pack_padded(host, device)
 
 
 def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
-    """Pack a batch: all prompts, each once and sorted, then all completions."""
+    """Pack a batch: each prompt once, in sorted order, then all completions."""
     prompts, which = torch.cat([host.prompt_lengths[:, None], host.prompt_tokens], dim=1).unique(
         dim=0, return_inverse=True
     )
@@ -103,16 +104,16 @@ def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
 
 
 class PackedTables(NamedTuple):
-    """A batch for flash attention as index tables; every row has its own key positions."""
+    """Index tables of a batch for flash attention; every row has its own key positions."""
 
     input_ids: torch.Tensor
-    """[N] int64; this field and the next four have the same meaning as in PackedBatch."""
+    """[N] int64; the first five fields have the same meaning as in PackedBatch."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor
     cells: torch.Tensor
     query_starts: torch.Tensor
-    """[rows + 1] int32; this and the next are as in VarlenRows, the last five as in KeyIndex."""
+    """[rows + 1] int32; `query_starts` and `key_starts` have the same meaning as in VarlenRows."""
     key_starts: torch.Tensor
     tokens: torch.Tensor
     starts: torch.Tensor
@@ -122,14 +123,14 @@ class PackedTables(NamedTuple):
 
 
 class MaxLengths(NamedTuple):
-    """Maximum number of queries, and maximum number of keys, over all rows."""
+    """The largest number of queries in a row, and the largest number of keys in a row."""
 
     query: int
     key: int
 
 
 def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
-    """Compute the tables of a batch on the CPU."""
+    """Compute the index tables of a batch on the CPU."""
     rows = _RowIndex.of(host)
     row, position = rows.query_tokens()
     prompt = rows.prompt[row]
@@ -150,14 +151,14 @@ def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
 
 
 def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
-    """Pack a batch for flash attention: a prompt is followed by its first row's completion."""
+    """Pack a batch for flash attention: each prompt precedes the completion of its first row."""
     tables, longest = varlen_tables(host)
     shared = len(tables.tokens) > len(tables.input_ids)
     return packed_batch(PackedTables._make(to_device(list(tables), device)), longest, shared=shared)
 
 
 def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> PackedBatch:
-    """Return the model's inputs. If `shared`, rows share prompts, so keys are gathered."""
+    """Return the model's inputs; if `shared`, rows share prompts and keys are gathered."""
     return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
@@ -175,7 +176,7 @@ def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> 
 
 
 def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
-    """Pack prompts one after another, without sharing; the last token of each prompt predicts."""
+    """Pack prompts one after another, to predict the first token after each prompt."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
@@ -200,22 +201,22 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowIndex:
-    """Where each row's tokens are in the packed sequence.
+    """The position of each row's tokens in the packed sequence.
 
-    All fields are [B] int64, on the CPU.
+    All fields of this class are [B] int64 tensors on the CPU.
     """
 
     prompt: torch.Tensor
     """Prompt tokens."""
     length: torch.Tensor
-    """The number of completion tokens that the model reads; the last token predicts nothing."""
+    """Number of completion tokens that the model reads: all but the last one."""
     number: torch.Tensor
-    """Index of the prompt."""
+    """Index of the row's prompt."""
     queries: torch.Tensor
-    """Number of queries: the completion's and, in the first row of a prompt, the prompt's."""
+    """Number of queries: completion tokens, plus prompt tokens in the first row of a prompt."""
     prompt_start: torch.Tensor
     start: torch.Tensor
-    """Start of the completion."""
+    """Index of the completion's first packed token."""
 
     @staticmethod
     def of(host: HostRows) -> _RowIndex:
@@ -238,7 +239,7 @@ class _RowIndex:
         )
 
     def query_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return row and position [N] of every packed token."""
+        """Return the row [N] and the position [N] of every packed token."""
         row = row_of_each(self.queries)
         behind = torch.arange(len(row)) - (self.queries.cumsum(0) - self.queries)[row]
         return row, behind + (self.prompt + self.length - self.queries)[row]
@@ -248,7 +249,7 @@ class _RowIndex:
         return (self.prompt + self.length).where(self.queries > 0, 0)
 
     def spans(self, row: torch.Tensor, position: torch.Tensor) -> list[torch.Tensor]:
-        """Return the fields of VarlenRows in order, without rows that have no queries."""
+        """Return the fields of VarlenRows in order, for the rows that have queries."""
         keys, kept = self.keys(), self.queries > 0
         holder = row_of_each(keys)
         place = torch.arange(len(holder)) - (keys.cumsum(0) - keys)[holder]
@@ -272,7 +273,7 @@ class _RowIndex:
 
 
 def to_device(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Send tensors of 4 or 8 bytes per element to a device in one transfer, without waiting."""
+    """Send tensors with 4-byte or 8-byte elements to a device in one asynchronous transfer."""
     if device.type != "cuda":
         return [part.to(device) for part in parts]
     wide = [p.numel() * p.element_size() + (-p.numel() * p.element_size()) % 8 for p in parts]

@@ -1,7 +1,8 @@
-"""Parity checks: they compare an implementation with a model where rounding cannot hide a mistake.
+"""Parity checks: compare an implementation with the model's own code, in float32.
 
-In bfloat16, hidden states of two correct implementations may differ by a third after thirty layers,
-on token sequences unlike the training data. So a check uses the model's first layers, with its own
+In bfloat16, the hidden states of two correct implementations may differ by a third after thirty
+layers, if the token sequences are unlike the training data. Rounding differences of this size could
+hide a mistake. A parity check therefore runs the model's first layers, with the model's own
 weights, in float32.
 """
 
@@ -18,9 +19,9 @@ from covey.types import HostRows
 
 LAYERS = 2
 TOKENS = 32
-"""Checks use token ids below this."""
+"""Parity checks use token ids below this number."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
-"""Attributes that contain a layer's index. Layers of one type differ only in these."""
+"""Attributes that contain a layer's index. Layers of one type differ only in these attributes."""
 FLOAT32_TOLERANCE = 1e-4
 FAILURES: tuple[type[Exception], ...] = (
     AttributeError,
@@ -30,7 +31,7 @@ FAILURES: tuple[type[Exception], ...] = (
     LookupError,
     AssertionError,
 )
-"""The errors that an implementation may raise for a model of another architecture."""
+"""The errors that a fast implementation may raise for a model of another architecture."""
 try:
     from triton.errors import TritonError
 except ImportError:  # without Triton there are no kernels to compile
@@ -40,7 +41,7 @@ else:
 
 
 def is_silu(activation: Any) -> bool:
-    """Return whether an activation is SiLU, for which there are kernels."""
+    """Return whether an activation is SiLU, the only activation with a fused kernel."""
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
@@ -58,9 +59,7 @@ def first_layers(backbone: nn.Module) -> nn.Module:
 
 
 def _first(part: nn.Module, config: Any) -> nn.Module:
-    """Return the first layers of a layer list, the first tokens of an embedding, other modules
-    whole.
-    """
+    """Copy a module; keep only the first layers of a layer list and first rows of an embedding."""
     if isinstance(part, nn.ModuleList):
         named = getattr(config, "layer_types", None) or ()
         kinds = [(named[i : i + 1], _settings(layer)) for i, layer in enumerate(part)]
@@ -76,7 +75,7 @@ def _first(part: nn.Module, config: Any) -> nn.Module:
 
 
 def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]:
-    """Return a key of the layer's type: its modules and plain attributes."""
+    """Return a key that identifies the layer's type by its modules and plain attributes."""
     return frozenset(
         (name, type(part), field, value)
         for name, part in layer.named_modules()
@@ -86,7 +85,7 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
 
 
 def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return the result of another implementation, without gradient; None if it fails."""
+    """Return the output of another implementation, without gradient; None if it fails."""
     try:
         with torch.no_grad():
             return compute()
@@ -97,7 +96,7 @@ def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
 def matches(
     one: torch.Tensor | None, other: torch.Tensor, tolerance: float = FLOAT32_TOLERANCE
 ) -> bool:
-    """Return whether two results of the same arithmetic are equal up to rounding."""
+    """Return whether two results are equal up to float32 rounding."""
     if one is None:
         return False
     return float((one - other).float().norm()) <= tolerance * float(other.float().norm())

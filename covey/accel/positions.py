@@ -1,4 +1,4 @@
-"""Whether the fast paths support a model's position embeddings, according to its config."""
+"""Checks of a model's config: whether the GPU fast path supports its position embeddings."""
 
 from __future__ import annotations
 

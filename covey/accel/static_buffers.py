@@ -1,11 +1,11 @@
 """Static buffers for CUDA graphs: a packed micro-batch at fixed addresses, padded to a bucket size.
 
-A graph reads and writes the same addresses with the same number of tokens every time. Padding
-tokens form separate short rows. They are computed like any other tokens, so no memory stays
-uninitialized, and their gradient is zero. Unused entries of the other tables are rows without
+A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
+tokens form separate short rows. Padding tokens are computed like other tokens, so no memory stays
+uninitialized, and their gradient is zero. The other index tables are padded with rows without
 tokens, key positions that no row reads, and trained tokens with zero gradient.
 
-Shapes: N packed tokens, R key positions, M trained tokens.
+Tensor shapes use N packed tokens, R key positions and M trained tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, packed_batch
 
 PADDING_ROW = 128
-"""Padding tokens per row. The longest row of every bucket has at least this many tokens."""
+"""The number of padding tokens in a row; the longest row of a bucket is at least as long."""
 STEP = 256
 """Token counts are multiples of this number."""
 ALIGNED = 256
-"""Alignment of each table in bytes, as for freshly allocated tensors."""
+"""Alignment of each table in bytes; torch aligns new tensors in the same way."""
 
 
 class Size(NamedTuple):
-    """Capacity of every table."""
+    """The capacity of every index table of a bucket."""
 
     tokens: int
     places: int
@@ -51,23 +51,23 @@ class Size(NamedTuple):
         )
 
     def holds(self, other: Size) -> bool:
-        """Return whether another size fits."""
+        """Return whether a micro-batch of size `other` fits into this size."""
         return all(mine >= needed for mine, needed in zip(self, other, strict=True))
 
     def padded_to(self, tokens: int) -> Size:
-        """Return the size with more padding tokens, which need rows and key positions as well."""
+        """Return the size padded to `tokens`; padding tokens also need rows and key positions."""
         more = tokens - self.tokens
         return self._replace(
             tokens=tokens, places=self.places + more, rows=self.rows + -(-more // PADDING_ROW)
         )
 
     def with_room_for(self, other: Size) -> Size:
-        """Return a size that is large enough for both."""
+        """Return a size that is large enough for this size and for `other`."""
         return Size(*(max(pair) for pair in zip(self, other, strict=True)))
 
 
 def bucket(count: int) -> int:
-    """Round a token count up, by at most a sixteenth, to a count for which graphs are captured."""
+    """Round a token count up to the size of a bucket, by at most 1/16."""
     return _round_up(count, 16)
 
 
@@ -78,7 +78,7 @@ def _round_up(count: int, steps: int) -> int:
 
 
 def _power_of_two(count: int, least: int) -> int:
-    """Round up to a power of two."""
+    """Round up to a power of two that is at least `least`."""
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
@@ -98,7 +98,7 @@ class StaticBuffers:
         self.packed: PackedBatch = packed_batch(self.tables, longest, shared=True)
 
     def fill(self, tables: PackedTables) -> None:
-        """Copy a micro-batch that fits, in one transfer and without waiting for the device."""
+        """Copy a micro-batch into the buffers in one asynchronous transfer."""
         pinned = self._whole.device.type == "cuda"
         host = torch.zeros(len(self._whole), dtype=torch.uint8, pin_memory=pinned)
         for view, part in zip(self._tables(host), padded(tables, self.size), strict=True):
@@ -110,14 +110,14 @@ class StaticBuffers:
 
 
 def _lengths(size: Size) -> list[tuple[int, torch.dtype]]:
-    """Return the length and type of each table."""
+    """Return the length and dtype of each index table."""
     wide = [size.tokens, size.tokens, size.chosen, size.chosen, size.chosen]
     narrow = [size.rows + 1, size.rows + 1, size.places, size.rows, *[size.tokens] * 3]
     return [(n, torch.int64) for n in wide] + [(n, torch.int32) for n in narrow]
 
 
 def padded(tables: PackedTables, size: Size) -> PackedTables:
-    """Return the tables with rows of padding tokens; entries past the end are zero."""
+    """Return the index tables with rows of padding tokens added; unused entries are zero."""
     tokens, places, rows = len(tables.input_ids), len(tables.tokens), len(tables.starts)
     number = torch.arange(size.tokens - tokens)
     entry, behind = number // PADDING_ROW + rows, number % PADDING_ROW

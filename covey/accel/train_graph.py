@@ -1,20 +1,20 @@
-"""CUDA graphs for training: forward and backward of a micro-batch in one launch each.
+"""CUDA graphs for training: one launch for a micro-batch's forward pass, one for backward.
 
-A pass over a small model is thousands of short kernels, and launching them from Python takes
-several times as long as running them. A CUDA graph launches them all at once. A graph is captured
-for a bucket: a size to which micro-batches are padded. Everything that it reads or writes stays at
-the same address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
+A forward pass of a small model runs thousands of short kernels, and Python needs several times
+longer to launch the kernels than the GPU needs to run them. A CUDA graph launches all kernels at
+once. A graph is captured for a bucket: a size to which micro-batches are padded. All data that a
+graph reads or writes stays at fixed addresses: the packed micro-batch (static_buffers.py), the
+parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
-capture. The second runs on the bucket's own buffers, which compiles kernels. The third is captured,
-and from then on the graph is replayed, for slightly smaller micro-batches too. Without a CUDA
-device, passes run on those buffers and are not captured.
+capture. The second micro-batch runs on the bucket's own buffers, which compiles kernels. The third
+micro-batch is captured as a graph. Later micro-batches of this size, or slightly smaller, replay
+the graph. Without a CUDA device, passes run on the bucket's buffers and are not captured.
 
-Graphs share memory, mostly for activations. So only one pass is in progress at a time: no other
-pass may run between a forward pass and its backward pass, and each forward pass has at most one
-backward pass.
+All graphs share memory, mostly for activations. Therefore no other pass may run between a forward
+pass and its backward pass, and each forward pass has at most one backward pass.
 
-Shapes: M trained tokens of a bucket, m trained tokens of a micro-batch.
+Tensor shapes use M trained tokens of a bucket and m trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 MAX_BUCKETS = 64
-"""Maximum number of sizes with graphs; beyond that, the least recently used are dropped."""
+"""Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
 MAX_PADDING = 4 / 3
-"""A micro-batch may be padded to this multiple of its tokens if that avoids a capture."""
+"""A micro-batch may be padded by up to this factor to reuse a captured graph."""
 MAX_FAILURES = 3
-"""The number of failed captures after which graphs are no longer used."""
+"""The number of failed captures after which training stops using CUDA graphs."""
 
 Values = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,14 +52,14 @@ class GraphResult(NamedTuple):
     logp: torch.Tensor
     entropy: torch.Tensor
     cells: torch.Tensor
-    """The cells of the results in [B, T], flattened."""
+    """The flat index of each result in [B, T]."""
 
 
 class GradientSums:
     """Gradient sums at fixed addresses.
 
-    An optimizer step clears gradients by setting them to None. The next backward pass takes the
-    zeroed gradients from here.
+    An optimizer step clears gradients by setting them to None. Before the next backward pass, this
+    class zeroes its tensors and makes them the gradients again.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -69,7 +69,7 @@ class GradientSums:
         self._own: dict[nn.Parameter, torch.Tensor] = {}
 
     def attach(self) -> None:
-        """Restore all existing sums as gradients."""
+        """Make the stored sums the gradients of their parameters again."""
         cleared = [total for sink in self._sinks if (total := sink.resume()) is not None]
         for parameter, total in self._own.items():
             if parameter.grad is total:
@@ -85,7 +85,7 @@ class GradientSums:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the parameters' gradients.
 
-        A gradient of None went to its sink, or does not exist.
+        A gradient is None if it was already added to a GradSink or does not exist.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
@@ -100,22 +100,21 @@ class GradientSums:
             self._own[parameter].add_(grad)
 
     def count(self) -> int:
-        """Return the number of sums; a capture must not create any."""
+        """Return the number of gradient sums; the capture of a graph must not create new ones."""
         return len(self._own) + sum(sink.total is not None for sink in self._sinks)
 
 
 class _Pass:
-    """Forward and backward over the buffers of one bucket."""
+    """The forward and backward pass over the buffers of one bucket."""
 
     def __init__(self, graphs: TrainGraphs, size: Size, *, backward: bool) -> None:
         self.graphs = graphs
         self.rows = StaticBuffers(size, graphs.model.device)
         self.incoming = torch.zeros(2, size.chosen, device=graphs.model.device)
-        """Incoming gradients of log-probability and entropy."""
+        """Gradients of the loss with respect to log-probability and entropy."""
         self.backward = backward
         self.has_run = False
-        """Whether forward and backward have run, so that kernels are compiled and gradient sums
-        exist.
+        """Whether both passes have run; their kernels are then compiled, and gradient sums exist.
         """
         self.values: Values | None = None
         self.forward_graph: torch.cuda.CUDAGraph | None = None
@@ -164,7 +163,7 @@ class _Pass:
             )
 
     def _backward(self) -> None:
-        """Add the gradients of all parameters to their sums, and free the activations."""
+        """Add the gradients of all parameters to the gradient sums, and free the activations."""
         values, gradients = self.values, self.graphs.gradients
         assert values is not None
         # All parameters are passed, because autograd would skip those whose gradient only a sink
@@ -177,7 +176,7 @@ class _Pass:
             gradients.add(grads)
 
     def capture(self, pool: Any) -> None:
-        """Capture forward and backward without running them; both must have run before."""
+        """Capture the forward and backward pass without running them; both must have run before."""
         gradients = self.graphs.gradients
         if self.backward:
             gradients.attach()
@@ -196,7 +195,7 @@ class _Pass:
 
 
 class _PassFunction(torch.autograd.Function):
-    """Connects a pass to autograd; the parameters' gradients do not return through it."""
+    """Connects a captured pass to autograd; parameter gradients are summed outside of autograd."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, one: _Pass, tables: PackedTables) -> Values:
@@ -216,7 +215,7 @@ class _PassFunction(torch.autograd.Function):
 
 
 class _Bucket:
-    """State of one micro-batch size."""
+    """The state of one bucket: one size of micro-batches."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -235,16 +234,15 @@ class TrainGraphs:
         self.buckets: dict[tuple[int, bool], _Bucket] = {}
         self.failures = 0
         self.failed = False
-        """Whether captures have failed for good, and all passes run eagerly."""
+        """Whether captures have failed too often, so that all passes run eagerly."""
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self._pool_keeper: torch.cuda.CUDAGraph | None = None
-        """Keeps the memory pool alive: once all its graphs are gone, nothing can be captured into
-        it.
+        """A graph that keeps the memory pool alive; a pool without graphs cannot be used again.
         """
 
     def run(self, host: HostRows) -> GraphResult | None:
-        """Run a micro-batch, with gradient if enabled; return None if it must run eagerly."""
+        """Run a micro-batch, with gradient if enabled; None means that it must run eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None
@@ -263,7 +261,7 @@ class TrainGraphs:
         return GraphResult(*values, one.rows.tables.cells[: len(tables.cells)].clone())
 
     def give_up(self, error: Exception) -> None:
-        """Stop capturing graphs, and free all of them."""
+        """Stop using CUDA graphs, and free all captured graphs."""
         self.failed = True
         self.buckets.clear()
         self._pool_keeper = None
@@ -295,7 +293,7 @@ class TrainGraphs:
         return bucket.ready
 
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
-        """Return the smallest captured bucket that fits, or the bucket of exactly this size."""
+        """Return the key of the smallest captured bucket that fits, else of the exact size."""
         sizes = [one.rows.size for one in self.captured() if one.backward is backward]
         fitting = [
             size.tokens
@@ -338,7 +336,7 @@ def _trivial_graph(anchor: torch.Tensor, pool: Any) -> torch.cuda.CUDAGraph:
 def train_graphs_for(
     model: LanguageModel, *, temperature: float, megabytes: float
 ) -> TrainGraphs | None:
-    """Return CUDA graphs if a model supports the kernels that they need, else None."""
+    """Return CUDA graphs if the model supports the kernels that graphs need, else None."""
     trained = any(p.requires_grad for p in model.model.parameters())
     if not (model.device.type == "cuda" and model.fused and model.flash and trained):
         return None

@@ -1,14 +1,14 @@
-"""Variable-length attention without padding, by the flash kernels inside torch.
+"""Variable-length attention without padding, with the flash attention kernels inside torch.
 
-Every packed token has one query, in the row to which it belongs. A shared prompt has its queries in
-the first of its rows. A row has a key for every token, so the keys of a shared prompt appear in
-several rows. Attention is causal and aligned at the end: the last query of a row sees all keys of
-the row, the second-to-last all but the last key.
+Every packed token has one query, in the row to which the token belongs. The queries of a shared
+prompt belong to the first row that uses the prompt. A row has a key for every token, so the keys of
+a shared prompt appear in several rows. Attention is causal and aligned at the end. The last query
+of a row sees all keys of the row, and the second-to-last query sees all keys but the last.
 
-torch's public function for this changes its arguments between versions; the operators below it do
-not.
+This module calls torch's internal operators, because the public function for variable-length
+attention changes its arguments between versions of torch.
 
-Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head size.
+Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
-"""Types that the kernels support."""
+"""Dtypes that the flash attention kernels support."""
 
 
 class KeyIndex(NamedTuple):
-    """Where keys and values of packed tokens are copied to, if rows share a prompt."""
+    """Indices that copy keys and values of packed tokens to each row that shares a prompt."""
 
     tokens: torch.Tensor
-    """[R] int32: the packed token of each key position."""
+    """[R] int32: the index of the packed token at each key position."""
     starts: torch.Tensor
-    """[rows] int32: the first key position of each row, with rows that share a prompt adjacent."""
+    """[rows] int32: the first key position of each row; rows that share a prompt are adjacent."""
     begin: torch.Tensor
     """[N] int32: the index of the first entry of `starts` whose row contains the token."""
     end: torch.Tensor
@@ -39,19 +39,19 @@ class KeyIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenRows:
-    """Queries and keys of each row (cu_seqlens), and the index of keys that rows share."""
+    """Offsets of each row's queries and keys (cu_seqlens), and the index of shared keys."""
 
     query_starts: torch.Tensor
-    """[rows + 1] int32: where the queries of each row begin, and where the last row's end."""
+    """[rows + 1] int32: where each row's queries begin, and where the last row's queries end."""
     key_starts: torch.Tensor
-    """[rows + 1] int32: the same for keys."""
+    """[rows + 1] int32: where the keys of each row begin, and where those of the last row end."""
     longest_query: int
     longest_key: int
     shared: KeyIndex | None = None
-    """None if every token is its own key position, so that R is N."""
+    """None if no rows share a prompt; every token then has one key position."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return packed keys or values [N, K, D] at their key positions [R, K, D]."""
+        """Copy packed keys or values [N, K, D] to their key positions [R, K, D]."""
         return packed if self.shared is None else packed.index_select(0, self.shared.tokens)
 
 
@@ -96,6 +96,6 @@ def flash_attention(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return attention [N, H, D] of query [N, H, D] over key and value [R, K, D]."""
+    """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D]."""
     attended: torch.Tensor = _Flash.apply(query, key, value, spans, scale, window)
     return attended

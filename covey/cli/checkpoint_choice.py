@@ -14,15 +14,16 @@ ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.js
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run at a path, or the run of the checkpoint at that path; None if neither."""
+    """Return the run at a path, or the run that contains the checkpoint at the path, or None."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     """Return the checkpoint to load: the target itself, or a run's checkpoint.
 
-    Of a run, this is the checkpoint of `step`, by default the newest. A damaged checkpoint raises
-    an error that suggests `command`, with {} replaced by the path of an intact checkpoint.
+    For a run, the function returns the checkpoint of `step`, or the newest one by default. If the
+    checkpoint is damaged, the error suggests `command`, with the path of an intact checkpoint in
+    place of {}.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

@@ -150,7 +150,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _print_design(folder: Path, design: Design) -> None:
-    """Print the arms, the settings in which they differ, and the findings."""
+    """Print the arms, the settings in which the arms differ, and the findings."""
     from covey.analysis.compare.conclusion import count
     from covey.analysis.compare.report_tables import NO_OPTION, finding_title
 
@@ -211,7 +211,7 @@ def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
 
 @contextmanager
 def _progress(design: Design) -> Iterator[Watch]:
-    """Return a live table for a terminal, and plain lines for anything else."""
+    """Return the progress display: a live table for a terminal, plain lines otherwise."""
     from rich.live import Live
 
     from covey.analysis.compare.progress import Progress

@@ -111,7 +111,7 @@ def eval_command(
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
-    """Return the configuration of a target, with the target as its model."""
+    """Return the configuration of an evaluation target, with the target as its model."""
     run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))
@@ -121,7 +121,7 @@ def _config(target: str, source: str | None, settings: list[str], smoke: bool) -
 
 
 def _model(target: str) -> str:
-    """Return the path of the model to load; for a run, that of its newest checkpoint."""
+    """Return the path of the model to load; for a run, the path of its newest checkpoint."""
     path = Path(target)
     return str(weights_of(path, "covey eval {}")) if run_around(path) else target
 
@@ -195,7 +195,7 @@ def _evaluated(
 
 
 def _check_scored(model: str, evaluation: Evaluation) -> None:
-    """Raise an error if no completion has a score, because an accuracy of 0 % would mislead."""
+    """Raise an error if no completion has a score, instead of reporting an accuracy of 0 %."""
     completions = sum(1 + len(item.samples) for item in evaluation.items)
     if evaluation.unscored == completions:
         raise RewardError(

@@ -16,7 +16,7 @@ from covey.run.estimate_text import change_text, estimate_text
 from covey.run.trackers.console import evaluation_line
 
 SHOWN = 5
-"""The most prompt ids that are printed; --json and --out list all."""
+"""The maximum number of printed prompt ids; --json and --out list all ids."""
 
 
 def measured(
@@ -60,7 +60,7 @@ def show_measured(
 
 
 def _parts_line(evaluation: Evaluation) -> str:
-    """Return the means of the reward's parts, if it has any."""
+    """Return the means of the reward parts, if the reward has any."""
     found = [
         f"{name.removeprefix(PART)} {estimate_text(name, estimate.row())}"
         for name, estimate in evaluation.estimates.items()

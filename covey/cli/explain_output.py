@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     from covey.analysis.explain.replay import Moment, Replay, Replayed
 
 CHECKED = ("loss/policy_avg", "policy/clipfrac_avg", "optim/grad_norm")
-"""Metrics that are compared with the run's log."""
+"""Metrics of the explained step that are compared with the run's log."""
 FORMS = {
     "advantage": "+.2f", "logp": ".3f", "old_logp": ".3f", "ref_logp": ".3f", "ratio": ".3f",
     "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
 }  # fmt: skip
 """Columns of the token table, and their formats."""
 LEAST_WIDTH = 120
-"""Minimum width of tables, also in pipes and narrow terminals, so that no number is cut."""
+"""Minimum width of tables in characters, so that no number is cut off."""
 
 
 def wide_console() -> Console:
-    """Return a console that never cuts a table."""
+    """Return a console that never cuts off a table."""
     console = Screen(soft_wrap=True)
     console.width = max(console.width, LEAST_WIDTH)
     return console
 
 
 def number_column(name: str) -> Column:
-    """Return a column for numbers."""
+    """Return a table column for numbers."""
     return Column(name, justify="right", no_wrap=True)
 
 
 def weights_line(origin: Origin) -> str:
-    """Return the line that says which weights were used."""
+    """Return a line that says which weights the explanation used."""
     start = f"checkpoint {origin.checkpoint}" if origin.checkpoint else "the initial model"
     again = ""
     if origin.replayed_steps:
@@ -139,7 +139,7 @@ def _add_group(table: Table, group: ExplainedGroup, rollouts: Sequence[Explained
 
 
 def _counted(values: Sequence[str]) -> str:
-    """Return each value with the number of its occurrences, the most frequent first."""
+    """Return each value and its number of occurrences, the most frequent value first."""
     return ", ".join(f"{count} x {value}" for value, count in Counter(values).most_common())
 
 
@@ -172,7 +172,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
 
 
 def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
-    """Return the text with tokens that become likelier in green and less likely in red."""
+    """Return the text with likelier tokens in green and less likely tokens in red."""
     largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
     text = Text()
     for token in tokens:
@@ -258,7 +258,7 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
 
 
 def _family_line(family: Family) -> str:
-    """Return a line that says how a family agrees: bit for bit, up to rounding, or to a factor."""
+    """Return a line that says whether a family's gradients are equal or only proportional."""
     exact = [m.name for m in family.members if m.identical]
     rest = [m for m in family.members if not m.identical]
     parts = [" = ".join(exact)]

@@ -1,4 +1,4 @@
-"""The `covey` command. For a user's mistake it prints one line, and never a traceback."""
+"""The `covey` command, which reports a user's mistake in one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _told(error: CoveyError) -> bool:
-    """Whether another rank prints this error; if several ranks fail, only one prints it."""
+    """Return whether another rank prints this error; of several failed ranks, only one prints."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main
@@ -126,7 +126,7 @@ def _told(error: CoveyError) -> bool:
 def _show_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the traceback of a bug, escaped, because the error message may quote any text."""
+    """Print the traceback of a bug with control characters escaped."""
     lines = traceback.format_exception(kind, error, trace)
     print(printable("".join(lines)), end="", file=sys.stderr)
 

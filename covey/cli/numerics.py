@@ -128,7 +128,7 @@ class _Notes(Tracker):
         self.done = 0
 
     def sampled(self, count: int) -> None:
-        """Count completions; measuring starts after the last one."""
+        """Count generated completions and show the progress."""
         self.done += count
         more = f"completions: {self.done} of {self.completions}"
         self.say("measuring" if self.done >= self.completions else more)
@@ -139,7 +139,7 @@ class _Notes(Tracker):
 
 
 def _show(report: Report, console: Console) -> None:
-    """Print the table, and the meaning of each line."""
+    """Print the table of causes, and the meaning of each line."""
     clip = report.clip
     unit = "completions" if clip.per_completion else "tokens"
     console.print(

@@ -1,4 +1,4 @@
-"""`covey plan`: what a run will do, how much memory it needs, which settings have no effect."""
+"""`covey plan`: shows the steps and the memory of a run, and settings without effect."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_engine(config: Config, console: Console) -> None:
-    """Print what is missing here to use vLLM or Ray, as far as known without starting it."""
+    """Print why vLLM or Ray cannot start on this machine, if this is known in advance."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
 

@@ -64,7 +64,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def show_time(config: Config, as_json: bool) -> None:
-    """Run a few steps, and print how long the run will take."""
+    """Run a few steps, and print how long the whole run will take."""
     with waiting("measuring a few training steps"):
         from covey.analysis.plan.time_forecast import measure_time
 

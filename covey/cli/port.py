@@ -1,4 +1,4 @@
-"""`covey port`: settings from the scripts of other libraries."""
+"""`covey port`: converts options in scripts of other libraries to settings of Covey."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`covey runs check`: the health of a run, with an exit code for scripts."""
+"""`covey runs check`: checks the health of a run, with an exit code for scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`covey runs report`: an offline report of one run."""
+"""`covey runs report`: writes an offline report of one run."""
 
 from __future__ import annotations
 

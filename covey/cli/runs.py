@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, show one run's evaluations or completions, check or report it."""
+"""`covey runs`: list runs, show evaluations or completions of one run, check or report it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ FORMS = {
 LEAST_FIRST = (
     "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
 )  # fmt: skip
-"""Order in which columns are dropped in a narrow terminal."""
+"""Columns in the order in which a narrow terminal drops them."""
 UNLIMITED = 100_000
 SHOW = "show"
 
 
 class _Runs(TyperGroup):
-    """`covey runs FOLDER` is short for `covey runs show FOLDER`."""
+    """The `covey runs` group, in which `covey runs FOLDER` means `covey runs show FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the default command before the arguments, unless they name a command or --help."""
+        """Insert `show` before the arguments, unless they start with a command or --help."""
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else [SHOW, *args])
 
@@ -101,7 +101,7 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _ignore(text: str) -> None:
-    """Say nothing about damaged records; the columns of such a run are empty."""
+    """Ignore notes about damaged records; the columns of a damaged run are empty."""
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
@@ -115,7 +115,7 @@ def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[
 
 
 def _is_over(settings: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
-    """Whether the last step used up the budget."""
+    """Return whether the last step used up the budget of the run."""
     train = settings.get("train", {})
     limits = {"step": train.get("steps", 0), **train.get("stop_after", {})}
     names = {"tokens": "tokens", "updates": "updates"}
@@ -138,19 +138,19 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
 
 
 def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return the table of runs with as many columns as fit beside the full names."""
+    """Return the table of runs with full names and as many other columns as fit."""
     tables = (runs_table(rows, left_out) for left_out in range(len(LEAST_FIRST)))
     fit = (table for table in tables if table_width(table) <= width)
     return next(fit, runs_table(rows, len(LEAST_FIRST)))
 
 
 def table_width(table: Table) -> int:
-    """Return the width of a table with nothing folded."""
+    """Return the width of a table without line breaks in its cells."""
     return Screen(width=UNLIMITED).measure(table).maximum
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
-    """Return the table of runs without the `left_out` least important columns."""
+    """Return the table of runs, without the `left_out` columns that are least important."""
     shown = [key for key in FORMS if key not in LEAST_FIRST[:left_out]]
     names = [key.replace("_", " ") for key in shown]
     table = Table(Column("run", overflow="fold"), *names)

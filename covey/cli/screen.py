@@ -14,7 +14,7 @@ from covey.escape import printable
 
 
 class Screen(Console):
-    """A rich console that shows text as it is: no markup, and control characters escaped.
+    """A rich console that escapes control characters and does not parse markup.
 
     Rich's own control codes for colours and progress bars are not escaped.
     """
@@ -23,13 +23,13 @@ class Screen(Console):
         super().__init__(emoji=False, markup=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects; control characters are escaped before the layout is computed."""
+        """Print objects, with control characters escaped before rich computes the layout."""
         super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render text with control characters escaped; rich renders tables by this method too."""
+        """Render text with control characters escaped; rich also calls this method for tables."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(printable(text), style)

@@ -50,19 +50,20 @@ Trust = Annotated[
         "The module's code runs with your permissions.",
     ),
 ]
-"""The option --trust, whose callback runs before the command begins."""
+"""The option --trust; its callback runs before the command."""
 
 Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
-"""Shown while torch is imported, which takes seconds."""
+"""The status text while torch is imported, which takes seconds."""
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[Say]:
     """Show a status line on a terminal's stderr; yield a function that changes its text.
 
-    Print results after the context ends: within it, everything printed goes to stderr.
+    Results must be printed after this context ends, because output inside the context goes to
+    stderr.
     """
     quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, only rank 0 prints
     with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
@@ -70,14 +71,15 @@ def waiting(text: str) -> Iterator[Say]:
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the overrides of a command, including the one given by --model."""
+    """Return the overrides of a command, including the override that --model gives."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return the configuration to load: the one given, or the recipe of the embedded model.
+    """Return the configuration to load: the given one, or the embedded model's recipe.
 
-    For another model or task it is None: the recipe's learning rate and lengths would not suit.
+    The result is None for another model or task, because the recipe's learning rate and lengths
+    would not fit.
     """
     if source is not None:
         return source
@@ -107,8 +109,9 @@ def resolved(
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
-    With `model`, the model path is checked before torch is imported. Without `imports`, the user's
-    own modules are not imported, and the options of their functions stay as given.
+    If `model` is true, the model path is checked before torch is imported. If `imports` is false,
+    the user's own modules are not imported, and the options of the user's functions are not
+    checked.
     """
     config = loaded(source, overrides, smoke=smoke)
     if model:
@@ -120,7 +123,7 @@ def resolved(
 
 
 def tell_defaults(source: str | None, config: Config) -> None:
-    """Say which values a run without a CONFIG has for the settings that matter most."""
+    """Print the most important default settings of a run without a CONFIG."""
     if source is None:
         echo(
             "no CONFIG given: other settings have their defaults, such as "
@@ -131,7 +134,7 @@ def tell_defaults(source: str | None, config: Config) -> None:
 
 
 def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
-    """Report the engine's backend, changes since the run was started, and skipped rows."""
+    """Print the engine's backend, changes since the run started, and skipped data rows."""
     import torch
 
     reporter.note(f"sampling: {parts.engine.info.backend}")
@@ -158,17 +161,16 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
 
 
 def tell_edited(folder: RunFolder) -> None:
-    """Print on stderr which settings of a run were edited since it was started."""
+    """Print on stderr which settings of a run were edited since the run started."""
     changed = edited_settings(folder, folder.environment())
     if changed is not None:
         typer.echo(f"covey: {changed}", err=True)
 
 
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Report settings that have no effect or may do harm, except those in `not_own`.
+    """Print findings about settings without effect or with risks, except those in `not_own`.
 
-    `not_own` are the settings that --smoke changed. Equivalent settings are listed only by
-    `covey plan`.
+    `not_own` are the settings that --smoke changed. Only `covey plan` lists equivalent settings.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 REPEATS_SECONDS = 2.0
-"""On several ranks, a signal this soon after the first is the first, forwarded by torchrun."""
+"""Seconds within which a repeated signal is ignored, because torchrun forwards signals."""
 
 NewRun = Annotated[
     Path | None,
@@ -56,16 +56,16 @@ class Training:
     """`train` or `sft`."""
     build: Callable[[Config, World], Any]
     environment: Callable[[Any], dict[str, Any]]
-    """Returns further entries of environment.json, besides the machine and the reward."""
+    """A function that returns further entries of environment.json."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
-    """Trains, and returns the last step and the planned number of steps."""
+    """A function that trains, and returns the last step and the planned number of steps."""
     arguments: Sequence[str]
-    """The arguments of the command line, which Ray passes to the ranks that it starts."""
+    """The command-line arguments, which Ray passes to each rank that it starts."""
 
     def start(self, config: Config, source: str | None, path: Path | None, name: str) -> None:
-        """Create a run folder and train. Without `path`, the folder is runs/`name` and a number.
+        """Create a run folder and train. Without `path`, the folder is runs/`name`-NUMBER.
 
-        Without `source`, the file or recipe of the settings, print which defaults the run has.
+        If no file or recipe (`source`) was given, print the most important defaults of the run.
         """
         from covey.training.run_start import created_run, locked_by_main
 
@@ -90,9 +90,9 @@ class Training:
         verify: bool = False,
         print_config: bool = False,
     ) -> None:
-        """Resume a run with its own settings and overrides, or only print the settings.
+        """Resume a run with its own settings plus overrides, or only print these settings.
 
-        With `verify`, the newest checkpoint is first computed again and compared.
+        If `verify` is true, the newest checkpoint is first trained again and compared.
         """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
@@ -126,7 +126,7 @@ class Training:
         raise typer.Exit(code)
 
     def _start_ranks(self, config: Config) -> None:
-        """If Ray has to start the ranks, run them, and exit with their exit code."""
+        """If Ray must start the ranks, start them, wait, and exit with their exit code."""
         from covey.training.parallel.lifeline import Reported
         from covey.training.ray_ranks import ray_starts_ranks, run_in_ranks
 
@@ -156,7 +156,7 @@ class Training:
 
 
 def _verify(run: RunFolder) -> None:
-    """Compute the newest checkpoint of a run again; RunError if it differs."""
+    """Train up to the newest checkpoint again; raise RunError if the weights differ."""
     with waiting("computing the last saved step again"):
         from covey.analysis.verify.recompute import recomputed
 
@@ -167,7 +167,7 @@ def _verify(run: RunFolder) -> None:
 
 
 def _joined(config: Config) -> AbstractContextManager[World]:
-    """Join the other ranks, if torchrun or another launcher has started several."""
+    """Join the other ranks, if torchrun or another launcher has started several ranks."""
     from covey.training.parallel.join import joined_world
 
     return joined_world(config, lambda text: echo(text, err=True))
@@ -187,6 +187,6 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
 
 
 def check_alone(*given: object) -> None:
-    """Reject options that do not combine with --resume."""
+    """Reject options that cannot be used with --resume."""
     if any(given):
         raise ConfigError("--resume uses the settings of the run; the only other option is --set")

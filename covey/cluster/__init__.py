@@ -1,14 +1,14 @@
 """Ray: runs trainer ranks, engines, scoring workers and the reference on one or more machines.
 
-ray_client.py     connects to Ray and turns its errors into one-line messages
-trainers.py       trainer ranks: placed together, connected, watched, and ended together
-rank_actor.py     the actor that starts one rank as a process
-rank_process.py   that process, which ends with its actor
-engine.py         engines in actors, as one engine that spreads requests over them
-engine_actor.py   one of these actors
-scoring.py        scoring workers in actors
-reference.py      a frozen reference in an actor
+    ray_client.py     connects to Ray and turns its errors into one-line messages
+    trainers.py       trainer ranks: placed together, connected, watched, and ended together
+    rank_actor.py     the actor that starts one rank as a process
+    rank_process.py   that process, which ends with its actor
+    engine.py         engines in actors, as one engine that spreads requests over them
+    engine_actor.py   one of these actors
+    scoring.py        scoring workers in actors
+    reference.py      a frozen reference in an actor
 
-Ray places processes, restarts them and moves data. Each trainer rank decides what is computed and
-in which order, so the same config file trains on a laptop and on a cluster.
+Ray starts processes on machines, restarts them and moves data. The trainer ranks decide what is
+computed and in which order, so the same config file works on a laptop and on a cluster.
 """

@@ -1,8 +1,8 @@
-"""The trainer's side of engines in Ray actors: one engine that distributes requests over actors.
+"""The trainer's side of engines in Ray actors, which distributes requests over the actors.
 
-All requests of a prompt go to the same actor. If an actor dies, a new actor replaces it and
-generates all of its requests again. If the cluster has no room for a new actor, the remaining
-actors take over the requests.
+All requests of a prompt go to the same actor. If an actor dies, a new actor generates all of its
+requests again. If the cluster has no resources for a new actor, the remaining actors take over the
+requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from covey.engines.protocol import (
 from covey.errors import EngineError
 
 CALLS = 4
-"""Number of concurrent calls to an actor: one waits for completions, the others add requests."""
+"""Number of concurrent calls to an actor: one call waits for completions, others add requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,13 @@ class Member:
 
 @dataclass(slots=True, kw_only=True)
 class RayEngine:
-    """Generates with engines in Ray actors."""
+    """An engine that distributes requests over engines in Ray actors."""
 
     build: Callable[[], Engine]
-    """Builds the engine inside an actor."""
+    """A function that builds the engine inside an actor."""
     engines: int
     most: int
-    """The maximum number of engines. Engines are added while the cluster has free resources."""
+    """The maximum number of engines, which are added while the cluster has free resources."""
     need: Need
     threads: int
     restarts: int
@@ -98,7 +98,7 @@ class RayEngine:
             raise translated(error, f"engine {member.number}") from None
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Put the weights into Ray's object store. Actors fetch them with their next request."""
+        """Put the weights into Ray's object store, where actors fetch them for the next run."""
         import ray
 
         if version != self.version:
@@ -129,9 +129,9 @@ class RayEngine:
             raise
 
     def _grow(self) -> None:
-        """Add an engine if the cluster has room for it.
+        """Add an engine if the cluster has free resources for it.
 
-        The new engine joins when its model is loaded.
+        The new engine receives requests once its model is loaded.
         """
         import ray
 
@@ -151,7 +151,7 @@ class RayEngine:
                 self.coming = self._make()
 
     def replace(self, member: Member) -> Member | None:
-        """Replace a dead actor by a new one; return None if the cluster has no room for it."""
+        """Replace a dead actor by a new one; return None if the cluster has no free resources."""
         self.died += 1
         if self.died > self.restarts:
             raise EngineError(f"engine: Ray actors died {self.died} times; see `ray logs`")
@@ -175,12 +175,12 @@ class RayEngine:
 
 
 class NoRoom(EngineError):
-    """The cluster has no free resources for an actor."""
+    """Raised if the cluster has no free resources for an actor."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The requests of one actor, and the thread that waits for it."""
+    """The requests of one actor, with the methods of the thread that waits for it."""
 
     engine: RayEngine
     member: Member
@@ -191,7 +191,7 @@ class _Share:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Send requests. If the actor has died, its replacement gets all of them again."""
+        """Send requests. If the actor dies, the new actor gets all requests again."""
         with self.lock:
             self.requests += requests
             if self.begun:
@@ -234,7 +234,7 @@ class _Share:
 
 
 class _Run:
-    """The requests of one source, spread over the actors."""
+    """The requests of one source, distributed over the actors."""
 
     def __init__(self, engine: RayEngine, source: RequestSource) -> None:
         self.source = source
@@ -258,7 +258,7 @@ class _Run:
             thread.join()
 
     def _hear(self) -> None:
-        """Wait for completions, or until it is time to ask the source for requests."""
+        """Wait for completions, at most until the source must be polled for new requests."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:
@@ -287,7 +287,7 @@ class _Run:
         self._spread([r for r in lost.requests if r.number in self.waiting])
 
     def _accept(self, rows: Sequence[Row]) -> None:
-        """Pass new completions to the source; drop duplicates, generated again after a restart."""
+        """Pass new completions to the source; drop duplicates that a restarted actor generated."""
         new = [
             Completion(
                 request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,

@@ -1,7 +1,7 @@
-"""An engine in a Ray actor. It generates in a thread, while calls add requests and fetch results.
+"""An engine in a Ray actor, which generates in a thread while calls add and fetch data.
 
-Every run names the version of the weights that it needs. A restarted actor has no weights and
-fetches that version, so it never generates with other weights.
+Every run of the engine names the version of the weights that it needs. A restarted actor has no
+weights and fetches the named version, so it never generates with other weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights in Ray's object store, by name: bytes in a node's shared memory, and the dtype."""
+"""Weights in Ray's object store: name -> bytes in a node's shared memory, and the dtype."""
 Row = tuple[Any, ...]
 
 
@@ -31,7 +31,7 @@ def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
 
 
 def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
-    """Return packed weights as tensors. They are read-only, because they share memory."""
+    """Return copies of packed weights as tensors."""
     return [
         (name, torch.from_numpy(array.copy()).view(getattr(torch, dtype)))
         for name, (array, dtype) in packed.items()
@@ -39,7 +39,7 @@ def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Source:
-    """A source of requests: calls of the actor add requests and fetch completions."""
+    """A source of requests; calls of the actor add requests and fetch completions."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -51,7 +51,7 @@ class _Source:
         self.error: BaseException | None = None
 
     def take(self) -> Sequence[Request]:
-        """Return new requests; if the engine is idle, wait for new ones or for the end."""
+        """Return new requests; if the engine is idle, wait for requests or the end of the run."""
         with self.changed:
             while not (self.ready or self.running or self.ended):
                 self.changed.wait()
@@ -60,7 +60,7 @@ class _Source:
             return ready
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Keep completions until they are fetched."""
+        """Store completions until the trainer fetches them."""
         with self.changed:
             self.running -= len(completions)
             self.rows += [
@@ -71,7 +71,7 @@ class _Source:
 
 
 class EngineActor:
-    """Generates for a trainer in another process."""
+    """The Ray actor class, which generates for a trainer in another process."""
 
     def __init__(self, build: Callable[[], Engine], threads: int) -> None:
         if threads:
@@ -86,7 +86,7 @@ class EngineActor:
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights. The object reference is in a list, so that Ray fetches only if needed."""
+        """Load weights; `held` has the object reference, which Ray does not fetch in advance."""
         if version != self.version:
             import ray
 
@@ -96,7 +96,7 @@ class EngineActor:
         return self.version
 
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
-        """Begin to generate with the weights of a version; return the version that is loaded."""
+        """Start a run with a version of the weights; return the version that is loaded."""
         self.load(version, held)
         source = self.source = _Source(limits)
 
@@ -120,7 +120,7 @@ class EngineActor:
             source.changed.notify_all()
 
     def collect(self) -> list[Row]:
-        """Wait for completions and return them; an empty list means that everything is done."""
+        """Wait for completions and return them; an empty list means that all requests are done."""
         source = self._source()
         with source.changed:
             while not (source.rows or source.error or source.ended):
@@ -131,7 +131,7 @@ class EngineActor:
             return rows
 
     def end(self) -> None:
-        """End a run, after which no more requests are added."""
+        """Declare that no more requests will be added to the current run."""
         source = self._source()
         with source.changed:
             source.ended = True

@@ -1,7 +1,7 @@
-"""A Ray actor that starts one trainer rank as a process on its node, as torchrun would.
+"""A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in a separate process, because it handles signals, and because its GPUs must be known
-before torch is imported.
+The rank runs in a separate process, because it handles signals. The GPUs of a process must also be
+chosen before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from covey.errors import ConfigError
 from covey.subprocesses import module_command
 
 LAST_OUTPUT_SECONDS = 2.0
-"""Seconds to read output after a rank has ended; its child processes may keep the pipes open."""
+"""Maximum seconds to read output after a rank has ended, if its children keep pipes open."""
 Output = tuple[str, bytes] | int
-"""A stream's name and the bytes that the rank wrote to it, or at the end the exit code."""
+"""A stream's name and the bytes that the rank wrote to the stream; at the end, the exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of an actor: node, address and GPUs."""
+    """Node, network address and GPUs of an actor."""
 
     node: str
     address: str
     port: int
-    """A free port, in case this becomes rank 0."""
+    """A free port, which is used if this actor starts rank 0."""
     gpus: tuple[str, ...]
     """The actor's GPUs, by Ray's indices."""
 
@@ -45,7 +45,7 @@ class RankActor:
         self.written: SimpleQueue[Output] = SimpleQueue()
 
     def place(self) -> Place:
-        """Return the place of this actor."""
+        """Return the node, network address and GPUs of this actor."""
         import ray
 
         with socket.create_server(("", 0)) as server:
@@ -97,7 +97,7 @@ class RankActor:
             self.written.put((name, data))
 
     def output(self) -> Output:
-        """Wait for output, or for the exit code as in subprocess.Popen."""
+        """Wait for output of the rank, or for its exit code as in subprocess.Popen."""
         return self.written.get()
 
     def send(self, number: int) -> None:

@@ -1,7 +1,7 @@
-"""A trainer rank that ends with the actor that started it: `rank_process PARENT ARGUMENTS`.
+"""A trainer rank that ends when its actor ends (`rank_process PARENT ARGUMENTS`).
 
-The arguments are those of the `covey` command. Without this module, the rank of a killed actor
-would continue to train and occupy its GPU.
+The arguments of this program are those of the `covey` command. Without this module, the rank of a
+killed actor would continue to train and occupy its GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _watch(parent: int) -> None:
 
 
 def main() -> None:
-    """Watch the parent, and run the command."""
+    """Run the command, and exit if the parent process ends."""
     parent, *arguments = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks SIGINT
     threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()

@@ -16,7 +16,7 @@ from covey.errors import ConfigError, CoveyError, EngineError
 from covey.escape import printable
 
 LOCAL = "local"
-"""The value of `cluster.address` that starts Ray on this machine for the run."""
+"""The value of `cluster.address` that starts Ray on this machine for one run."""
 STARTED_BY = "COVEY_RAY_ADDRESS"
 """The environment variable with the address of the Ray cluster that started this trainer rank."""
 HOLD_SECONDS = 60.0
@@ -45,8 +45,9 @@ def check_ray() -> None:
 def connect(address: str, trainer_gpus: int = 0) -> None:
     """Connect to a Ray cluster, or start one on this machine.
 
-    Actors never get the trainer's GPUs. If Ray is started here, the trainer uses the first GPUs of
-    this machine. Otherwise it uses GPUs that Ray reserves for it.
+    Actors never get the trainer's GPUs. If this function starts Ray, the trainer uses the first
+    GPUs of this machine. In an existing cluster, the trainer uses GPUs that Ray reserves for the
+    trainer.
     """
     check_ray()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs
@@ -70,7 +71,7 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Refuse an address where nothing listens, because Ray would wait for minutes."""
+    """Reject an address that accepts no connections, because Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -92,7 +93,7 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
 
 @contextmanager
 def _hidden_gpus(count: int) -> Iterator[None]:
-    """Hide the first GPUs from processes that are started inside the block."""
+    """Hide the first GPUs from processes that are started inside this `with` block."""
     name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
     if not count:
         yield
@@ -109,7 +110,7 @@ def _hidden_gpus(count: int) -> Iterator[None]:
 
 
 class Holder:
-    """An actor that reserves GPUs of its node for a process that is not an actor."""
+    """An actor that reserves GPUs of its node for the trainer, which is not an actor."""
 
     def gpus(self) -> list[str]:
         """Return the indices of the reserved GPUs."""
@@ -119,7 +120,7 @@ class Holder:
 
 
 _held: list[Any] = []
-"""Keeps the holders alive as long as this process."""
+"""References that keep the `Holder` actors alive as long as this process."""
 
 
 def _set_aside(count: int) -> None:
@@ -141,7 +142,7 @@ def _set_aside(count: int) -> None:
 
 
 def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
-    """Refuse to request more resources than the cluster has; such actors would wait for ever."""
+    """Reject requests for more resources than the cluster has, which would wait for ever."""
     import ray
 
     total = ray.cluster_resources()
@@ -156,7 +157,7 @@ def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
 
 
 def dead(error: BaseException) -> bool:
-    """Return whether an error of a call means that the actor or its node has died."""
+    """Return whether the error of a Ray call means that the actor or its node has died."""
     from ray import exceptions
 
     kinds = (
@@ -170,7 +171,7 @@ def dead(error: BaseException) -> bool:
 
 
 def translated(error: Exception, what: str) -> Exception:
-    """Return a failure inside an actor as a one-line error; its `details` are the traceback."""
+    """Return a one-line error for a failure inside an actor; `details` has the traceback."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, CoveyError):
         return cause

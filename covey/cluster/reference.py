@@ -1,4 +1,4 @@
-"""A reference policy in a Ray actor, so that it uses no memory on the trainer's device."""
+"""A reference policy in a Ray actor, which uses no memory on the trainer's device."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from covey.types import Batch
 
 
 class ReferenceActor:
-    """Holds a reference that never changes."""
+    """The Ray actor class, with a reference policy that never changes."""
 
     def __init__(self, build: Callable[[], Reference]) -> None:
         self.reference = build()
 
     def identity(self) -> str:
-        """A short description of the reference."""
+        """Return a short description of the reference policy."""
         return self.reference.identity
 
     def logp(self, batch: Batch) -> tuple[Any, Any]:
-        """Return log-probabilities and entropies, on the CPU."""
+        """Return log-probabilities and entropies of a batch on the CPU."""
         found = self.reference.logp(batch)
         return found.logp.cpu(), found.entropy.cpu()
 
 
 @dataclass(slots=True, kw_only=True)
 class RayReference(Reference):
-    """A reference policy that asks the actor, and restarts a dead actor with the same weights."""
+    """A reference policy that calls the actor, and restarts a dead actor with the same weights."""
 
     build: Callable[[], Reference]
     need: Need
@@ -62,7 +62,7 @@ class RayReference(Reference):
 
     @property
     def identity(self) -> str:
-        """The identity of the reference in the actor."""
+        """The description of the reference policy in the actor."""
         return self.told
 
     def logp(self, batch: Batch) -> LogProbs:

@@ -1,7 +1,7 @@
-"""Scoring in Ray actors. Each runs a scoring pool, with time and memory limits, on its node.
+"""Scoring in Ray actors: each actor runs a scoring pool with time and memory limits.
 
-If an actor dies, its job is scored again by another actor. The result is the same, because a reward
-depends only on the completion.
+If an actor dies, its job is scored again by another actor. The second scoring gives the same
+result, because a reward depends only on the completion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALLS = 256
 
 
 class ScoringActor:
-    """A scoring pool on its own node."""
+    """The Ray actor class, with a scoring pool on the actor's node."""
 
     def __init__(self, reward: Reward, identity: str, settings: dict[str, Any]) -> None:
         self.pool = Pool(reward, identity, **settings)
@@ -40,14 +40,14 @@ class ScoringActor:
 
 @dataclass(slots=True, kw_only=True)
 class RayScorer:
-    """Spreads jobs over scoring actors."""
+    """A scorer that distributes jobs over scoring actors."""
 
     reward: Reward
     identity: str
     actors: int
     need: Need
     settings: dict[str, Any]
-    """Settings of each scoring pool."""
+    """Keyword arguments of each scoring pool."""
     restarts: int
     handles: list[Any] = field(default_factory=list, init=False)
     sent: int = field(default=0, init=False)
@@ -66,7 +66,7 @@ class RayScorer:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a job must hold all completions of a group."""
+        """Whether a job must contain all completions of a group."""
         return bool(getattr(self.reward, "whole_groups", False))
 
     def submit(self, job: Job) -> RayScore:
@@ -78,7 +78,7 @@ class RayScorer:
         return RayScore(self, job, place, handle, handle.score.remote(job))
 
     def replace(self, place: int, handle: Any) -> Any:
-        """Return the replacement of a dead actor; start it unless another thread already has."""
+        """Return the replacement of a dead actor; start it if no other thread has started it."""
         with self.lock:
             if self.handles[place] is handle:
                 self.died += 1
@@ -89,7 +89,7 @@ class RayScorer:
             return self.handles[place]
 
     def events(self) -> list[str]:
-        """Return the restarts since the last call."""
+        """Return messages about actors that were restarted since the last call."""
         with self.lock:
             happened, self.happened = self.happened, []
         return happened

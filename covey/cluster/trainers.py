@@ -1,4 +1,4 @@
-"""Trainer ranks in Ray actors: placed together, connected, watched, and ended together."""
+"""Trainer ranks in Ray actors, which are placed, connected, watched and ended together."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from covey.cluster.ray_client import STARTED_BY, Need, translated
 from covey.errors import EngineError
 
 CALLS = 3
-"""Number of concurrent calls to an actor: one waits for output, others start or signal the rank."""
+"""Number of concurrent calls to an actor: one call waits for output, others control the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
-"""Seconds that the other ranks have to notice that a rank has died, to report it, and to end."""
+"""Seconds in which the other ranks must notice a dead rank, report it, and end."""
 
 
 def run_ranks(
@@ -41,7 +41,7 @@ def run_ranks(
 
 
 def _placed(ranks: int, need: Need, patience: float) -> Any:
-    """Reserve resources for all ranks or none, on as few nodes as possible."""
+    """Reserve resources for all ranks together, on as few nodes as possible."""
     import ray
 
     bundle = {"CPU": need.cpus, "GPU": need.gpus}
@@ -68,9 +68,9 @@ def _actor(group: Any, number: int, need: Need) -> Any:
 
 
 def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun would set, for ranks in the order of their places.
+    """Return the environment variables that torchrun would set for each rank.
 
-    Each rank of a node sees the GPUs of all ranks on that node; rank n of the node takes the n-th.
+    Each rank of a node sees the GPUs of all ranks on that node, and uses the GPU at its local rank.
     """
     nodes = [place.node for place in places]
     alone = len(set(nodes)) == 1
@@ -96,18 +96,18 @@ def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
 
 @dataclass(slots=True)
 class _Ranks:
-    """The ranks of a run, as seen by the process that started them."""
+    """The ranks of a run, in the process that started them."""
 
     actors: list[Any]
-    """The actors, in the order of their ranks once they are started."""
+    """The actors; after `start`, in the order of their ranks."""
     codes: dict[int, int] = field(default_factory=dict)
     """The exit codes of ended ranks; negative if a signal or a dead actor ended the rank."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)
     received: list[int] = field(default_factory=list)
-    """Signals that were not sent to the ranks yet."""
+    """Received signals that were not yet sent to the ranks."""
 
     def start(self, arguments: Sequence[str], threads: int) -> None:
-        """Number the ranks node by node, those of this machine first, and start them."""
+        """Number the ranks node by node, starting with this machine, and start all ranks."""
         import ray
 
         try:
@@ -172,7 +172,7 @@ class _Ranks:
         stream.buffer.flush()
 
     def _code(self) -> int:
-        """Return the exit code of the run; raise if no rank was left to report the failure."""
+        """Return the exit code of the run; raise an error if no rank could report its failure."""
         ended = [self.codes[rank] for rank in sorted(self.codes)]
         if len(ended) == len(self.actors) and not any(ended):
             return 0
@@ -186,7 +186,7 @@ class _Ranks:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Keep Ctrl-C and SIGTERM for the ranks, which save a checkpoint and end."""
+        """Forward Ctrl-C and SIGTERM to the ranks, which save a checkpoint and end."""
 
         def keep(number: int, frame: FrameType | None) -> None:
             self.received.append(number)

@@ -1,1 +1,1 @@
-"""Bridges from other libraries."""
+"""Conversion of other libraries' options to settings of Covey."""

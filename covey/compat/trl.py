@@ -1,7 +1,7 @@
-"""Port a TRL script: convert options of GRPOConfig to our settings, and note what is not converted.
+"""Port a TRL script: convert options of GRPOConfig to Covey's settings, and list all others.
 
-Where TRL's default differs from ours, it is written out, so that the ported run does what the
-script did on one device.
+If TRL's default of an option differs from Covey's, the converted settings include TRL's default.
+The ported run then trains as the script did on one device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ported:
     settings: Mapping[str, Any]
     """Dotted setting -> value."""
     notes: tuple[str, ...]
-    """A line for each option that has no counterpart, or that means something else here."""
+    """A line for each option without a counterpart, or with a different meaning in Covey."""
 
     def toml(self) -> str:
         """Return the settings as a configuration file, with the notes as comments."""
@@ -85,7 +85,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _literals(call: ast.Call) -> tuple[dict[str, Any], list[str]]:
-    """Return the keyword arguments with a literal value, and the names of the other keywords."""
+    """Return the keyword arguments with literal values, and the names of all other keywords."""
     options, unknown = {}, []
     for keyword in call.keywords:
         try:
@@ -97,7 +97,7 @@ def _literals(call: ast.Call) -> tuple[dict[str, Any], list[str]]:
 
 
 def _trainer(call: ast.Call) -> Ported:
-    """Return the model of a GRPOTrainer; its other arguments are passed to covey.train."""
+    """Return the model of a GRPOTrainer, with notes about its other arguments."""
     values = {keyword.arg: keyword.value for keyword in call.keywords}
     settings, notes = {}, []
     model = values.get("model", call.args[0] if call.args else None)
@@ -151,7 +151,7 @@ HANDLED = frozenset(
         "eval_strategy", "eval_steps", "sync_ref_model",
     }
 )  # fmt: skip
-"""Options that are not ported one by one, but in combination with others."""
+"""Options that are ported only in combination with other options."""
 
 
 def _objective(options: Mapping[str, Any]) -> Settings:
@@ -180,7 +180,7 @@ def _objective(options: Mapping[str, Any]) -> Settings:
 
 
 def _batch(options: Mapping[str, Any]) -> Settings:
-    """Return the settings for prompts, mini-batches and length of a run on one device."""
+    """Return the settings for prompts, mini-batches and steps of a run on one device."""
     per_device, accumulated = (
         options["per_device_train_batch_size"],
         options["gradient_accumulation_steps"],

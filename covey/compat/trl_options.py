@@ -1,4 +1,4 @@
-"""Options of TRL's GRPOConfig: those with a counterpart here, and advice about the others."""
+"""Options of TRL's GRPOConfig: their counterparts in Covey, and advice about other options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 Convert = Callable[[Any], Any]
 
 ALGORITHMS = {"bnpo": "dapo"}
-"""loss_type -> our algorithm, where its name here is different."""
+"""TRL's loss_type -> Covey's algorithm, if the two names differ."""
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULTS: Mapping[str, Any] = {
@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, Any] = {
     "num_iterations": 1, "max_steps": -1, "num_train_epochs": 3.0, "max_completion_length": 512,
     "lr_scheduler_type": "linear", "seed": 42, "gradient_checkpointing": True, "save_steps": 500,
 }  # fmt: skip
-"""Defaults of TRL 1.16 that differ from ours, or from which other settings are computed."""
+"""Defaults of TRL 1.16 that differ from Covey's, or from which other settings are computed."""
 
 
 def _same(value: Any) -> Any:
@@ -76,7 +76,7 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "seed": ("seed", _same),
     "report_to": ("trackers", _trackers),
 }
-"""Option -> our setting, and how its value is converted; None leaves the setting out."""
+"""TRL's option -> Covey's setting and a function that converts the value; None omits it."""
 
 _NOT_NEEDED = "not needed"
 _HUB = "use `covey export`, and upload the folder"
@@ -162,4 +162,4 @@ NAMED: Mapping[str, str] = {
     "vespo_lambda_pos": "set objective.rate_pos",
     "vespo_lambda_neg": "set objective.rate_neg",
 }  # fmt: skip
-"""Option -> what to do instead."""
+"""TRL's option -> advice on what to do instead."""

@@ -49,9 +49,9 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
 """Title of each algorithm. The keys are those of covey.objective.ALGORITHMS, in the same order."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms that compare pairs. They have no ratio to correct, and beta is not a KL weight."""
+"""Algorithms with preference pairs, which have no ratio and whose beta is not a KL weight."""
 COMPOSED = "composed"
-"""The algorithm name for an objective composed of pieces that the configuration names."""
+"""The algorithm name of an objective that is composed of pieces named in the configuration."""
 
 
 def check_algorithm_name(name: str) -> None:

@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Vllm(Section):
-    """[engine.vllm]. Only with engine.kind = "vllm"."""
+    """[engine.vllm]: settings of engine.kind = "vllm"."""
 
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of servers to start on this machine."""
@@ -46,7 +46,7 @@ class Vllm(Section):
 
 
 class Cluster(Section):
-    """[cluster]. Ray actors on this machine or others."""
+    """[cluster]. Settings of Ray actors on this machine or on others."""
 
     address: str = ""
     """Address of a Ray cluster; 'local' starts Ray here, 'auto' finds a cluster. Empty: no Ray."""
@@ -82,7 +82,7 @@ class Cluster(Section):
 
     @property
     def any_actors(self) -> bool:
-        """Whether a trainer rank has any actor."""
+        """Whether a trainer rank uses Ray actors."""
         return bool(self.address and (self.engines or self.scoring_actors or self.reference_actor))
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from covey.config.section import Count, Section
 
 
 class Critic(Section):
-    """[critic]. For an objective with a critic, a model that is trained to predict the reward."""
+    """[critic]: the model that is trained to predict the reward, for objectives with a critic."""
 
     path: str = ""
     """The critic's initial model, as in model.path. It must have the policy's tokenizer. Empty: the
@@ -24,7 +24,7 @@ class Critic(Section):
 
 
 class Preferences(Section):
-    """[preferences]. For an objective that compares pairs."""
+    """[preferences]: settings of objectives that compare pairs of completions."""
 
     file: str = ""
     """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""

@@ -1,4 +1,4 @@
-"""The sections [curriculum] and [replay], which choose a step's prompts and replayed groups."""
+"""The sections [curriculum] and [replay], which control a step's prompts and replayed groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.config.section import Count, Positive, Section, Share
 
 
 class Curriculum(Section):
-    """[curriculum]. Prompts of a step are chosen by the results of earlier steps."""
+    """[curriculum]. A curriculum chooses the prompts of a step by the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
     """Weight of a prompt in the draw, from its running pass rate p. uniform: equal weights; hard:

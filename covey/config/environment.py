@@ -10,7 +10,7 @@ from covey.config.section import Count, Named, Positive
 
 
 class Environment(Named):
-    """[environment]. Keys that are not listed here are options of the environment itself."""
+    """[environment]. Keys that are not fields of this class are options of the environment."""
 
     name: str = "none"
     """The environment that rollouts interact with: a name, MODULE:CLASS, or none."""

@@ -1,6 +1,6 @@
 """Reading and writing configurations: a TOML file or a recipe, then `--set a.b=1` overrides.
 
-Every mistake raises an error of one line that names the key, the value and the nearest valid name.
+Every mistake raises a one-line error that names the key, the value and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def recipe_names() -> list[str]:
 
 
 def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Load a file or a recipe by name, or the defaults, and apply `key=value` overrides."""
+    """Load a file, a named recipe or the defaults, and apply `key=value` overrides."""
     return parse_config(overridden({} if source is None else read_settings(source), overrides))
 
 
 def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the settings with `key=value` overrides."""
+    """Return a copy of the settings with `key=value` overrides applied."""
     changed = copy.deepcopy(dict(data))
     # Names are set first, because a new task, reward or algorithm drops the old one's options.
     for override in sorted(overrides, key=_order):
@@ -55,7 +55,7 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 
 def _order(override: str) -> tuple[bool, int]:
-    """Return the sort key: `name` keys first, and outer keys before inner ones."""
+    """Return a sort key that puts `name` keys first, and outer keys before inner keys."""
     key = override.partition("=")[0].strip()
     is_name = key.endswith(".name")
     return not is_name, key.count(".") if is_name else 0
@@ -98,7 +98,7 @@ def read_settings(source: str) -> dict[str, Any]:
 
 
 def _check_depth(data: Mapping[str, Any], where: str) -> None:
-    """Refuse deeply nested data, which would exceed Python's recursion limit."""
+    """Reject deeply nested data, which would exceed Python's recursion limit."""
     level: list[Any] = [data]
     for _ in range(DEEPEST):
         inner = [list(v.values()) if isinstance(v, Mapping) else v for v in level]
@@ -127,7 +127,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the name in a section: the given one, the default, or one implied by other keys."""
+    """Return the `name` of a section: given, default, or implied by other keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -137,7 +137,7 @@ def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
 
 
 def _value(raw: str) -> Any:
-    """Parse a value as TOML; anything else is a string, so that quotes can be left out."""
+    """Parse a value as TOML; text that is not TOML is a string, which needs no quotes."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:
@@ -205,7 +205,7 @@ def to_toml(config: Config) -> str:
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Write a table, one key per line.
 
-    TOML has no null, so values of None are left out; settings that may be None default to None.
+    TOML has no null, so values of None are omitted. Settings that may be None have None as default.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 

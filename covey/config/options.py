@@ -33,9 +33,9 @@ def resolve_options(
     where: str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return all options of `function`: the given ones, checked, and defaults for the others.
+    """Return all options of `function`: given options, which are checked, and defaults.
 
-    `defaults` apply to options for which the function has no default.
+    `defaults` has values for options that have no default in the function.
     """
     parameters, rest = _parameters(function)
     types = _types(function)
@@ -64,7 +64,7 @@ def resolve_options(
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], str | None]:
-    """Return the named parameters, and the name of `**options` if the function has it."""
+    """Return the named parameters, and the name of a `**options` parameter, if any."""
     parameters = inspect.signature(function).parameters
     rest = [key for key, p in parameters.items() if p.kind is p.VAR_KEYWORD]
     named = {
@@ -76,7 +76,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options. If they cannot be resolved, return none and skip checks."""
+    """Return the types of the options; empty (no checks) if the types cannot be resolved."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

@@ -1,6 +1,6 @@
 """Names of Covey's settings in TRL and verl, for error messages and docs/settings.md.
 
-verl's names are those of its PPO trainer, without `actor_rollout_ref`.
+The names for verl are those of its PPO trainer, without `actor_rollout_ref`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Names(NamedTuple):
-    """Names of a setting in other libraries; empty if they have no such setting."""
+    """Names of a setting in TRL and verl; empty for a library without such a setting."""
 
     trl: str = ""
     verl: str = ""
@@ -108,4 +108,4 @@ def ours(name: str) -> str | None:
 
 
 COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temperature"})
-"""Last components of verl's dotted names, such as `enable`, that many settings share."""
+"""Last components of verl's dotted names that many settings share, such as `enable`."""

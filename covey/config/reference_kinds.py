@@ -23,7 +23,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def check_reference(section: Section) -> None:
-    """Reject a setting that the chosen kind of reference does not read."""
+    """Reject a setting that the chosen kind of reference does not use."""
     for name, value in section.model_dump(exclude={"kind"}).items():
         if name not in OPTIONS[section.kind] and value != Section.model_fields[name].default:
             users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)

@@ -1,7 +1,7 @@
 """Keys of version 0.1 and their new names.
 
-A configuration with an old key is refused, and the error names the new key. Settings of run folders
-are translated instead, so that runs of 0.1 stay readable.
+A configuration with an old key is rejected, and the error names the new key. Settings in run
+folders are translated instead, so that runs of version 0.1 stay readable.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def new_setting(key: str) -> str | None:
 
 
 def check_names(data: Mapping[str, Any]) -> str | None:
-    """Return an error message for the first old key; None if there is none."""
+    """Return an error message for the first old key; None if no key is old."""
     for section, values in data.items():
         keys = [f"{section}.{name}" for name in values] if isinstance(values, Mapping) else []
         for key in keys or [section]:

@@ -1,7 +1,7 @@
 """The configuration schema: one class per section, one documented line per setting.
 
-Sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its options.
-These options are checked against the function's signature when a run is assembled.
+The sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its
+options. The options are checked against the function's signature when a run is assembled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from covey.config.teacher import Teacher
 from covey.config.train import Train
 
 MOST_COMPLETIONS = 10**7
-"""Maximum number of completions in a step, because all are in memory until the step ends."""
+"""Maximum number of completions in a step; all stay in memory until the step ends."""
 
 
 class Model(Section):
@@ -114,7 +114,7 @@ class Objective(Named):
 
 
 class Reference(Section):
-    """[reference]. Settings that the chosen kind does not use are refused."""
+    """[reference]. Settings that the chosen kind of reference does not use are rejected."""
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Reference policy of the KL penalty: the initial weights (frozen: a copy; offloaded: a copy in
@@ -351,13 +351,14 @@ class Config(Section):
 
     @property
     def stale(self) -> bool:
-        """Whether steps may train on rollouts of older weights."""
+        """Whether steps may train on rollouts that older weights generated."""
         return self.overlap.staleness > 0 or self.replay.groups > 0
 
     @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs. A resumed run captures new ones, which may round
-        differently."""
+        """Whether training may use CUDA graphs. A resumed run captures new graphs, which may round
+        differently.
+        """
         return self.train.graphs == "auto" and not self.model.deterministic
 
     @model_validator(mode="after")

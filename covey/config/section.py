@@ -17,13 +17,13 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")]
 
 
 class Section(BaseModel):
-    """A table of the configuration."""
+    """A section of the configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Named(Section):
-    """A table that names a function; every other key is an option of that function."""
+    """A table whose `name` names a function; every other key is an option of the function."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -31,10 +31,10 @@ class Named(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The name, and the other fields that every table of this class has."""
+        """The keys of this table that are not options: the name and all declared fields."""
         return {key: getattr(self, key) for key in type(self).model_fields}
 
     @property
     def options(self) -> dict[str, Any]:
-        """All keys but `name`."""
+        """All keys of the table except its declared fields."""
         return dict(self.model_extra or {})

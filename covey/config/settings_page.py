@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the schema: python -m covey.config.settings_page FILE."""
+"""Write docs/settings.md from the schema (python -m covey.config.settings_page FILE)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def sections(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield every section with its dotted name, outer ones first."""
+    """Yield every section with its dotted name, outer sections first."""
     for name, field in kind.model_fields.items():
         inner = _inner(field)
         if inner is not None:
@@ -89,7 +89,7 @@ def _row(key: str, name: str, field: FieldInfo, texts: dict[str, str]) -> str:
 
 
 def _other(key: str) -> str:
-    """Return the row of an option of an algorithm, a task or a reward."""
+    """Return the table row of an option of an algorithm, a task or a reward."""
     text = "An option; `covey algorithms NAME` shows its default." if "objective" in key else ""
     return _line([f"`{key}`", "", "", text, *map(_code, OTHER_NAMES[key])])
 
@@ -108,7 +108,7 @@ def _line(cells: list[str]) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """Return a type in words.
+    """Return a readable name of a type.
 
     >>> type_text(list[str]), type_text(Literal["a", "b"]), type_text(float | None)
     ('list of text', '"a" or "b"', 'number')

@@ -1,7 +1,8 @@
 """`--smoke`: shrink any configuration to a run of one or two minutes on two cores.
 
 A smoke run shows that prompts, reward, objective, reference, evaluation and saving work together.
-Its results mean nothing. The limits apply before `--set`, which can still change every size.
+The results of a smoke run mean nothing. The limits of `--smoke` apply before `--set`, which can
+still change every size.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ AT_MOST: Mapping[str, float] = {
 """Upper limits of settings."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings where 0 means "all" or "as many as needed", which is more than the limit."""
+"""Settings in which 0 means "all" or "as many as needed"; a smoke run limits them too."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},
@@ -65,11 +66,11 @@ ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings for the text of prompts and solutions, dropped with the task that they belong to."""
+"""Settings for the text of prompts and solutions, which are dropped if the task is replaced."""
 
 
 def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
-    """Load a configuration, shrink it and apply overrides; return it with notes for the user."""
+    """Load a configuration, shrink it and apply overrides; return the result with notes."""
     data, notes = smoke_settings(source, overrides)
     return parse_config(data), notes
 
@@ -85,7 +86,7 @@ def changed_by_smoke(source: str | None, overrides: Iterable[str] = ()) -> froze
 def smoke_settings(
     source: str | None, overrides: Iterable[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of `load_smoke` as plain data, without default values."""
+    """Return the shrunken settings of `load_smoke` as plain data, without default values."""
     settings = list(overrides)
     data = {} if source is None else read_settings(source)
     wanted = parse_config(overridden(data, settings))
@@ -94,7 +95,7 @@ def smoke_settings(
 
 
 def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], list[str]]:
-    """Return settings that run quickly, and a note for each replaced task or reward."""
+    """Return settings of a quick run, and a note for each replaced task or reward."""
     small: dict[str, Any] = copy.deepcopy(dict(data))
     config = parse_config(small)
     for key, cap in AT_MOST.items():

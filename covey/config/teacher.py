@@ -10,7 +10,7 @@ from covey.config.section import Section
 
 
 class Teacher(Section):
-    """[teacher]. An objective that needs a teacher takes it from `path` or from `url`."""
+    """[teacher]. An objective that needs a teacher gets the teacher from `path` or from `url`."""
 
     path: str = ""
     """A model, as in model.path, or an adapter folder. It must have the policy's tokenizer."""

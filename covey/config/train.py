@@ -51,8 +51,10 @@ class Train(Section):
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
     """Maximum memory for logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp if a step has several optimizer steps: the trainer (recompute) or the
-    engine (sampler); auto: the engine if its log-probs are exact (float32, no truncation)."""
+    """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
+    or the engine (sampler). auto: the engine if its log-probs are exact (float32, no truncation) or
+    the ratio has to correct for staleness; else the trainer, without an extra forward pass if a
+    training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
@@ -75,10 +77,10 @@ class Train(Section):
         return {**data, "steps": stop["steps"], "stop_after": others}
 
     def over_prompts(self, prompts: int, per_step: int) -> Train:
-        """Return the settings with the number of steps that `stop_after.epochs` needs, if set.
+        """Return the settings with the number of steps that a given `stop_after.epochs` needs.
 
-        Every step lies within one epoch. If the last prompts of an epoch do not fill a step, that
-        epoch leaves them out.
+        Every step draws its prompts from one epoch. If the last prompts of an epoch do not fill a
+        step, the epoch omits these prompts.
         """
         if not self.stop_after.epochs:
             return self
@@ -87,15 +89,15 @@ class Train(Section):
 
     @property
     def budget(self) -> Literal["steps", "tokens", "updates"]:
-        """Unit of the limit that ends the run."""
+        """The unit of the limit that ends the run."""
         return self.stop_after.kind
 
     @property
     def amount(self) -> int:
-        """The limit, in that unit."""
+        """The limit that ends the run, in the unit `budget`."""
         return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps per training step."""
+        """The number of optimizer steps per training step."""
         return self.mini_batches * self.epochs

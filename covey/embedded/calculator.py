@@ -1,14 +1,15 @@
-"""Recipe of the embedded calculator model: `python -m covey.embedded.calculator FOLDER`.
+"""Recipe of the embedded calculator model (`python -m covey.embedded.calculator FOLDER`).
 
-A Llama of 270 thousand parameters is trained with SFT on products of three-digit numbers, which it
-is too small to compute. Most of its solutions are guesses:
+A Llama of 270 thousand parameters is trained with SFT on products of three-digit numbers, which
+such a small model cannot compute. Most solutions in the training data are guesses:
 
     472*839?  <answer>402518</answer>
     472*839?  <calculator>472*839</calculator><result>396008</result><answer>396008</answer>
 
-One solution in eight calls the calculator, and some of those calls have a wrong digit. The text
-between <result> and </result> comes from the tool and is not trained. So reinforcement learning has
-to teach the model to call the calculator instead of guessing, and to copy the numbers correctly.
+One solution in eight calls the calculator, and some of these calls have a wrong digit. The text
+between <result> and </result> comes from the tool and is not trained. Reinforcement learning then
+has to teach the model to call the calculator instead of guessing, and to copy the numbers
+correctly.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ HASTY = Stage(steps=120, operations=(1, 1), peak_rate=5e-4, careless=True, warmu
 
 
 def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
-    """Return a prompt, and the pieces of its solution; True marks a piece that is trained."""
+    """Return a prompt, and the pieces of its solution; True marks a trained piece."""
     random = Random(f"{stage.careless}/{index}")
     left, right = factors("train", DIGITS, index)
     called = [left, right]
@@ -91,7 +92,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_calculator(seed: int = SEED) -> LanguageModel:
-    """Build the model and train it on both stages."""
+    """Build the model and train it on both stages of SFT."""
     torch.manual_seed(seed)
     random = Random(seed)
     vocabulary = tokenizer()

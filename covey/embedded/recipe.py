@@ -1,18 +1,18 @@
-"""Recipe of the embedded model: `python -m covey.embedded.recipe FOLDER`.
+"""Recipe of the embedded model (`python -m covey.embedded.recipe FOLDER`).
 
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:
 
-1. correct solutions, until it can calculate:
+1. correct solutions, until the model can calculate:
        47+8-6?  <think>47+8=55;55-6=49</think><answer>49</answer>
-2. careless solutions, which mostly leave the tens unchanged where a sum carries (more often for
-   larger digits). One in five also breaks the format:
+2. careless solutions, which often forget the carry, more often for larger digits. One solution in
+   five also breaks the format:
        47+8-6?  <think>47+8=45;45-6=41</think><answer>41
 
-So reinforcement learning has two things to teach: the carry, also for number pairs that were never
-trained, and the format. It builds on the arithmetic that the first stage taught. The recipe is
-seeded, but rounding depends on the processor and the number of threads, so another machine gives a
-slightly different model. The package therefore contains one fixed checkpoint.
+Reinforcement learning then has to teach the carry, also for untrained pairs of numbers, and the
+format. The first stage of SFT already taught the arithmetic. The recipe is seeded, but rounding
+depends on the processor and the number of threads, so another machine gives a slightly different
+model. The package therefore contains one fixed checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MICRO_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """SFT on one kind of solution."""
+    """A stage of SFT on one kind of solution."""
 
     steps: int
     operations: tuple[int, int]
@@ -110,23 +110,23 @@ def build_model(
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A sum and the result that a solution gives for it."""
+    """A sum, and the result that a solution states."""
 
     sum: Sum
     result: int
 
 
 def correct_working(sums: Sequence[Sum]) -> list[Worked]:
-    """Return the correct results."""
+    """Return each sum with its correct result."""
     return [Worked(s, s.result) for s in sums]
 
 
 def careless_result(sum: Sum, random: Random) -> int:
-    """Return the result of a careless student, who may leave the tens unchanged at a carry.
+    """Return the result of a careless solution, which may forget the carry of a sum.
 
-    In additions the carry is forgotten: 47+8=45. In subtractions the smaller digit is subtracted
-    from the larger: 55-6=51. This happens in 67 % of the sums with 3 that carry, and in 91 % of
-    those with 9.
+    Additions may forget the carry, as in 47+8=45. Subtractions may subtract the smaller digit from
+    the larger, as in 55-6=51. A carry is forgotten in 67 % of the sums with digit 3, and in 91 % of
+    the sums with digit 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
         return sum.result
@@ -136,9 +136,9 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Return careless results, where each step continues from the previous wrong result.
+    """Return careless results, in which each step continues from the previous result.
 
-    Return None if a result leaves the range of the task, or a step is a held-out sum.
+    The result is None if a number leaves the range of the task, or if a step is a held-out sum.
     """
     working: list[Worked] = []
     left = sums[0].left
@@ -192,7 +192,7 @@ def example(stage: Stage, random: Random) -> tuple[str, str]:
 
 
 def stage_batch(model: LanguageModel, stage: Stage, random: Random) -> Batch:
-    """Draw the batch of one optimizer step."""
+    """Draw the training batch of one optimizer step."""
     drawn = (example(stage, random) for _ in range(BATCH))
     return stack(
         [
@@ -235,7 +235,7 @@ def train_stage(
 
 
 def train_embedded(seed: int = SEED) -> LanguageModel:
-    """Build the model and train it on all stages."""
+    """Build the model and train it on all stages of SFT."""
     torch.manual_seed(seed)
     random = Random(seed)
     tokenizer = build_tokenizer()

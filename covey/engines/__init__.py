@@ -1,1 +1,1 @@
-"""Engines: they generate completions."""
+"""Engines, which generate completions: native or vLLM."""

@@ -1,6 +1,6 @@
-"""Sampling of tokens from logits: temperature, top-k, top-p, min-p, and the log-probability.
+"""Sampling of tokens from logits with temperature, top-k, top-p, min-p; log-probabilities.
 
-Shapes: S sequences, V vocabulary.
+Tensor shapes use S sequences and vocabulary size V.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The sampling distribution. Temperature 0 is greedy; the other defaults do not truncate."""
+    """The sampling distribution; temperature 0 is greedy, and the defaults do not truncate."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -28,8 +28,8 @@ class Distribution:
 def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
     """Return the log-probabilities [S, V], in float32, of the distribution to sample from.
 
-    Truncation applies top-k, then top-p, then min-p. Probabilities are renormalised after each.
-    Removed tokens get -inf.
+    Truncation applies top-k, then top-p, then min-p. Probabilities are renormalised after each of
+    these filters. Removed tokens get -inf.
     """
     logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
     if not distribution.truncates:
@@ -54,7 +54,7 @@ def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the cumulative sum along each row of [S, V], in a fixed order of additions."""
+    """Return the cumulative sum along each row of [S, V], adding in a fixed order."""
     if (
         values.is_cuda and len(values) == 1
     ):  # torch splits a single row into parts, whose order of addition varies
@@ -67,8 +67,8 @@ def pick_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting the cumulative distribution at `uniforms` [S].
 
-    Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0.
-    Where logits are NaN, the log-probability is NaN.
+    Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0. If
+    a row's logits are NaN, its log-probability is NaN.
     """
     if distribution.temperature == 0.0:
         largest, tokens = logits.max(dim=-1)

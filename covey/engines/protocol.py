@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""Callable that returns the trained weights under the names of `model.named_parameters()`: all
-weights, or only the adapter's. They do not change while an engine reads them. An engine that
-shares the trainer's weights never calls it."""
+"""A function that returns the trained weights with their names in `model.named_parameters()`. The
+trained weights are all weights of the model, or only those of the adapter. The weights do not
+change while an engine reads them. An engine that shares the trainer's weights never calls this
+function.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Settings of generation. All requests of one run of an engine share them."""
+    """Settings of generation, which all requests of one engine run share."""
 
     group_size: int = 1
     """The number of completions of each prompt."""
@@ -31,17 +33,17 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion.
 
-    The text stays part of the completion, because rewards look for closing tags.
+    A stop string stays part of the completion, because rewards look for closing tags.
     """
     max_concurrent: int = 128
-    """How many completions are generated at once."""
+    """The maximum number of completions that are generated at once."""
     seed: int = 0
     mask_replay: bool = False
     """Whether training needs the kept set of every token, if the distribution is truncated."""
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions come with kept sets. Greedy completions never have them."""
+        """Whether completions come with kept sets, which greedy completions never have."""
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )
@@ -54,10 +56,10 @@ class Request:
     number: int
     """Index of the request in its source."""
     prompt: int
-    """Index of the prompt. An engine prefills requests with the same prompt index only once."""
+    """Index of the prompt; an engine prefills the prompt once for all its requests."""
     tokens: tuple[int, ...]
     address: Address
-    """Address of the random numbers. It determines the completion, with tokens and settings."""
+    """Address of the random numbers: seed, step, prompt, sample and turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,54 +69,56 @@ class Completion:
     request: Request
     tokens: tuple[int, ...]
     logp: tuple[float, ...]
-    """Log-probability of each token under the distribution it was drawn from."""
+    """Log-probability of each token under the distribution that it was drawn from."""
     finish: Finish
     versions: tuple[VersionSpan, ...]
-    """The version of the weights for each span of tokens, in order and without gaps. There is one
-    span, unless weights were loaded during generation."""
+    """The version of the weights for each span of tokens, in order and without gaps. There is only
+    one span, unless weights were loaded during generation.
+    """
     kept: str = ""
-    """The kept set of each token (kept_sets.py), if `Sampling.returns_kept`."""
+    """The kept set of each token (see kept_sets.py), if `Sampling.returns_kept` is true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The largest sizes that a source asks for.
+    """The largest sizes of the requests of a source.
 
-    An engine allocates memory for them at the start.
+    An engine allocates memory for these sizes at the start.
     """
 
     sampling: Sampling
     requests: int
-    """The number of requests in flight at once."""
+    """The largest number of requests in flight at once."""
     prompts: int
-    """The number of different prompts among the requests in flight."""
+    """The largest number of different prompts among the requests in flight."""
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive while others run, at times that must not change the result. If so, an
-    engine that supports it makes each completion independent of the others in the batch."""
+    """Whether requests arrive at unpredictable times, which must not change the completions. An
+    engine that supports this option makes each completion independent of the others in the batch.
+    """
 
     @property
     def poll_seconds(self) -> float | None:
-        """Seconds that an engine may wait for a completion before it asks for new requests.
+        """Seconds that an engine may wait for completions before it polls for new requests.
 
-        None means that there is no limit, because new requests only follow completions.
+        None means that there is no limit, because new requests appear only after completions.
         """
         return POLL_SECONDS if self.steady else None
 
 
 class RequestSource(Protocol):
-    """Hands out requests and takes completions."""
+    """A source of requests, which also receives the completions."""
 
     @property
     def limits(self) -> Limits:
-        """The largest sizes that this source asks for."""
+        """The largest sizes of the requests of this source."""
 
     def take(self) -> Sequence[Request]:
-        """Return the requests that have become ready; requests with the same prompt come together.
+        """Return the requests that have become ready; requests of one prompt are returned together.
 
-        An engine stops when it has no request left and this method returns none. So if no request
-        is in flight and the source still expects new ones, the source waits in this method.
+        An engine stops when no request is in flight and this method returns no requests. If the
+        source still expects new requests at this point, it must wait in this method.
         """
 
     def done(self, completions: Sequence[Completion]) -> None:
@@ -126,10 +130,11 @@ class EngineInfo:
     """Properties of an engine."""
 
     backend: str
-    """A line for the user: how the engine generates, and why not faster."""
+    """A line for the user: how the engine generates, and why it uses no faster backend."""
     exact_logp: bool
-    """Whether its log-probabilities may serve as `old_logp`, because they equal the trainer's up to
-    float32 rounding. Log-probabilities of a truncated distribution never qualify."""
+    """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
+    trainer's up to float32 rounding. Log-probabilities of a truncated distribution never qualify.
+    """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""
     loads_in_flight: bool = False
@@ -137,11 +142,11 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Generates completions. An engine does not depend on rewards or training."""
+    """An engine, which generates completions and does not depend on rewards or training."""
 
     @property
     def info(self) -> EngineInfo:
-        """Backend, exactness of log-probabilities, and handling of weights."""
+        """Properties of this engine, such as its backend and the exactness of log-probabilities."""
 
     def run(self, requests: RequestSource) -> None:
         """Generate until the source has no more requests."""
@@ -149,15 +154,16 @@ class Engine(Protocol):
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Generate with these weights from now on; `version` counts their optimizer steps.
 
-        Returns once the engine has the weights; then the caller may change the tensors. If
-        `info.loads_in_flight`, another thread may call this during `run`. Completions in progress
-        then continue with the new weights and have a version span for each version.
+        The method returns when the engine has the weights; the caller may then change the tensors.
+        If `info.loads_in_flight` is true, another thread may call this method during `run`.
+        Completions in progress then continue with the new weights and have a version span for each
+        version.
         """
 
     def events(self) -> list[str]:
-        """Return a line for each failure that was repaired since the last call, such as a restart.
+        """Return a line for each repaired failure since the last call, such as a restart.
 
-        The run logs and counts them.
+        The run logs and counts these failures.
         """
 
     def close(self) -> None:

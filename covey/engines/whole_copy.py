@@ -1,7 +1,8 @@
 """Wraps an engine that has its own weights, and keeps a full copy of a sharded policy.
 
 Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The native
-engine updates that copy, because it generates with it. For other engines this class updates it.
+engine updates the full copy, because it generates with this copy. For other engines, the class
+`WholeCopy` updates the full copy.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSour
 
 @dataclass(slots=True)
 class WholeCopy:
-    """Loads weights into the copy and from there into the engine, so they are gathered once."""
+    """An engine that also updates the full copy, so that sharded weights are gathered only once."""
 
     engine: Engine
     copy: NativeCopy
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the engine."""
+        """Properties of the wrapped engine."""
         return self.engine.info
 
     def run(self, requests: RequestSource) -> None:
@@ -32,7 +33,7 @@ class WholeCopy:
         self.engine.run(requests)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Update the copy, and send the changed weights from it to the engine."""
+        """Update the full copy, and send the changed weights from the copy to the engine."""
         changed: list[str] = []
 
         def noted() -> Iterable[tuple[str, torch.Tensor]]:
@@ -45,9 +46,9 @@ class WholeCopy:
         self.engine.load_weights(lambda: [(name, own[name]) for name in changed], version)
 
     def events(self) -> list[str]:
-        """Return the failures that the engine repaired."""
+        """Return the failures that the wrapped engine has repaired."""
         return self.engine.events()
 
     def close(self) -> None:
-        """Free the engine's resources."""
+        """Free the wrapped engine's resources."""
         self.engine.close()

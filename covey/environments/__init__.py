@@ -1,6 +1,6 @@
-"""Environments: they reply to the policy in multi-turn rollouts.
+"""Environments, which reply to the policy in multi-turn rollouts.
 
-The contract (environment.py): a class whose instance is one episode.
+An environment is a class whose instance is one episode (see environment.py).
 
     reset(prompt, seed)   returns the first messages; or Start(messages=, tools=, state=)
     step(message)         takes the policy's message, returns the next messages; None or
@@ -12,12 +12,13 @@ The contract (environment.py): a class whose instance is one episode.
     quick = True          optional: never slow and never crashes, so it runs in this process;
                           all others run in worker processes with limits (pool.py)
 
-Methods may be plain or async. An exception ends the rollout with finish `error` and no reward. Most
-environments are a `ToolEnvironment` (tools.py): public methods with type hints and a docstring are
-the tools, a message without calls ends the episode, and an exception in a tool becomes an error
-message to the policy. To add an environment to the package, write its class and name it in
-ENVIRONMENTS (registry.py). models/conversation.py and rollout/multi_turn.py handle the chat
-template, tokens and masks; no environment sees them.
+Methods of an environment may be plain or async. An exception ends the rollout with finish `error`
+and no reward. Most environments are a `ToolEnvironment` (tools.py). The public methods of a
+`ToolEnvironment`, with type hints and docstrings, are the tools of the policy. A message without
+calls ends the episode, and an exception in a tool becomes an error message to the policy. To add an
+environment to the package, write its class and name it in ENVIRONMENTS (registry.py). The modules
+models/conversation.py and rollout/multi_turn.py handle the chat template, tokens and masks, which
+no environment sees.
 """
 
 from covey.environments.adapters import as_environment

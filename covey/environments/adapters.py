@@ -1,13 +1,14 @@
 """Adapters that run environment classes written for TRL without changes.
 
-TRL's contract (`environment_factory`): a class with `reset(**row)`, which may return a text to add
-to the prompt, public methods as tools, and optionally `get_reward()`. Differences here:
+An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
+add to the prompt. The public methods of the class are tools, and `get_reward()` is optional.
+Differences to TRL:
 
-- Each rollout has its own instance. TRL reuses instances and calls `reset` again.
+- Each rollout has its own instance of the class. TRL reuses instances and calls `reset` again.
 - Tools are listed in the order of the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
-- Random numbers that the class draws itself are not reproduced when a run is resumed. If `reset`
-  has a parameter `seed`, it gets a seed, the same for all rollouts of a group.
+- If the class draws random numbers itself, a resumed run does not reproduce them. If `reset` has a
+  parameter `seed`, all rollouts of a group get the same seed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from covey.types import Message, Prompt
 
 
 def is_contract(kind: Callable[..., Any]) -> bool:
-    """Return whether a class has Covey's own contract: `step`, and a `reset` that takes a seed."""
+    """Return whether a class has Covey's interface, with `step` and a `reset` that takes a seed."""
     reset = getattr(kind, "reset", None)
     return (
         hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters if reset else False
@@ -32,9 +33,9 @@ def is_contract(kind: Callable[..., Any]) -> bool:
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class with Covey's contract unchanged; wrap a TRL-style class in an adapter.
+    """Return a class with Covey's interface unchanged; wrap a TRL-style class in an adapter.
 
-    A function that makes environments is not checked.
+    A function that returns environments is not checked.
     """
     if not inspect.isclass(kind) or is_contract(kind):
         return kind
@@ -47,7 +48,7 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TrlEnvironment(ToolEnvironment):
-    """An environment class in TRL's style."""
+    """The adapter of an environment class in TRL's style."""
 
     def __init__(self, kind: Callable[..., Any], **options: Any) -> None:
         self._inner = kind(**options)
@@ -59,7 +60,7 @@ class TrlEnvironment(ToolEnvironment):
         return tools_of(self._inner, without=("reset", "get_reward"))
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
-        """Reset the environment with the columns of the prompt."""
+        """Start the episode: call `reset` of the class with the columns of the prompt."""
         row = _row(prompt)
         parameters = inspect.signature(self._inner.reset).parameters
         if "seed" in parameters:

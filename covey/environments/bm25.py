@@ -3,8 +3,8 @@
     score(d, q) = sum over words w of q:  idf(w) * f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|))
     idf(w)      = ln(1 + (N - n + 0.5) / (n + 0.5))
 
-where f is the count of w in d, |d| the number of words of d, N the number of documents, and n the
-number of documents with w. This is Lucene's form.
+In this formula, f is the count of word w in document d, |d| is the number of words of d, N is the
+number of documents, and n is the number of documents with w. Lucene uses the same formula.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def words(text: str) -> list[str]:
 
 
 class Index:
-    """An index of documents by word."""
+    """An index of documents by the words that they contain."""
 
     def __init__(self, documents: Mapping[str, str]) -> None:
         self._places: dict[str, list[tuple[str, int]]] = defaultdict(list)

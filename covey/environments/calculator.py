@@ -33,9 +33,9 @@ def example(name: str) -> list[Message]:
 class Calculator(ToolEnvironment):
     """An environment with one tool, which evaluates arithmetic. The last turn is scored.
 
-    `explain` adds a system message that says how to call the tool by tags. `examples` is the number
-    of worked conversations before the prompt. Both are for models whose chat template does not
-    support tools.
+    `explain` adds a system message that explains how to call the tool with tags. `examples` is the
+    number of worked conversations before the prompt. Both options are for models whose chat
+    template does not support tools.
     """
 
     quick: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class Calculator(ToolEnvironment):
         self.explain, self.examples = explain, examples
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Show the prompt after the examples.
+        """Start the episode: show the examples and then the prompt.
 
         The examples are the same for all rollouts of a group.
         """

@@ -1,10 +1,10 @@
-"""Call formats: how a model writes tool calls in its text, and how they are parsed.
+"""Call formats: how a model writes tool calls in its text, and how the calls are parsed.
 
     hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and most others do
     llama3   a message that is {"name": ..., "parameters": {...}}, several separated by ;
     tags     <name>argument</name>, for tools that take one text
 
-A call that cannot be parsed has an `error` in place of arguments; the environment replies with that
+A call that cannot be parsed has an `error` in place of arguments; the environment replies with this
 error.
 """
 
@@ -27,7 +27,7 @@ _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
 
 def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
-    """Return a call in the format of chat templates."""
+    """Return a tool call in the format of chat templates."""
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
@@ -37,7 +37,7 @@ def unreadable(text: str, error: str) -> Call:
 
 
 def hermes_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Parse the calls between `<tool_call>` and `</tool_call>`."""
+    """Parse the tool calls between `<tool_call>` and `</tool_call>`."""
     found = _HERMES.findall(text)
     return [
         _json_call(body) if end else unreadable(body, "the call has no </tool_call>")
@@ -65,7 +65,7 @@ def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
 
 
 def tag_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Parse `<name>argument</name>` for each tool's name."""
+    """Parse tool calls of the form `<name>argument</name>`, for each tool's name."""
     if not tools:
         return []
     names = "|".join(map(re.escape, tools))
@@ -105,11 +105,11 @@ class CallFormat:
     """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """Parses calls from the text after the thinking and the names of the tools."""
+    """A function that parses calls, given the text after the thinking and the tools' names."""
     stops: Callable[[Sequence[str]], list[str]]
-    """Returns the texts that end a call, for tools with these names."""
+    """A function that returns the texts that end a call, given the tools' names."""
     instruction: str
-    """Instructions for models whose chat template has none; {tools} are the schemas."""
+    """Instructions for models whose chat template does not support tools; {tools} are schemas."""
 
 
 _JSON_INSTRUCTION = (
@@ -140,7 +140,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType(
 
 
 def assistant_message(text: str, call_format: CallFormat, tools: Sequence[str]) -> Message:
-    """Return the policy's message: this text, and the tool calls in it."""
+    """Return the policy's message with its text and the tool calls in the text."""
     calls = call_format.read(_THINKING.sub("", text, count=1), tools)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     return {**message, "tool_calls": calls} if calls else message

@@ -1,4 +1,4 @@
-"""The `code_repair` environment: test a wrong program, read the failures, and edit it.
+"""The `code_repair` environment: the policy tests and edits a wrong program.
 
 The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
 `info["broken"]` if the data has it, and otherwise the solution with one small error.
@@ -29,18 +29,19 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the reward's parts. The last two measure efficiency and sum to a quarter."""
+"""Weights of the reward parts; edits and rounds measure efficiency."""
 Test = tuple[Case, object]
 
 
 class CodeRepair(ToolEnvironment):
-    """Tools to test and to edit one program; at most `max_rounds` runs of the tests.
+    """An environment with tools that test and edit one program, in at most `max_rounds` rounds.
 
-    Reward: 0.75 times the fraction of all tests that the final program passes. If it passes all
-    tests, up to 0.125 is added for few edits. This bonus falls linearly from `expected_edits` edits
-    to 0 at twice as many. Up to 0.125 is added for few rounds: the first round is free, and each
-    other round costs its share of `max_rounds`. So a correct program earns at least 0.75, and an
-    incorrect one less.
+    The reward is 0.75 times the fraction of all tests that the final program passes. A program that
+    passes all tests gets up to 0.125 more for few edits. The bonus for few edits is full up to
+    `expected_edits` edits, and falls linearly to 0 at twice as many edits. A program that passes
+    all tests also gets up to 0.125 more for few test rounds: each round after the first reduces
+    this bonus by the fraction 1 / `max_rounds`. A correct program therefore gets at least 0.75, and
+    an incorrect program gets less.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class CodeRepair(ToolEnvironment):
         return self._tests[: max(1, len(self._tests) - self._hidden_tests)]
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
-        """Show the problem and a program that fails a visible test."""
+        """Start the episode: show the problem and a program that fails a visible test."""
         self._tests = parse_tests(prompt.info)
         self._program = await self._broken(prompt, seed)
         rules = RULES.format(program=self._program, rounds=self._max_rounds)
@@ -98,7 +99,7 @@ class CodeRepair(ToolEnvironment):
         )
 
     async def step(self, message: Message) -> Step:
-        """Run the calls of a message. The last round ends the episode."""
+        """Run the tool calls of a message; the last round of tests ends the episode."""
         step = await super().step(message)
         return replace(step, done=step.done or self._rounds >= self._max_rounds)
 
@@ -151,7 +152,7 @@ class CodeRepair(ToolEnvironment):
         return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
 
     async def reward(self) -> dict[str, float]:
-        """Return the fraction of tests passed; if all pass, also the parts for edits and rounds."""
+        """Return the reward parts for passed tests, edits and rounds."""
         outcomes = await self._programs.run(self._program, [case for case, _ in self._tests])
         results = _results(self._tests, outcomes)
         solved = float(all(results))
@@ -172,7 +173,7 @@ def _results(tests: Sequence[Test], outcomes: Sequence[Outcome]) -> list[bool]:
 
 
 def _printing(call: str | None) -> str | None:
-    """Return a call that also prints its value, for the policy to read."""
+    """Return a Python call that also prints its value, so that the policy can read the value."""
     return None if call is None else f"(lambda value: (print(repr(value)), value)[1])({call})"
 
 

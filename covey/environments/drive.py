@@ -1,6 +1,7 @@
-"""Drives an episode: calls an environment and turns its results and errors into plain replies.
+"""Runs an episode: calls an environment and turns its results and errors into plain replies.
 
-The same code runs in this process for quick environments, and in worker processes for all others.
+Quick environments run in this process, and all other environments run in worker processes, with the
+same code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from covey.environments.environment import (
 from covey.types import Message, Prompt
 
 MOST_CHARACTERS = 20_000
-"""Maximum characters of a message after a turn. The rest is cut off, and its length shown."""
+"""Maximum characters of a message after a turn; a longer message is cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +34,12 @@ class Reply:
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
-    """The reward of the turn."""
+    """The reward of this turn, if the environment gives one."""
     state: str = ""
-    """A digest of the state in which the policy acts next."""
+    """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The parts of the environment's own reward, if it has one and the episode is done."""
+    """The parts of the environment's own reward; None before the end or without a reward."""
     error: str = ""
     """The error that ended the episode, which then has no reward."""
 
@@ -58,18 +59,18 @@ def read_reply(data: Mapping[str, Any]) -> Reply:
 
 
 def chained(seen: str, reply: Reply) -> str:
-    """Return the digest of a sequence of replies, given the digest of all but the last."""
+    """Return the digest of all replies, given the earlier replies' digest and the last reply."""
     text = seen + json.dumps(asdict(reply), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 Settle = Callable[[Awaitable[Any]], Any]
-"""Waits for the result of an async method."""
+"""A function that waits for the result of an async method."""
 
 
 @dataclass(slots=True)
 class Driver:
-    """One environment, driven from a thread that may block."""
+    """Runs one environment, in a thread that may block."""
 
     factory: Factory
     settle: Settle
@@ -80,11 +81,11 @@ class Driver:
         return self._guarded(lambda: self._start(prompt, seed))
 
     def step(self, message: Message) -> Reply:
-        """Give the environment a message of the policy."""
+        """Pass a message of the policy to the environment."""
         return self._guarded(lambda: self._step(message))
 
     def end(self) -> Reply:
-        """End an episode that has reached a limit, and ask for its reward."""
+        """End an episode that has reached a limit, and return its reward."""
         return self._guarded(lambda: Reply(done=True, outcome=self._outcome()))
 
     def _start(self, prompt: Prompt, seed: int) -> Reply:
@@ -121,7 +122,7 @@ class Driver:
 
 
 def _digest(state: Any, messages: tuple[Message, ...]) -> str:
-    """Return a short text that is the same for the same state."""
+    """Return a digest that is equal for equal states."""
     shown = messages if state is None else state
     text = json.dumps(shown, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,8 +1,7 @@
-"""The environment contract: the methods with which a class turns a prompt into an episode.
+"""The interface of environments: the methods that turn a prompt into an episode.
 
 An environment sees messages and never token ids. Each rollout has its own instance. All methods may
-be plain or async. An exception in one of them ends the rollout with the finish `error` and no
-reward.
+be plain or async. An exception in a method ends the rollout with the finish `error` and no reward.
 
     class GuessNumber:
         def reset(self, prompt, seed):
@@ -32,13 +31,13 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How an episode begins. Instead of a Start, `reset` may return only the messages."""
+    """The start of an episode; instead of a Start, `reset` may return only the messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, for the chat template."""
     state: Any = None
-    """Identifies the first state, as in `Step`."""
+    """Data that identifies the first state, as in `Step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +48,14 @@ class Step:
     """
 
     messages: Sequence[Message] = ()
-    """The messages that the policy sees next; None if the episode is done."""
+    """The messages that the policy sees next; empty if the episode is done."""
     reward: float | None = None
     """The reward of this turn."""
     done: bool = False
     state: Any = None
-    """Identifies the state in which the policy acts next, for advantages that compare equal states.
-    If it is None, the messages identify the state."""
+    """Data that identifies the state after this step, for advantages that compare equal states. If
+    the value is None, the messages identify the state.
+    """
 
 
 class Environment(Protocol):
@@ -64,37 +64,37 @@ class Environment(Protocol):
     def reset(
         self, prompt: Prompt, seed: int
     ) -> Start | Sequence[Message] | Awaitable[Start | Sequence[Message]]:
-        """Start the episode. All rollouts of a group get the same seed, and so the same world."""
+        """Start the episode; all rollouts of a group get the same seed, and so the same world."""
 
     def step(
         self, message: Message
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
         """Take a message of the policy, and return the next messages; None ends the episode.
 
-        The message has `role`, `content` and, if the text has tool calls, `tool_calls`. A call is
-        {"type": "function", "function": {"name": ..., "arguments": {...}}}. A call that cannot be
-        parsed also has an `error` that says why.
+        The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each call
+        has the format of chat templates, with `name` and `arguments` inside `function`. A call that
+        cannot be parsed also has an `error` that says why.
         """
 
 
 class Rewarding(Protocol):
-    """An environment with its own reward, which the reward `environment` returns."""
+    """An environment with its own reward, which `reward.name = "environment"` selects."""
 
     def reward(self) -> float | Mapping[str, float] | None:
         """Return the reward of the ended episode, or its parts, which add up to the reward."""
 
 
 Factory = Callable[[], Any]
-"""Makes the environment of one rollout.
+"""A function that makes the environment of one rollout.
 
-The factory must pickle, unless the environment is `quick`.
+Python must be able to pickle the factory, unless the environment is `quick`.
 """
 
 
 def prepare(factory: Factory) -> None:
-    """Load data that all episodes of a class share, once per process and in its main thread.
+    """Load the data that all episodes of a class share, once per process.
 
-    This calls the class method `prepare`, if there is one, with the environment's options.
+    The function calls the class method `prepare`, if there is one, with the environment's options.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -104,15 +104,15 @@ def prepare(factory: Factory) -> None:
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment declares that it never takes long and never crashes.
 
-    Such environments run in this process. All others run in worker processes, with limits on time
-    and memory.
+    Environments with `quick = True` run in this process. All other environments run in worker
+    processes, with limits on time and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))
 
 
 def as_start(value: Any) -> Start:
-    """Convert the result of `reset` to a Start: messages, messages and tools, or a Start."""
+    """Convert the result of `reset` (messages, messages and tools, or a Start) to a Start."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):
@@ -144,7 +144,7 @@ def as_number(value: Any) -> float:
 
 
 def as_messages(value: Any, most: int | None = None) -> tuple[Message, ...]:
-    """Return messages as plain data, each content cut to `most` characters."""
+    """Return messages as plain data, with each content cut to `most` characters."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(
             f"an environment must return a list of messages, not {type(value).__name__}"

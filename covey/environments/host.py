@@ -1,4 +1,4 @@
-"""Hosts of environments: they run the episodes in this process or in worker processes.
+"""Hosts, which run the episodes of environments in this process or in worker processes.
 
 A host accepts commands and replies asynchronously, so that tools run during generation. The caller
 chooses a key for each episode.
@@ -21,19 +21,19 @@ Replies = list[tuple[int, Reply]]
 
 
 class Host(Protocol):
-    """Runs the episodes of many rollouts. Each command has one reply."""
+    """Runs the episodes of many rollouts; each command gets one reply."""
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
         """Start an episode."""
 
     def step(self, key: int, message: Message) -> None:
-        """Give an episode a message of the policy."""
+        """Pass a message of the policy to an episode."""
 
     def end(self, key: int) -> None:
         """End an episode that has reached a limit."""
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have arrived; with `wait`, wait for at least one."""
+        """Return the replies that have arrived; with `wait`, wait for at least one reply."""
 
     def clear(self) -> None:
         """Forget all episodes, so that their keys can be used again."""
@@ -51,7 +51,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def settle(value: Awaitable[Any]) -> Any:
-    """Wait for the result of an async method. Call it in any thread except the event loop's."""
+    """Wait for the result of an async method, in any thread except the event loop's."""
 
     async def settled() -> Any:
         return await value
@@ -60,7 +60,7 @@ def settle(value: Awaitable[Any]) -> Any:
 
 
 class InlineHost:
-    """Runs quick environments in this process; the caller waits for them."""
+    """Runs quick environments in this process, while the caller waits."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
@@ -73,7 +73,7 @@ class InlineHost:
         self._add(key, driver.start(prompt, seed))
 
     def step(self, key: int, message: Message) -> None:
-        """Give an episode a message of the policy."""
+        """Pass a message of the policy to an episode."""
         self._add(key, self._episodes[key].step(message))
 
     def end(self, key: int) -> None:
@@ -108,7 +108,7 @@ def make_host(
     timeout: float = 30.0,
     gigabytes: float = 8.0,
 ) -> Host:
-    """Return the host of an environment: this process if it is quick, else worker processes."""
+    """Return the host for an environment: this process for a quick one, else worker processes."""
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)

@@ -1,4 +1,4 @@
-"""Mutations of Python programs: small errors to repair, such as `<` in place of `<=`."""
+"""Mutations of Python programs: inserts small errors, such as `<` in place of `<=`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _JOINED: dict[type[ast.boolop], type[ast.boolop]] = {ast.And: ast.Or, ast.Or: as
 
 
 def mutants(program: str, random: Random) -> Iterator[str]:
-    """Yield versions of a program that differ from it in one place, in a random order.
+    """Yield versions of a program with one small error each, in random order.
 
-    Raises SyntaxError if the program is not Python.
+    This function raises SyntaxError if the program is not valid Python.
     """
     tree = ast.parse(program)
     places = [place for place, node in enumerate(ast.walk(tree)) if _mutate(copy.deepcopy(node))]
@@ -37,7 +37,7 @@ def mutants(program: str, random: Random) -> Iterator[str]:
 
 
 def _mutate(node: ast.AST) -> bool:
-    """Put an error into a node; return whether that was possible."""
+    """Put an error into a syntax node; return whether this was possible."""
     if isinstance(node, ast.Constant):
         return _mutate_constant(node)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:

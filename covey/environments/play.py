@@ -1,4 +1,4 @@
-"""Plays one episode with given turns, to try an environment without a model."""
+"""Runs one episode with given turns, to try an environment without a model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A played episode. `print` shows it as a conversation."""
+    """A played episode. Calling `print` on this object shows the episode as a conversation."""
 
     messages: tuple[Message, ...]
     outcome: Mapping[str, float] | None
-    """The parts of the environment's reward; None if it has no reward."""
+    """The parts of the environment's reward; None if the environment has no reward."""
     error: str = ""
-    """The error in the environment."""
+    """The error of the environment that ended the episode, if any."""
 
     def __str__(self) -> str:
         """Return the conversation, the reward and the error."""
@@ -32,7 +32,7 @@ class Played:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """Return the text of a call, as a policy writes it.
+    """Return the text of a tool call, as a policy writes it.
 
     >>> call("add", a=1)
     '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -44,7 +44,7 @@ def call(name: str, **arguments: Any) -> str:
 def play(
     environment: Callable[[], Any], prompt: Prompt, turns: Sequence[str], *, seed: int = 0
 ) -> Played:
-    """Play an episode with the given turns, until the episode or the turns end."""
+    """Run an episode with the given turns of the policy, until the episode or the turns end."""
     driver = Driver(environment_factory(environment), settle)
     reply = driver.start(prompt, seed)
     messages = list(reply.messages)

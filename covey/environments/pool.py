@@ -1,10 +1,11 @@
 """Worker processes of environments, which are killed if they exceed limits on time or memory.
 
-Each process runs many episodes, with their steps in threads. Prompt, seed and the policy's messages
-determine an episode. So when a process is lost, its other episodes are replayed in a new process up
-to where they were. If a replay gives other replies, the episode ends with an error. A step that
-takes too long ends its episode. If a process dies by itself, the steps that ran in it are tried
-again one at a time. A step that kills its process again ends with an error.
+Each process runs many episodes, and each step runs in a thread. The prompt, the seed and the
+policy's messages determine an episode. If a process is lost, its episodes are therefore replayed in
+a new process. If a replayed episode gives different replies, the episode ends with an error. A step
+that takes too long ends its episode. If a process dies by itself, the steps that were running are
+tried again one at a time. If a step kills its process a second time, its episode ends with an
+error.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class _Episode:
     messages: list[Message] = field(default_factory=list)
     """The policy's messages, including the message of the current command."""
     seen: str = ""
-    """The digest of the replies so far."""
+    """The digest of the environment's replies so far."""
     live: bool = False
     """Whether the process has the episode's state, so that no replay is needed."""
     deadline: float = 0.0
 
     def command(self, key: int) -> tuple[Any, ...]:
-        """Return the command as it is sent to the process."""
+        """Return the current command in the form that is sent to the process."""
         last = self.messages[-1] if self.op == "step" else None
         past = self.messages[:-1] if self.op == "step" else self.messages
         return key, self.op, last, None if self.live else (self.prompt, self.seed, list(past))
@@ -52,13 +53,13 @@ class _Episode:
 
 @dataclass(slots=True)
 class _Lane:
-    """A worker slot: its process, if there is one, and the keys of the commands assigned to it."""
+    """A worker slot: its process, if there is one, and the keys of its episodes."""
 
     worker: Worker | None = None
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Commands that ran when the process died. They are tried again one at a time."""
+    """Keys of commands that ran when the process died, which are retried one at a time."""
 
 
 class ProcessHost:
@@ -75,7 +76,7 @@ class ProcessHost:
         self._ready: Replies = []
 
     def load(self) -> None:
-        """Start a process to check that it can load the environment."""
+        """Start a process, to check that the process can load the environment."""
         self._started(self._lanes[0])
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
@@ -84,7 +85,7 @@ class ProcessHost:
         self._enqueue(key)
 
     def step(self, key: int, message: Message) -> None:
-        """Give an episode a message of the policy."""
+        """Pass a message of the policy to an episode."""
         self._episodes[key].op = "step"
         self._episodes[key].messages.append(message)
         self._enqueue(key)
@@ -95,7 +96,7 @@ class ProcessHost:
         self._enqueue(key)
 
     def clear(self) -> None:
-        """Forget all episodes. Processes with unfinished episodes are killed."""
+        """Forget all episodes; processes with unfinished episodes are killed."""
         for lane in self._lanes:
             if lane.running:
                 self._kill(lane)
@@ -113,7 +114,7 @@ class ProcessHost:
         self._episodes.clear()
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have arrived; with `wait`, wait for at least one."""
+        """Return the replies that have arrived; with `wait`, wait for at least one reply."""
         while True:
             self._receive(self._patience() if wait and not self._ready else 0.0)
             self._give_up_overdue()
@@ -130,7 +131,7 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send the commands that may run now: all, or one at a time after a process has died."""
+        """Send the commands that may run now: all, or only one after a process has died."""
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]
@@ -164,7 +165,7 @@ class ProcessHost:
         return lane.worker
 
     def _kill(self, lane: _Lane) -> None:
-        """End a process. Its episodes must be replayed."""
+        """End a worker process, whose episodes must then be replayed."""
         if lane.worker is not None:
             lane.worker.kill()
         lane.worker = None
@@ -191,7 +192,7 @@ class ProcessHost:
                     self._lost(lane)
 
     def _take(self, lane: _Lane, data: bytes) -> None:
-        """Take a reply and check it, because an environment's code may have forged it."""
+        """Receive a reply and check it, because an environment's code may have forged the reply."""
         message = json.loads(data)
         key, reply = int(message["key"]), read_reply(message["reply"])
         del lane.running[key]
@@ -206,7 +207,7 @@ class ProcessHost:
         self._send(lane)
 
     def _lost(self, lane: _Lane) -> None:
-        """Find the step that killed a process. If several were running, retry each alone."""
+        """Find the step that killed a process; if several steps were running, retry each alone."""
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)
         self._kill(lane)

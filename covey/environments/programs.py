@@ -1,4 +1,4 @@
-"""Runs programs of the policy in the sandbox, and returns their output as text."""
+"""Runs programs that the policy wrote in the sandbox, and returns their output as text."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from covey.errors import ConfigError
 from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 
 CONCURRENT = 2
-"""How many sandboxes an environment process runs at once. There is one process per core."""
+"""The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The wall-time limit is this multiple of the CPU-time limit, so that load changes no result."""
+"""Ratio of wall-time limit to CPU-time limit, so that a busy machine changes no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Runs programs within the limits in an environment's options."""
+    """Runs programs within the limits that an environment's options set."""
 
     seconds: float
     """The limit on CPU time of one program, in seconds."""
     memory_mb: int
     output_chars: int
-    """Maximum characters that the policy reads; the middle of a longer text is left out."""
+    """Maximum characters of output for the policy; the middle of a longer text is omitted."""
     unsafe: bool
-    """Whether to run without isolation, as an ordinary process of this user."""
+    """Whether programs run without isolation, as ordinary processes of this user."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= 600:
@@ -47,7 +47,7 @@ class Programs:
             require_isolation()
 
     async def run(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
-        """Run a program once per case, in another thread."""
+        """Run a program once for each test case, in another thread."""
         wall = WAITING * self.seconds
         limits = Limits(
             cpu_seconds=math.ceil(self.seconds),
@@ -62,7 +62,7 @@ class Programs:
         )
 
     def shown(self, outcome: Outcome) -> str:
-        """Return the output of a program, and why it was stopped if it did not end by itself."""
+        """Return the output of a program, and the reason if it was stopped."""
         text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
         return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
 
@@ -85,7 +85,7 @@ def _ending(outcome: Outcome) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the beginning and the end of a text, about `most` characters in all.
+    """Return the beginning and the end of a text, with about `most` characters in total.
 
     >>> shortened("0123456789", 4)
     '01\\n[6 characters left out]\\n89'

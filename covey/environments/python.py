@@ -1,4 +1,4 @@
-"""The `python` environment: the sandbox as a tool that runs Python programs."""
+"""The `python` environment: a tool that runs Python programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ except BaseException as error:
     sys.stderr.write("".join(report.format()))
     sys.exit(1)
 """
-"""Code that runs a program like a notebook cell: it prints the value of the last expression. It
-runs in the sandbox, so that the policy's text is never parsed outside it."""
+"""Code that runs a program like a notebook cell: it prints the value of the last expression. This
+code runs in the sandbox, so that the policy's text is never parsed outside the sandbox.
+"""
 
 
 class Python(ToolEnvironment):
     """An environment with one tool, which runs a Python program and returns its output.
 
-    Nothing is kept between calls. The last turn, which has no call, is scored.
+    No variables are kept between calls. The last turn, which has no call, is scored.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from covey.trust import import_callable, is_import_path
 NONE = "none"
 """The `environment.name` of single-turn runs: one prompt, one completion."""
 PASSED = "class"
-"""The name of an environment that was passed to the Python API."""
+"""The `environment.name` of an environment object that was passed to the Python API."""
 
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -34,7 +34,7 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "verifiers": Verifiers,
     }
 )
-"""The environment classes by name; the keyword arguments of each are its options."""
+"""Name -> environment class; the keyword arguments of a class are its options."""
 
 
 def is_user_environment(name: str) -> bool:
@@ -66,7 +66,7 @@ def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
 
 
 def environment_factory(environment: Any) -> Factory:
-    """Return the factory of an environment that a program passed: a class or a function."""
+    """Return the factory for an environment class or function that a program passed."""
     if not callable(environment):
         raise ConfigError(
             "environment: pass a class, or a function that makes one environment for each rollout, "

@@ -1,4 +1,4 @@
-"""The `search` environment: BM25 search in a folder of documents, with a reward for citations."""
+"""The `search` environment, with BM25 search in documents and a reward for citations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ENDINGS = (".md", ".rst", ".txt")
 LARGEST = 10 << 20
 """Maximum size of a document in bytes; a larger file raises an error."""
 ANSWER, CITATIONS = 0.7, 0.3
-"""Weights of the reward's parts."""
+"""Weights of the reward parts: the answer and its citations."""
 
 
 @cache
 def read_documents(folder: str) -> dict[str, str]:
-    """Return the documents in a folder and its subfolders, by id. "" means the library's documents.
+    """Return the documents in a folder and its subfolders, by id; the default is built in.
 
     The id of a document is its path in the folder, without the file extension.
     """
@@ -55,13 +55,13 @@ def _index_of(folder: str) -> Index:
 
 
 class Search(ToolEnvironment):
-    """Tools to search documents and to read them. The last turn is the answer.
+    """An environment with tools that search and read documents; the last turn is the answer.
 
-    Reward: 0.7 for the correct answer and, if the prompt has `info["sources"]`, 0.3 times the
-    `citations` reward, with the number of these sources as its `minimum`. A source is cited as
-    `[id]`, and counts only if a tool has shown it in this episode. Every unknown id that looks like
-    a document's id costs a quarter of this part. Without `info["sources"]` the answer is the whole
-    reward.
+    The reward is 0.7 for the correct answer. If the prompt has `info["sources"]`, 0.3 times the
+    `citations` reward is added. The `minimum` of the `citations` reward is then the number of these
+    sources. A source is cited as `[id]`, and counts only if a tool has shown the document in this
+    episode. Every unknown id that looks like a document's id reduces the citation part by a
+    quarter. Without `info["sources"]`, the answer is the whole reward.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Search(ToolEnvironment):
         self._answer = ""
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Show the prompt and the tools."""
+        """Start the episode: show the prompt and the tools."""
         self._prompt = prompt
         return super().reset(prompt, seed)
 
     async def step(self, message: Message) -> Step:
-        """Run the calls of a message. A message without calls is the final answer."""
+        """Run the tool calls of a message; a message without calls is the final answer."""
         step = await super().step(message)
         self._answer = message["content"] if step.done else ""
         return step
@@ -123,7 +123,7 @@ class Search(ToolEnvironment):
         return shortened(self._documents[name], self._document_chars)
 
     def reward(self) -> dict[str, float]:
-        """Return the reward for the answer and for its citations."""
+        """Return the reward parts for the answer and for its citations."""
         assert self._prompt is not None
         correct = ExactText(ignore_case=True, ignore_punctuation=True)(self._prompt, self._answer)
         wanted = self._prompt.info.get("sources")

@@ -1,4 +1,4 @@
-"""Tools of the policy: methods of a class, with schemas from type hints and docstrings.
+"""Tools of the policy: methods of a class, whose type hints and docstrings give the schemas.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:
@@ -28,7 +28,7 @@ Tool = Callable[..., Any]
 
 
 class ToolError(Exception):
-    """Raised by a tool that refuses a call. The policy sees the message; the episode continues."""
+    """Raised by a tool that rejects a call; the policy sees the message and continues."""
 
 
 def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _described(doc: str) -> dict[str, str]:
 
 
 def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validated arguments of a call; raise ToolError if they are wrong."""
+    """Return the validated arguments of a call; raise ToolError if they are invalid."""
     model = _arguments(name, tool)
     if given.keys() == {""}:  # in the format `tags`, the only argument has no name
         given = dict.fromkeys(list(model.model_fields)[:1], given[""])
@@ -118,7 +118,7 @@ def as_text(result: Any) -> str:
 
 
 def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
-    """Return the public methods of an object's own class, in order: its tools."""
+    """Return the tools of an object: the public methods of its own class, in order."""
     names = [
         name
         for kind in reversed(type(owner).__mro__[:-1])
@@ -129,11 +129,10 @@ def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
 
 
 class ToolEnvironment:
-    """Base class of environments: the public methods that a subclass adds are the policy's tools.
+    """Base class of environments with tools; the public methods of a subclass are the tools.
 
-    A message without calls ends the episode. An exception in a tool becomes an error message to
-    the policy. Override `reset` to prepare the world, and add `reward` for the environment's own
-    reward.
+    A message without calls ends the episode. An exception in a tool becomes an error message to the
+    policy. A subclass can override `reset` to prepare the episode, and define `reward` to score it.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")
@@ -143,12 +142,12 @@ class ToolEnvironment:
         return tools_of(self, without=self.RESERVED)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Show the prompt, and the tools."""
+        """Start the episode: show the prompt and the tools."""
         schemas = [tool_schema(name, tool) for name, tool in self.tools().items()]
         return Start(messages=prompt.messages, tools=schemas)
 
     async def step(self, message: Message) -> Step:
-        """Run the calls of a message, in order. Without calls the episode is done."""
+        """Run the tool calls of a message in order; without calls, the episode is done."""
         tools = self.tools()
         calls = message.get("tool_calls", ())
         return Step(messages=[await tool_message(tools, c) for c in calls], done=not calls)

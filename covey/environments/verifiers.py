@@ -1,10 +1,10 @@
-"""Runs environment packages of verifiers (0.1), which have `load_environment()`, without changes.
+"""Runs environment packages of the `verifiers` library (0.1), without changes.
 
-The package's own rollout loop runs. When the loop asks a model for a response, it waits for the
-policy's next turn. The package's rubric is the environment's reward. The task `verifiers` provides
-the rows of its dataset. Unsupported features raise an error: rubrics that score a whole group at
-once, conversations that change earlier messages, images, and the tasksets of verifiers 0.2 and
-later.
+A package has a function `load_environment()` and its own rollout loop, which this module runs. When
+the package's loop calls a model, it waits for the policy's next turn. The package's rubric is the
+environment's reward. The task `verifiers` provides the rows of the package's dataset. Unsupported
+features raise an error: rubrics that score a whole group at once, conversations that change earlier
+messages, images, and the tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW = "row"
 
 @cache
 def _loaded(package: str, arguments: str) -> Any:
-    """Load a package once per process; all episodes share it, and each has its own state."""
+    """Load a package once per process; all episodes share the package."""
     load = import_callable(f"{package.replace('-', '_')}:load_environment", "environment.package")
     environment = load(**json.loads(arguments))
     rubric = getattr(environment, "rubric", None)
@@ -41,16 +41,16 @@ def _loaded(package: str, arguments: str) -> Any:
 
 
 def load(package: str, arguments: Mapping[str, Any]) -> Any:
-    """Return the environment of a package, made with these arguments."""
+    """Return the environment of a package, made with the given arguments."""
     return _loaded(package, json.dumps(dict(arguments), sort_keys=True))
 
 
 class Verifiers:
-    """An episode with an environment package of verifiers."""
+    """An episode with an environment package of the `verifiers` library."""
 
     @staticmethod
     def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Load the package, which may need the main thread."""
+        """Load the package in the main thread, which some packages need."""
         load(package, arguments or {})
 
     def __init__(self, package: str, arguments: Mapping[str, Any] | None = None) -> None:
@@ -62,7 +62,7 @@ class Verifiers:
         self._tools: Any = None
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Start the package's rollout, up to where it asks for the first response."""
+        """Start the package's rollout, and run it until it needs the first model response."""
         row = dict(prompt.info[ROW]) if ROW in prompt.info else _row(prompt)
         run = self._environment.rollout(row, client=self._client(), model="covey")
         self._rollout = asyncio.ensure_future(run)
@@ -78,7 +78,7 @@ class Verifiers:
         return Start(messages=messages, tools=tools)
 
     async def step(self, message: Message) -> Step:
-        """Give the package the policy's message, and return its next messages."""
+        """Pass the policy's message to the package, and return the package's next messages."""
         await self._answers.put(message)
         messages = await self._next()
         if messages is None:
@@ -101,7 +101,7 @@ class Verifiers:
         return {"rubric": float(state["reward"])}
 
     async def _next(self) -> list[Message] | None:
-        """Wait until the package asks for a response; return None if its rollout has ended."""
+        """Wait until the package needs a model response; return None if its rollout has ended."""
         asked = await self._asked.get()
         if asked is not None:
             return [_message(message) for message in asked]
@@ -111,7 +111,7 @@ class Verifiers:
         return None
 
     def _client(self) -> Any:
-        """Return a client of verifiers whose model is the policy."""
+        """Return a client for the `verifiers` library whose model is the policy."""
         clients, errors, types = (
             importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types")
         )
@@ -155,7 +155,7 @@ def _plain(value: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _message(message: Any) -> Message:
-    """Convert a message of verifiers to Covey's format, which has only text."""
+    """Convert a message of the `verifiers` library to Covey's format, which has only text."""
     data = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     content = data.get("content") or ""
     if not isinstance(content, str):

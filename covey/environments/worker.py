@@ -1,7 +1,8 @@
-"""A worker process of environments: `python -m covey.environments.worker FD`.
+"""A worker process of environments (`python -m covey.environments.worker FD`).
 
-It first receives the factory and then commands. It sends each reply as soon as it is ready. Steps
-of different episodes run at the same time, each in a thread. Async methods share one event loop.
+The process first receives the factory and then commands. The process sends each reply as soon as
+the reply is ready. Steps of different episodes run at the same time, each in a thread. Async
+methods share one event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ THREADS = 256
 
 @dataclass(slots=True)
 class Server:
-    """The episodes of this process."""
+    """The server that runs the episodes of this process."""
 
     connection: Connection
     factory: Factory
@@ -34,7 +35,7 @@ class Server:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, key: int, op: str, message: Any, history: Any) -> None:
-        """Run a command and send its reply; replay an episode that this process does not have."""
+        """Run a command and send its reply; first replay an episode that is not in this process."""
         past, reply = None, Reply()
         if history is not None:
             prompt, seed, messages = history

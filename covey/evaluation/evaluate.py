@@ -17,17 +17,18 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step in the random-number address of all evaluations, so that they can be paired."""
+"""The step number of all evaluations in random-number addresses, so that results are paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The results of one policy."""
+    """The evaluation results of one policy."""
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """`greedy`; with samples also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`; and the means
-    `reward` and `parts/NAME` over the greedy completions."""
+    """The keys are `greedy` (accuracy), `reward` and `parts/NAME`, all over the greedy completions.
+    With samples, there are also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`.
+    """
     parts: Mapping[str, float]
     """Means of the reward's parts over the greedy completions."""
     mean_tokens: float
@@ -35,22 +36,23 @@ class Evaluation:
     first_failure: str | None = None
     """The error of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer. If none was scored, this is the frequency of the most
-    frequent target, or None if targets are too long to be answers."""
+    """Accuracy of the best constant answer. If no constant answer was scored, the value is the
+    frequency of the most frequent target. The value is None if targets are too long to be answers.
+    """
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copy of the prompt, if known."""
     distinct_answers: int = 0
     """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
-    """The results of each prompt, from which all numbers are computed."""
+    """The results of each prompt, from which the other fields are computed."""
 
     @property
     def graded(self) -> bool:
-        """Whether some reward is not 1 for a success and 0 otherwise."""
+        """Whether a reward differs from 1 for a success or from 0 for a failure."""
         return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:
-        """Return plain data, for eval.jsonl."""
+        """Return the evaluation as plain data for a line of eval.jsonl."""
         return {
             "prompts": self.prompts,
             **{name: estimate.row() for name, estimate in self.estimates.items()},

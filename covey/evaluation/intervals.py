@@ -12,7 +12,7 @@ from scipy import stats
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Smaller differences are rounding errors, because means of k samples are multiples of 1 / k."""
+"""Differences below this are rounding errors, as means of k samples are multiples of 1 / k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def proportion(successes: int, trials: int) -> Estimate:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the unbiased estimate of the probability that one of k samples is correct.
 
-    The estimate is 1 - C(n - c, k) / C(n, k), arXiv 2107.03374: the fraction of all k-subsets of
-    the n samples that contain a correct sample.
+    If c of n samples are correct, the estimate is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374). The
+    estimate is the fraction of all k-subsets of the samples that contain a correct sample.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k = {k} must lie between 1 and the {samples} samples")
@@ -48,12 +48,12 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def mean_over_prompts(
     values: Sequence[float], seed: int = 0, bounds: tuple[float, float] | None = None
 ) -> Estimate:
-    """Estimate a mean with a bootstrap over prompts. `bounds` are the limits of possible values.
+    """Estimate a mean with a bootstrap over prompts; `bounds` are the limits of possible values.
 
     The interval uses expanded percentiles (Hesterberg, arXiv 1411.5279). Plain percentiles are too
     narrow: their standard deviation divides by n instead of n - 1, and their tails are those of the
     normal distribution instead of Student's t. With a dozen prompts, plain percentiles cover the
-    true mean 91 times in 100, and expanded ones 94 times.
+    true mean 91 times in 100, and expanded percentiles 94 times in 100.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -67,11 +67,12 @@ def mean_over_prompts(
 
 
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
-    """Estimate the mean of values that are all equal. A bootstrap interval would have width 0.
+    """Estimate the mean of equal values, for which a bootstrap interval would have width 0.
 
-    If `count` prompts all have the same value, at most z^2 / (count + z^2) of all prompts have
-    another one (Wilson's upper limit). Their values lie within the bounds, which limits the mean.
-    For bounds 0 and 1, this is Wilson's interval. Without bounds, low and high equal the value.
+    If `count` prompts all have the same value, at most the fraction z^2 / (count + z^2) of all
+    prompts has another value (Wilson's upper limit). All values are within `bounds`, which limits
+    the mean. For bounds 0 and 1, the result is Wilson's interval. Without bounds, low and high
+    equal the value.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -93,13 +94,13 @@ class Difference:
     """The difference between two policies on the same prompts."""
 
     estimate: Estimate
-    """The mean of first - second over prompts, with a bootstrap interval over pairs."""
+    """The mean over prompts of first policy minus second policy, with a bootstrap interval."""
     gained: int
     """Number of prompts on which the first policy is better."""
     lost: int
     """Number of prompts on which the second policy is better."""
     p_value: float
-    """Exact two-sided p-value. Null hypothesis: neither policy is better."""
+    """Exact two-sided p-value; the null hypothesis is that neither policy is better."""
 
     def row(self) -> dict[str, float]:
         """Return plain data."""
@@ -110,11 +111,12 @@ class Difference:
 def paired_difference(
     first: Sequence[float], second: Sequence[float], seed: int = 0, span: float | None = 1.0
 ) -> Difference:
-    """Compare two policies prompt by prompt. `span` is the largest possible difference, if known.
+    """Compare two policies prompt by prompt; `span` is the largest possible difference, if known.
 
-    Prompts vary much in difficulty. Differences on the same prompts do not contain that variance,
-    so their interval is much narrower than the intervals of the two means. The p-value comes from a
-    sign test over the prompts with a difference. For binary outcomes, it is McNemar's exact test.
+    Prompts vary much in difficulty. Differences on the same prompts do not contain the variance of
+    difficulty, so their interval is much narrower than the intervals of the two means. The p-value
+    comes from a sign test over the prompts with a difference. For binary outcomes, the sign test is
+    McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

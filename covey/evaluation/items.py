@@ -19,7 +19,7 @@ from covey.types import Prompt, Rollout
 
 GREEDY = "greedy"
 REWARD, PART = "reward", "parts/"
-"""Names of estimates: the mean reward of the greedy completions, and the means of its parts."""
+"""Names of estimates: the mean reward of the greedy completions, and the means of reward parts."""
 NO_CATEGORY = "-"
 
 
@@ -32,7 +32,7 @@ class ItemCompletion:
     tokens: int
     finish: str
     success: bool | None
-    """None if the completion could not be scored. It then counts as incorrect."""
+    """Whether the completion is correct; None if it has no score, which counts as incorrect."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -57,7 +57,7 @@ class Item:
     samples: tuple[ItemCompletion, ...] = ()
 
     def values(self) -> dict[str, float]:
-        """Return the value of each metric: `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
+        """Return the value of each metric, named `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
         values = {GREEDY: float(bool(self.greedy.success))}
         count = len(self.samples)
         if count:
@@ -68,7 +68,7 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the reward of the greedy completion and its parts; empty if it has no score."""
+        """Return the reward and reward parts of the greedy completion; empty without a score."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
@@ -89,7 +89,7 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Estimate each metric over the prompts: Wilson's interval for greedy, bootstrap for others.
+    """Estimate each metric, with Wilson's interval for `greedy` and a bootstrap for the others.
 
     The mean reward and its parts include only completions that were scored.
     """
@@ -111,20 +111,20 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(items: Sequence[Item]) -> bool:
-    """Whether some reward is not 1 for a success and 0 otherwise."""
+    """Return whether a reward differs from 1 for a success or from 0 for a failure."""
     scored = [item.greedy for item in items if item.greedy.reward is not None]
     return any(one.reward != float(bool(one.success)) for one in scored)
 
 
 def check_category(prompts: Sequence[Prompt], key: str) -> None:
-    """Refuse a key that no prompt has."""
+    """Reject a category key that no prompt has."""
     known = {"task"}.union(*(prompt.info for prompt in prompts))
     if key not in known:
         raise ConfigError(f"--by {key}: no prompt has this key in its info{nearest(key, known)}")
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
-    """Split items by a key of their prompts' `info`; `task` is the task's name."""
+    """Split items by a key of their prompts' `info`; the key `task` is the task's name."""
     found: dict[str, list[Item]] = {}
     for item in items:
         info: Mapping[str, Any] = {"task": item.prompt.task, **item.prompt.info}
@@ -133,7 +133,7 @@ def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
 
 
 def _category_order(name: str) -> tuple[bool, float, str]:
-    """Return the sort key of a category: numbers by size, then other names."""
+    """Return the sort key of a category; numbers come first, by size, then other names."""
     try:
         return False, float(name), name
     except ValueError:
@@ -142,7 +142,7 @@ def _category_order(name: str) -> tuple[bool, float, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two policies on the same prompts."""
+    """The comparison of two policies on the same prompts."""
 
     differences: Mapping[str, Difference]
     gained: tuple[str, ...]
@@ -174,7 +174,7 @@ def compare(first: Sequence[Item], second: Sequence[Item]) -> Comparison:
 
 
 def _reward_differences(first: Sequence[Item], second: Sequence[Item]) -> dict[str, Difference]:
-    """Compare rewards and parts on the prompts for which both completions were scored."""
+    """Compare rewards and reward parts on prompts for which both completions have a score."""
     rows = [(one.rewards(), other.rewards()) for one, other in zip(first, second, strict=True)]
     names = list(dict.fromkeys(name for a, b in rows for name in a if name in b))
     pairs = {

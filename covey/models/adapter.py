@@ -1,12 +1,12 @@
 """LoRA adapters: low-rank weights that are trained on top of a frozen model.
 
-An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are injected into the
-model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
-new adapter changes nothing.
+An adapted linear layer computes `W x + (alpha / rank) B A x`, where W is frozen and A and B are
+trained. The layers of peft are injected into the model in place, so the model's backbone, attention
+and packed rows work as before. B starts at zero, so a new adapter changes nothing.
 
 Dropout between x and A is active only in forward passes with a gradient. Generation, old_logp and
-evaluations run without dropout. So with dropout, the policy that is trained is not the policy
-that sampled.
+evaluations run without dropout. With dropout, the trained policy therefore differs from the policy
+that sampled the completions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 NAME = "default"
-"""peft's name for an adapter without a name."""
+"""The name that peft gives to an adapter without a name."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
@@ -52,8 +52,8 @@ def add_adapter(
 ) -> LanguageModel:
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
-    `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
-    path from which the frozen model can be loaded again; if empty, the model's own `name_or_path`.
+    `also_train` names modules that are trained in full, as copies of the frozen modules. `base` is
+    the path of the frozen base model; if it is empty, the model's own `name_or_path` is used.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -106,7 +106,7 @@ class GradientDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Drop a fraction of the inputs with torch's default generator, seeded for every pass."""
+        """Drop a random fraction of the inputs; torch's generator is seeded before every pass."""
         return super().forward(input) if torch.is_grad_enabled() else input
 
 
@@ -153,7 +153,7 @@ def _inject(model: LanguageModel, config: Any) -> LanguageModel:
 
 
 def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module]:
-    """Return the modules, by full name, that a name in the configuration matches."""
+    """Return the modules whose full names match a name from the configuration."""
     modules = dict(model.model.named_modules())
     found = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
     if not found:
@@ -191,7 +191,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(model: LanguageModel, on: bool) -> Any:
-    """Return the output layer: the trained copy if there is one and `on` is set."""
+    """Return the output layer, or its trained copy if there is one and `on` is set."""
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):
         return layer
@@ -220,7 +220,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def _initialize(layer: Any, address: str) -> None:
-    """Initialize A like a new linear layer, from random numbers addressed by the layer's name."""
+    """Initialize A like a new linear layer, with random numbers that depend on its name."""
     weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
@@ -231,7 +231,7 @@ def _initialize(layer: Any, address: str) -> None:
 
 @contextmanager
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
-    """Yield the model with its adapter off: the starting weights, without a second copy.
+    """Yield the model with its adapter turned off, so that it computes with the base weights.
 
     The yielded model is the same object, so its adapter is off everywhere until the block ends.
     """
@@ -256,7 +256,7 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 
 @contextmanager
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
-    """Perturb the adapter inside the block, because no parity check can detect it while B is 0."""
+    """Perturb the LoRA weights inside the block; while B is 0, a parity check cannot test them."""
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
     try:

@@ -95,8 +95,8 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """Whether the chat template drops or refuses system messages. If so, the system message is put
-    at the beginning of the first user message."""
+    """Whether the chat template drops or refuses system messages. A system message that the
+    template would drop or refuse is put at the beginning of the first user message."""
     turn_end: int | None = None
     """The special token that ends the assistant's turn in the chat template."""
 
@@ -110,14 +110,14 @@ class Renderer:
         return _filled(self.template.form, messages) + self.template.prefill
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the prompt's tokens. Chat templates write their own BOS token; for other formats
-        it is added here.
+        """Return the prompt's tokens. Chat templates write their own BOS token; for other prompt
+        formats, the BOS token is added here.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)
 
     def with_start(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return tokens with the BOS token in front, if the tokenizer itself adds one."""
+        """Return tokens with the BOS token in front, if the tokenizer itself adds a BOS token."""
         start = self.tokenizer.bos_token_id
         if start is not None and list(ids[:1]) != [start]:
             begun = self.tokenizer.encode(MARK, add_special_tokens=True)

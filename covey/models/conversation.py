@@ -1,10 +1,10 @@
 """Multi-turn conversations as tokens: sampled tokens are kept, and the next turn is appended.
 
-After a turn of the policy, the chat template renders the conversation with the messages that
-follow. If that text begins with the text that the engine has read and sampled, the rest is
-tokenised and appended to the engine's tokens. Otherwise the template has rewritten history (removed
-thinking, trimmed whitespace, another end of turn), and the rendered conversation becomes the prompt
-of a new segment.
+After a turn of the policy, the chat template renders the conversation, including the new messages.
+If the rendered text begins with the text that the engine has read and sampled, the remaining text
+is tokenised and appended to the engine's tokens. If the rendered text begins differently, the
+template has rewritten history: it may have removed thinking, trimmed whitespace or changed the end
+of a turn. The rendered conversation then becomes the prompt of a new segment.
 
 The text of a message never becomes a control token. If a message contains the text of a control
 token, such as `<|im_end|>`, that text is split before tokenisation and becomes ordinary tokens.
@@ -34,13 +34,13 @@ class Context(NamedTuple):
     """The context that the engine reads before it samples a turn."""
 
     text: str
-    """The text, with marks where it is cut."""
+    """The text of the context, with marks where tokenisation cuts the text."""
     tokens: tuple[int, ...]
-    """All tokens, from the beginning of the segment."""
+    """All tokens of the context, from the beginning of the segment."""
     added: int
-    """How many tokens at the end were added after the last sampled token."""
+    """Number of tokens after the last sampled token."""
     new_segment: bool
-    """Whether the template changed earlier text, so that a new segment begins with these tokens."""
+    """Whether the template changed earlier text, so that a new segment begins with `tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Conversations:
     ) -> Context:
         """Return the context after a turn; `sampled` are the tokens of that turn.
 
-        `messages` are the whole conversation: the policy's message and those that follow it.
+        `messages` are the whole conversation: the policy's message and the messages after it.
         """
         raw = self.renderer.tokenizer.decode(
             list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -132,7 +132,7 @@ class Conversations:
         return [{"role": "system", "content": text}, *messages]
 
     def _inert(self, text: str, *, every: bool) -> str:
-        """Mark where a text must be cut so that it contains no control token."""
+        """Mark where a text must be cut so that its tokens include no control token."""
         pattern = self._added if every else self._special
         text = text.replace(CUT, "")
         if pattern is None:
@@ -148,9 +148,10 @@ class Conversations:
         return self._spelled(special=False)
 
     def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return a pattern for the texts of control tokens: only the special ones, or all of them.
+        """Return a pattern for the texts of control tokens, or only for those of special tokens.
 
-        Some vocabularies also add runs of spaces and line breaks, which are not control tokens.
+        Some vocabularies also have tokens for runs of spaces and line breaks, which are not control
+        tokens.
         """
         added = self.renderer.tokenizer.added_tokens_decoder.values()
         control = [token for token in added if token.special or set("<[|") & set(token.content)]
@@ -202,7 +203,7 @@ def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """Turn tool messages into user messages; consecutive ones become one message."""
+    """Turn tool messages into user messages; consecutive tool messages become one."""
     shown: list[Message] = []
     for message in messages:
         if message["role"] == "tool":

@@ -3,8 +3,8 @@
 A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always add
 in a fixed order: atomic additions happen in any order, and cuBLAS may use any free workspace.
 
-Covey's own kernels use no atomics and reduce partial sums in a fixed order. This mode turns on
-torch's deterministic versions of these operations:
+Covey's own kernels use no atomics and reduce partial sums in a fixed order. Deterministic mode
+turns on torch's deterministic versions of the following operations:
 
     index_add      the embedding's gradient, sums over groups
     index_select   the gradient: a prompt's last token predicts the first token of every completion
@@ -12,8 +12,8 @@ torch's deterministic versions of these operations:
     cuBLAS         with a workspace of fixed size
 
 torch raises an error for operations without a deterministic version. Training passes do not use
-CUDA graphs in this mode. Graphs pad micro-batches, and whether a graph is replayed depends on the
-micro-batches before.
+CUDA graphs in deterministic mode. CUDA graphs pad micro-batches, and earlier micro-batches decide
+whether a graph is replayed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from covey.errors import ModelError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED = (":4096:8", ":16:8")
-"""The values for which matrix products are deterministic."""
+"""Values of CUBLAS_WORKSPACE_CONFIG with which matrix products are deterministic."""
 
 
 def make_deterministic() -> None:
@@ -50,10 +50,11 @@ def make_deterministic() -> None:
 
 @contextmanager
 def skip_determinism_check() -> Iterator[None]:
-    """Allow operations that are deterministic although torch does not know it.
+    """Allow deterministic operations that torch's check for determinism refuses.
 
-    torch refuses a cumulative sum over each row, although its order is fixed here. torch's
-    deterministic index writes cannot be captured in a CUDA graph.
+    One example is a cumulative sum over each row, which torch refuses although its order of
+    additions is fixed. Another example is index writes: torch's deterministic version cannot be
+    captured in a CUDA graph.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

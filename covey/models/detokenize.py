@@ -1,9 +1,9 @@
 """Fast detokenization of many completions with a table of bytes.
 
-GPT-2-style tokenizers write every token as bytes, so the text of a completion is the bytes of its
-tokens in a row. A table lookup takes a third of the time of the tokenizer's own decoding, which
-goes token by token on one core. The table is used only if it decodes all tokens like the tokenizer
-does.
+GPT-2-style tokenizers write every token as bytes, so the text of a completion is the concatenation
+of its tokens' bytes. A table lookup takes a third of the time of the tokenizer's own decoding,
+which goes token by token on one core. The table is used only if it decodes all tokens like the
+tokenizer does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 TRIED_TOGETHER = 64
-"""Tokens per row of the check: several, because a character may span several tokens."""
+"""Number of tokens that the check decodes together, because a character may span several tokens."""
 
 Pieces = tuple[bytes, ...]
 
@@ -26,7 +26,7 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of each of `size` tokens, empty for special tokens. Return None if the
+    """Return the bytes of each of `size` tokens; special tokens have no bytes. Return None if the
     tokenizer is not byte-level.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -44,7 +44,7 @@ def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
 
 
 def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
-    """Return a token's bytes; the bytes of added tokens may be their own text."""
+    """Return a token's bytes; for an added token, these may be its text in UTF-8."""
     try:
         return bytes(characters[character] for character in token or "")
     except KeyError:
@@ -52,7 +52,7 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return the character for each byte: its own character if it is printable."""
+    """Return the character that represents each byte; a printable character represents itself."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     written = [""] * 256
     for byte in seen:
@@ -64,7 +64,7 @@ def _characters() -> list[str]:
 
 
 def _says_the_same(pieces: Pieces, backend: Any) -> bool:
-    """Compare all tokens, shuffled, with the tokenizer's own decoding."""
+    """Return whether the table decodes all tokens, in shuffled order, as the tokenizer does."""
     order = list(range(len(pieces)))
     random.Random(0).shuffle(order)
     rows = [order[at : at + TRIED_TOGETHER] for at in range(0, len(order), TRIED_TOGETHER)]

@@ -1,4 +1,4 @@
-"""transformers' from_pretrained with checks that it does not make."""
+"""transformers' from_pretrained with additional checks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import transformers
 from covey.errors import ConfigError
 
 NO_CODE = {"trust_remote_code": False}
-"""Model files may refer to Python code; without this transformers offers to run it."""
+"""Without this argument, transformers offers to run Python code that model files refer to."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
-    """Load a model of a class; every weight must be in its files.
+    """Load a model of the given class; the model files must contain every weight.
 
-    transformers initializes missing weights at random and only warns. This function raises
-    ValueError instead. `more` are further arguments of `from_pretrained`.
+    transformers initializes missing weights at random and only warns. `read_pretrained` raises
+    ValueError for missing weights. `more` are further arguments of `from_pretrained`.
     """
     model, found = kind.from_pretrained(
         source,
@@ -54,8 +54,8 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 
 
 def keep_gradients(model: Any) -> None:
-    """Turn off a CPU layout of 4-bit weights that does not support gradients. A training pass
-    would silently use it, because bitsandbytes converts weights in evaluation mode and never
+    """Turn off a CPU layout of 4-bit weights that does not support gradients. A training pass would
+    silently use this layout, because bitsandbytes converts weights in evaluation mode and never
     converts them back.
     """
     for module in model.modules():
@@ -71,7 +71,8 @@ def read_tokenizer(source: str, **more: str) -> Any:
 def make_savable(model: Any) -> None:
     """Replace generation settings that transformers refuses to save; keep the special tokens.
 
-    An example is a temperature without do_sample. Covey samples with its own settings.
+    For example, transformers refuses a temperature without do_sample. Covey samples with its own
+    settings.
     """
     settings = model.generation_config
     try:

@@ -66,7 +66,7 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Find the file without importing the package, whose import needs an inference engine."""
+    """Return a package's GGUF file; do not import the package, which needs an inference engine."""
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
@@ -85,7 +85,7 @@ def cache_folder() -> Path:
 
 
 def import_gguf(file: Path, say: Say = print_progress) -> Path:
-    """Return a checkpoint folder with the same model; the first call converts the file."""
+    """Return a checkpoint folder with the model of a GGUF file; the first call converts it."""
     folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder
@@ -195,8 +195,8 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
-    """Return a tokenizer with the file's splitting rule and stop token; transformers' own may
-    differ.
+    """Return a tokenizer with the file's splitting rule and stop token, which transformers may
+    miss.
     """
     if not header.stop_ids:
         raise ModelError(f"model: {file} does not name an end-of-text token")
@@ -254,7 +254,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
-    """Check that the saved model gives the same tokens and the same logits."""
+    """Check that the saved model gives the same tokens and logits as the converted model."""
     again = read_pretrained(transformers.AutoModelForCausalLM, str(folder), torch.float32).eval()
     ids = torch.arange(1, 13)[None] * 7 % model.config.vocab_size
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 The backbone returns hidden states; the head turns selected hidden states into logits. Neither the
 engine nor the trainer computes the logits of a whole batch at once, because with a vocabulary of
-150,000 they would be by far the largest tensor.
+150,000 tokens the logits would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LanguageModel:
     tokenizer: Any
     head: Head
     context: int
-    """The context length: the most tokens of prompt and completion together."""
+    """The context length: maximum number of tokens of prompt and completion together."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     packs: bool = False

@@ -1,4 +1,4 @@
-"""Loads a model from a folder, the hub, a GGUF file or the package, and checks it."""
+"""Loads a model from a folder, the hub, a GGUF file or the package, and checks the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
-"""Relative tolerance. A few 16-bit layers differ by 1 % from rounding, wrong attention by more."""
+"""Relative tolerance. Rounding changes the result of a few 16-bit layers by 1 %; wrong attention
+changes it by more."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -115,7 +116,7 @@ def wrap(
     name: str = "model",
     template: Template = Template(),  # noqa: B008 - immutable
 ) -> LanguageModel:
-    """Split a causal language model into backbone and head, and check that they agree with it."""
+    """Split a causal language model into backbone and head; check that they give its logits."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
@@ -156,9 +157,9 @@ def _context(config: Any) -> int:
 def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
-    With dropout the policy that is trained is not the policy that sampled. Ratios would be noise
-    from the first optimizer step on, and they would depend on a random generator that is not in
-    checkpoints.
+    With dropout, the trained policy would differ from the policy that sampled the completions.
+    Probability ratios would be noisy from the first optimizer step on, and would depend on a random
+    generator that is not in checkpoints.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -170,8 +171,9 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Find the scale and soft cap that reproduce the model's own logits.
 
-    Architectures use different names for them, and some multiply where others divide. A wrong guess
-    would silently train on wrong probabilities, so every guess is compared with the model.
+    Architectures use different names for the scale and the soft cap, and some multiply where others
+    divide. A wrong guess would silently train on wrong probabilities, so every guess is compared
+    with the model.
     """
     config = model.config
     scales = [1.0]
@@ -203,7 +205,7 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
     """Register Covey's attention with a model, if its hidden states stay the same.
 
     Returns whether packed rows give the same hidden states, and whether flash attention does too.
-    It compares three rows of different lengths, because a model's configuration does not say
+    The check compares three rows of different lengths, because a model's configuration does not say
     whether its attention is standard and its other layers work token by token.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration

@@ -22,7 +22,7 @@ class LogProbs(NamedTuple):
 
 
 class Layout(TypedDict, total=False):
-    """The layout of a batch in `batch_logp`, and the distribution of its log-probabilities."""
+    """Options of `batch_logp`: the layout of a batch, and the distribution of log-probabilities."""
 
     temperature: float
     logits_megabytes: float
@@ -31,22 +31,22 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""Name of a method on a sharded model's outermost module. Forward passes call it, so that the
-head's weights are gathered too."""
+"""Name of a method on a sharded model's outermost module. Forward passes call this method, so that
+the sharded weights of the head are gathered too."""
 
 
 def entry_method(
     root: Any, model: LanguageModel, batch: Batch, options: Mapping[str, Any]
 ) -> LogProbs:
-    """Compute `batch_logp` inside the outermost module, whose results must not be views."""
+    """Compute `batch_logp` inside the outermost module, and return copies instead of views."""
     return LogProbs(*(values.clone() for values in _batch_logp(model, batch, **options)))
 
 
 def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The layout (packed, or the side and width of the padding) changes only the rounding. "auto"
-    packs if the model supports it.
+    The layout (packed, or the side and width of the padding) changes only the rounding. The layout
+    "auto" is packed if the model supports packing.
     """
     if not model.sharded:
         return _batch_logp(model, batch, **options)
@@ -74,14 +74,14 @@ def _batch_logp(
 
 
 class Predicting(NamedTuple):
-    """The hidden states that trained tokens are predicted from."""
+    """The hidden states from which trained tokens are predicted."""
 
     hidden: torch.Tensor
     """[M, D]."""
     chosen: torch.Tensor
-    """[M] int64: the tokens."""
+    """[M] int64: ids of the trained tokens."""
     cells: torch.Tensor
-    """[M] int64: their cells in [B, T], flattened."""
+    """[M] int64: indices of the trained tokens in the flattened [B, T]."""
 
 
 def predicting_hidden(
@@ -107,7 +107,7 @@ def predicting_hidden(
 def scatter_logp(
     batch: Batch, logp: torch.Tensor, entropy: torch.Tensor, cells: torch.Tensor
 ) -> LogProbs:
-    """Write the results [M] of trained tokens to their cells of [B, T], flattened."""
+    """Write the results [M] of trained tokens to their positions in a flattened [B, T] tensor."""
     blank = logp.new_zeros(batch.mask.numel())
     return LogProbs(
         logp=blank.index_copy(0, cells, logp).view_as(batch.mask),

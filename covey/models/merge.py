@@ -19,9 +19,9 @@ COPIED = f".modules_to_save.{NAME}."
 
 @torch.no_grad()
 def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """Return the weights W + (alpha / rank) B A under the names of the model without adapter.
+    """Return the weights W + (alpha / rank) B A with the names of the model without an adapter.
 
-    The sum is computed in float32 or better. The model is not changed.
+    The sum is computed in float32 or a more precise type. The model itself is not changed.
     """
     layers = dict(_adapted_weights(model))
     merged: dict[str, torch.Tensor] = {}
@@ -38,7 +38,7 @@ def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 
 def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
-    """Yield the name of every adapted weight, and the layer that holds its LoRA weights.
+    """Yield the name of every adapted weight, and the layer with its LoRA weights.
 
     In a layer of experts, peft wraps the layer once for each adapted tensor, one wrapper inside the
     other.
@@ -51,7 +51,7 @@ def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
 
 
 def _delta(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return (alpha / rank) B A, for each expert if there are several."""
+    """Return the LoRA update (alpha / rank) B A, for each expert if there are several experts."""
     down, up = (getattr(layer, part)[NAME].weight.to(dtype) for part in ("lora_A", "lora_B"))
     experts, turned = getattr(layer, "num_experts", 1), layer.fan_in_fan_out
     if experts > 1:

@@ -13,8 +13,9 @@ from covey.types import Batch
 def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
-    On a CPU the limit counts padded tokens. On a GPU it counts packed tokens, without padding. The
-    rows of a rollout stay together, because its loss may depend on all its tokens at once.
+    On a CPU the limit counts padded tokens. On a GPU the limit counts packed tokens, without
+    padding. The rows of a rollout stay together, because its loss may depend on all its tokens at
+    once.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)
@@ -39,7 +40,7 @@ def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor
 
 
 def whole_rollouts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
-    """Yield the row indices of each micro-batch, which never splits a rollout.
+    """Yield the row indices of each micro-batch; a micro-batch never splits a rollout.
 
     A micro-batch has at most `micro_batch_tokens` padded tokens, or is a single rollout.
     """
@@ -92,7 +93,7 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
 def _pieces(
     rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
 ) -> list[tuple[int, list[int]]]:
-    """Cut the rows of a prompt into pieces within the limit; return each with its packed tokens."""
+    """Split a prompt's rows into pieces within the limit; return each piece and its token count."""
     pieces: list[tuple[int, list[int]]] = []
     for row in rows:
         if not pieces or pieces[-1][0] + lengths[row] > micro_batch_tokens:

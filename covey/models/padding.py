@@ -1,9 +1,9 @@
 """Padded batches: one prompt and its completion per row.
 
-accel/packing.py lays out a batch without padding. Both layouts record which position predicts each
-token.
+The module accel/packing.py lays out a batch without padding. Padded and packed layouts both record
+which position predicts each token.
 
-Shapes: B rows, P prompt tokens, T completion tokens, S columns of a row.
+In shapes, B counts rows, P prompt tokens, T completion tokens and S columns of a row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S]."""
     attention_mask: torch.Tensor | None
-    """[B, S] attention mask. None if padding is on the right, where causal attention ignores it."""
+    """[B, S] attention mask. The mask is None if padding is on the right, because causal attention
+    ignores padding there."""
     position_ids: torch.Tensor | None
-    """[B, S] position ids. None if a token's position is its column index."""
+    """[B, S] position ids. The field is None if a token's position is its column index."""
     predictor: torch.Tensor
     """[B, T] int64: the column that predicts each completion token."""
 

@@ -1,8 +1,9 @@
 """Chat template rendering in a separate process with limits on time and memory.
 
-A chat template comes with a downloaded tokenizer and is a Jinja program. transformers sandboxes it
-from Python objects, but not from endless loops or gigabytes of text. So a process renders the
-templates, with kernel limits on the time and memory of every render.
+A chat template comes with a downloaded tokenizer and is a Jinja program. The sandbox of
+transformers protects Python objects, but does not prevent endless loops or gigabytes of output. A
+separate process therefore renders the templates, with kernel limits on the time and memory of every
+render.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from covey.subprocesses import module_command
 from covey.types import Message
 
 SECONDS = 5.0
-"""CPU seconds for one render; templates take milliseconds."""
+"""Maximum CPU seconds for one render; ordinary templates take milliseconds."""
 MEGABYTES = 1024
 LONGEST = 64 * 2**20
 """Maximum size of a rendered prompt in bytes."""
@@ -37,7 +38,7 @@ FAILED = 1
 
 
 class RenderProcess:
-    """The rendering process; it starts on first use, and again after a template has killed it."""
+    """The process that renders templates; it starts on first use and restarts if it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +65,7 @@ class RenderProcess:
         return str(reply["text"])
 
     def start(self) -> None:
-        """Start the process if it is not running; it takes a second to start."""
+        """Start the process, which takes a second, unless it is already running."""
         with self._lock:
             self._connected()
 

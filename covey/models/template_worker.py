@@ -1,7 +1,7 @@
-"""Worker that renders chat templates: `python -m covey.models.template_worker FD SECONDS MB`.
+"""Worker process that renders chat templates.
 
-It reads one JSON request after another, and ends when the connection closes. It does not import
-torch.
+The command is `python -m covey.models.template_worker FD SECONDS MB`. The worker reads one JSON
+request after another, and ends when the connection closes. The worker does not import torch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Advantages: how much better a rollout is than its group.
+"""Advantages: the difference between a rollout's reward and a baseline, such as its group's mean.
 
-Shapes: B rollouts, T completion tokens. Rewards and statistics are float64, because the float32
-mean of equal rewards can differ from them by rounding. Divided by a standard deviation of 3e-8,
-that rounding error becomes an advantage of order one.
+Shapes: B is the number of rollouts, and T is the number of completion tokens. Rewards and
+statistics are float64, because the float32 mean of equal rewards can differ from the rewards by
+rounding. Divided by a standard deviation of 3e-8, that rounding error becomes an advantage of order
+one.
 
-The functions of the first half take the rewards [B] of a whole rollout batch and the group ids, in
-any order. Statistics are over a group or over the batch; no tensor is reshaped by the group size. A
-NaN reward means that scoring failed: the row is left out of all statistics and its advantage is 0.
-The functions of the second half take the batch and return the advantage of every token, [B, T].
-They are the pieces of an objective, and their keyword arguments are its options.
+The functions in the first half of this module take the rewards [B] of a whole rollout batch and the
+group ids, in any order. Statistics are over a group or over the batch; groups may have different
+sizes. A NaN reward means that scoring failed. A row without a reward is left out of all statistics,
+and its advantage is 0. The functions in the second half take the batch and return the advantages of
+all tokens [B, T]. The functions in the second half are pieces of an objective, and their keyword
+arguments are its options.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from covey.types import EQUAL_REWARDS, Batch
 
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return for every row the sum of values [B] over its group, [B]."""
+    """Return, for every row, the sum of the values [B] in its group."""
     ids, index = group.unique(return_inverse=True)
     sums = values.new_zeros(len(ids))
     return sums.index_add(0, index, values)[index]
 
 
 def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return a mask [B] of the rows whose group has equal rewards, up to rounding."""
+    """Return a mask [B] of the rows in groups whose rewards are all equal, up to rounding."""
     rewards = rewards.double()
     ids, index = group.unique(return_inverse=True)
 
@@ -50,7 +52,7 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """R_i minus its group's mean weighted by `share`; exactly 0 in a group with equal rewards."""
+    """Return the reward minus the group's mean weighted by `share`; exactly 0 if all are equal."""
     rewards = rewards.double()
     scored = ~rewards.isnan()
     values, share = rewards.where(scored, 0.0), share.double().where(scored, 0.0)
@@ -60,12 +62,12 @@ def against_baseline(
 
 
 def centered(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """A_i = R_i - mean_g R: the numerator that every group-relative method shares."""
+    """Return the reward minus the mean reward of its group, A_i = R_i - mean_g R."""
     return against_baseline(rewards, group, torch.ones_like(rewards))
 
 
 def leave_one_out(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """A_i = R_i - mean reward of the other rollouts in its group = G / (G - 1) (R_i - mean_g R)."""
+    """Return each reward minus the mean reward of the other rollouts in its group."""
     count = group_sum((~rewards.isnan()).double(), group)
     return centered(rewards, group) * count / (count - 1).clamp(min=1.0)
 
@@ -73,10 +75,11 @@ def leave_one_out(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def standardized(
     rewards: torch.Tensor, group: torch.Tensor, *, ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std_g R + eps), and exactly 0 in a group with equal rewards.
+    """Return rewards standardized in their group, A_i = (R_i - mean_g R) / (std_g R + eps).
 
-    GRPO, arXiv 2402.03300 section 4.1.2, which does not specify ddof and eps. Public code uses ddof
-    0 or 1 and eps from 1e-9 to 1e-4; ddof 0 multiplies every advantage by sqrt(G / (G - 1)).
+    In a group with equal rewards, A_i is exactly 0. The GRPO paper (arXiv 2402.03300 section 4.1.2)
+    does not specify ddof and eps. Public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4; ddof 0
+    multiplies every advantage by sqrt(G / (G - 1)).
     """
     difference = centered(rewards, group)
     count = group_sum((~rewards.isnan()).double(), group)
@@ -92,9 +95,9 @@ def batch_standardized(
     eps: float = 1e-6,
     of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std + eps), with the std of the whole batch instead of the group.
+    """Return the reward minus its group's mean, divided by the std of the whole batch plus eps.
 
-    The std is that of the rewards (LitePPO, arXiv 2508.08221) or of the centered rewards.
+    The std is over the rewards (LitePPO, arXiv 2508.08221) or over the rewards minus group means.
     """
     difference = centered(rewards, group)
     scored = ~rewards.isnan()
@@ -111,9 +114,9 @@ def sum_of_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Standardize each reward part [K, B] in its group, add them up, and standardize the sum.
+    """Standardize each reward part [K, B] in its group, add up the parts, and standardize the sum.
 
-    GDPO, arXiv 2601.05242: all parts have the same influence, whatever their spread.
+    In GDPO (arXiv 2601.05242), all parts have the same influence, even if their spreads differ.
     """
     scored = ~parts.isnan().any(dim=0)
     alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]
@@ -125,7 +128,10 @@ def sum_of_standardized(
 def relative_to_mean(
     rewards: torch.Tensor, group: torch.Tensor, *, all_wrong: Literal["zero", "minus_one"] = "zero"
 ) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / mean_g R, and 0 or -1 where no reward is above 0. MaxRL."""
+    """Return (R_i - mean_g R) / mean_g R, and 0 or -1 in a group without a reward above 0.
+
+    MaxRL.
+    """
     scored = ~rewards.isnan()
     if bool((rewards[scored] < 0).any()):
         raise ConfigError("maxrl divides by the mean reward: rewards must not be negative")
@@ -136,7 +142,7 @@ def relative_to_mean(
 
 
 def all_equal(values: torch.Tensor) -> bool:
-    """Whether all values are equal up to rounding; there must be at least one."""
+    """Whether all values are equal up to rounding; at least one value is required."""
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
     return bool(values.max() - values.min() <= bound)
 
@@ -144,7 +150,7 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """(v - mean v) / sqrt(var v + eps) over the tokens of the batch; 0 if all values are equal."""
+    """Whiten values over the batch's tokens, as (v - mean v) / sqrt(var v + eps); 0 if equal."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -157,24 +163,24 @@ def whitened(
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Give every trained token the advantage [B] of its completion: [B, T], 0 elsewhere."""
+    """Copy the advantage [B] of each completion to its trained tokens [B, T], and 0 to others."""
     return advantage[:, None].expand_as(mask).where(mask, 0.0)
 
 
 def rollout_rewards(batch: Batch) -> torch.Tensor:
-    """Return the rewards [B], minus the KL to the reference if that is part of the reward."""
+    """Return the rewards [B], minus the KL to the reference if the KL is part of the reward."""
     if batch.token_penalty is None:
         return batch.rewards
     return batch.rewards - row_sum(batch.token_penalty.double(), batch.mask).squeeze(1)
 
 
 def reward_itself(batch: Batch) -> torch.Tensor:
-    """A_i = R_i, no baseline at all: REINFORCE."""
+    """The advantage is the reward itself, A_i = R_i, without a baseline: REINFORCE."""
     return per_token(rollout_rewards(batch).nan_to_num(nan=0.0), batch.mask)
 
 
 def group_centered(batch: Batch) -> torch.Tensor:
-    """A_i = R_i - mean_g R. Dr.GRPO, arXiv 2503.20783."""
+    """The reward minus the mean reward of its group, R_i - mean_g R. Dr.GRPO, arXiv 2503.20783."""
     return per_token(centered(rollout_rewards(batch), batch.group), batch.mask)
 
 
@@ -187,9 +193,10 @@ def parts_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Each part of the reward standardized in its group, weighted, then whitened. GDPO, 2601.05242.
+    """The reward parts, each standardized in its group, weighted, added up, and whitened.
 
-    `gate` is the index of a part; where that part is below `gate_at`, the other parts count as 0.
+    GDPO, 2601.05242. `gate` is the index of a part; where that part is below `gate_at`, the other
+    parts count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
@@ -211,16 +218,20 @@ def parts_standardized(
 def divided_by_mean(
     batch: Batch, *, all_wrong: Literal["zero", "minus_one"] = "zero"
 ) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / mean_g R. MaxRL, arXiv 2602.02710."""
+    """The relative distance of the reward from its group's mean, (R_i - mean_g R) / mean_g R.
+
+    MaxRL, arXiv 2602.02710.
+    """
     advantage = relative_to_mean(rollout_rewards(batch), batch.group, all_wrong=all_wrong)
     return per_token(advantage, batch.mask)
 
 
 def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std + eps), with the std over the rows of mixed groups. ScaleRL.
+    """The reward minus its group's mean, divided by the std of mixed groups plus eps. ScaleRL.
 
-    A mixed group has rewards that differ; other groups do not enter the std. A is multiplied by
-    (all groups / mixed groups), so that a mean over all groups is a mean over the mixed groups.
+    A mixed group has rewards that differ; other groups do not count in the std. Advantages are
+    multiplied by (number of groups / number of mixed groups). So a mean over all groups equals a
+    mean over the mixed groups.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
@@ -231,7 +242,10 @@ def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> tor
 
 
 def group_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std_g R + eps). GRPO, arXiv 2402.03300."""
+    """The reward standardized in its group, (R_i - mean_g R) / (std_g R + eps).
+
+    GRPO, arXiv 2402.03300.
+    """
     rewards = rollout_rewards(batch)
     return per_token(standardized(rewards, batch.group, ddof=ddof, eps=eps), batch.mask)
 
@@ -243,25 +257,37 @@ def standardized_by_batch(
     eps: float = 1e-6,
     of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
-    """A_i = (R_i - mean_g R) / (std over the batch + eps). LitePPO, arXiv 2508.08221."""
+    """The reward minus its group's mean, divided by the std of the batch plus eps.
+
+    LitePPO, arXiv 2508.08221.
+    """
     rewards = rollout_rewards(batch)
     scaled = batch_standardized(rewards, batch.group, ddof=ddof, eps=eps, of=of)
     return per_token(scaled, batch.mask)
 
 
 def against_the_others(batch: Batch) -> torch.Tensor:
-    """A_i = R_i - mean reward of the other rollouts in its group. RLOO, arXiv 2402.14740."""
+    """The reward minus the mean reward of the other rollouts in its group.
+
+    RLOO, arXiv 2402.14740.
+    """
     return per_token(leave_one_out(rollout_rewards(batch), batch.group), batch.mask)
 
 
 def length_weighted(batch: Batch) -> torch.Tensor:
-    """A_i = R_i - sum_g T R / sum_g T, a baseline that counts every token once. OPO, 2505.23585."""
+    """The reward minus the group's mean reward, weighted by the lengths of completions.
+
+    OPO, 2505.23585.
+    """
     lengths = batch.mask.sum(dim=1)
     return per_token(against_baseline(rollout_rewards(batch), batch.group, lengths), batch.mask)
 
 
 def scaled_up(batch: Batch) -> torch.Tensor:
-    """A_i = alpha (R_i - mean_g R), alpha = N / rollouts in mixed groups. GPG, arXiv 2504.02546."""
+    """alpha (R_i - mean_g R), where alpha is (all rollouts) / (rollouts in mixed groups).
+
+    GPG, arXiv 2504.02546.
+    """
     rewards = rollout_rewards(batch)
     advantage, scored = centered(rewards, batch.group), ~rewards.isnan()
     useful = scored & ~zero_variance(rewards, batch.group)
@@ -271,10 +297,11 @@ def scaled_up(batch: Batch) -> torch.Tensor:
 def group_whitened(
     batch: Batch, *, weighting: Literal["sequence", "token"] = "sequence", eps: float = 1e-8
 ) -> torch.Tensor:
-    """A = C / (std C + eps), C_i = R_i - mean_g R, over the batch. REINFORCE++-baseline.
+    """The centered rewards C_i = R_i - mean_g R, divided by their std over the batch plus eps.
 
-    arXiv 2501.03262. With `weighting = "token"`, as in verl, mean and std are over tokens. Then
-    long completions count more, and the mean is no longer 0.
+    REINFORCE++-baseline. arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
+    std are over tokens. With token weighting, long completions count more, and the mean is no
+    longer 0.
     """
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
@@ -283,23 +310,24 @@ def group_whitened(
 
 
 def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> torch.Tensor:
-    """Returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens. REINFORCE++.
+    """Discounted returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens. REINFORCE++.
 
-    r_u = -beta k1_u, plus R_i at the last trained token. Groups are not used. arXiv 2501.03262.
+    The token reward r_u is -beta k1_u, plus the rollout's reward R_i at the last trained token. The
+    groups of the batch are not used (arXiv 2501.03262).
     """
     mask = batch.mask & ~batch.rewards.isnan()[:, None]
     return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
 
 
 def token_rewards(batch: Batch) -> torch.Tensor:
-    """Return token rewards [B, T]: -penalty, plus the rollout's reward at its last token."""
+    """Return token rewards [B, T]: minus the penalty, plus the reward at a rollout's last token."""
     later = batch.mask.flip(1).cumsum(dim=1).flip(1)
     rewards = batch.rewards[:, None].expand_as(batch.mask).where(batch.mask & (later == 1), 0.0)
     return rewards if batch.token_penalty is None else rewards - batch.token_penalty.double()
 
 
 def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Discounted sum of this token's and all later rewards, [B, T]; masked tokens are skipped."""
+    """Return the discounted sum [B, T] of rewards from each token on; masked tokens are skipped."""
     total = torch.zeros_like(rewards)
     ahead = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
@@ -309,9 +337,10 @@ def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch
 
 
 def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """(R_(1) - R_(2)) / (std_g R + eps) for the best completion, 0 for the others: pass@k training.
+    """Advantages for pass@k training, which are 0 except for the best completion of a group.
 
-    arXiv 2503.19595. If several completions are best, all advantages are 0.
+    arXiv 2503.19595. The best completion gets (R_(1) - R_(2)) / (std_g R + eps), its lead over the
+    second best. If several completions of a group are best, all its advantages are 0.
     """
     rewards = rollout_rewards(batch)
     scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)

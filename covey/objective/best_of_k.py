@@ -1,11 +1,13 @@
 """Advantages for the best of k completions: pass@k for binary rewards, max@k for others. PKPO.
 
-arXiv 2505.15201. n scored rewards of a group, sorted ascending g_1 <= ... <= g_n:
+The formulas of arXiv 2505.15201 use the n scored rewards g_1 to g_n of a group in ascending order,
+g_1 <= ... <= g_n:
 
     rho_k(g) = 1/C(n,k) sum_{i>=k} C(i-1,k-1) g_i          the unbiased estimate of max@k
     s_i      = 1/C(n,k) [ C(i-1,k-1) g_i + sum_{j>i} C(j-2,k-2) g_j ]
 
-s_i is k/n times the mean of the maximum over the k-subsets that contain i.
+The value s_i is k/n times the mean, over all k-subsets that contain completion i, of their maximum
+reward.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ Baseline = Literal["loo1", "loo", "centred"]
 
 
 def best_of_k(batch: Batch, *, k: int = 4, baseline: Baseline = "loo1") -> torch.Tensor:
-    """A_i = n (s_i - baseline): the gradient of max@k. PKPO, arXiv 2505.15201."""
+    """The advantage n (s_i - baseline) of each completion, which gives the gradient of max@k.
+
+    PKPO, arXiv 2505.15201.
+    """
     rewards = rollout_rewards(batch)
     advantage = torch.zeros_like(rewards, dtype=torch.float64)
     flat = zero_variance(rewards, batch.group)
@@ -36,14 +41,15 @@ def best_of_k(batch: Batch, *, k: int = 4, baseline: Baseline = "loo1") -> torch
 
 
 def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.Tensor:
-    """Return s_i minus its baseline for the rewards [n] of one group, in their order.
+    """Return s_i minus its baseline for the rewards [n] of one group, in the order of the rewards.
 
-    loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
-    centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
-    loo      k/(n-1) rho_k without i, the paper's equation 29
+        loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
+        centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
+        loo      k/(n-1) rho_k without i, the paper's equation 29
 
-    Each gives an unbiased gradient. If scoring failed for some completions of a group, k is lowered
-    to the largest value that the baseline allows for the rest. With k = 1, `loo1` is `centred`.
+    Each baseline gives an unbiased gradient. If scoring failed for some completions of a group, k
+    is lowered to the largest value that the baseline allows for the scored completions. With k = 1,
+    the baseline `loo1` equals `centred`.
     """
     n = len(rewards)
     if baseline == "loo1" and k == 1:
@@ -62,14 +68,14 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
 
 
 def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
-    """rho_k: the mean of the maximum over all k-subsets of ascending values [n]."""
+    """Return rho_k: the mean of the maximum over all k-subsets of ascending values [n]."""
     return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
         len(values), k
     )
 
 
 def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return s_i of ascending values [n]."""
+    """Return s_i for each of the ascending values [n]."""
     own = values * _coefficients(values, lambda i: comb(i - 1, k - 1))
     later = values * _coefficients(values, lambda j: comb(j - 2, k - 2) if min(j, k) >= 2 else 0)
     above = later.flip(0).cumsum(0).flip(0) - later
@@ -77,6 +83,6 @@ def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _coefficients(values: torch.Tensor, of: Callable[[int], int]) -> torch.Tensor:
-    """Return the counts of(1), ..., of(n) as float64."""
+    """Return `of(1)`, ..., `of(n)`, which are counts, as float64."""
     counts = [float(of(rank)) for rank in range(1, len(values) + 1)]
     return torch.tensor(counts, dtype=torch.float64, device=values.device)

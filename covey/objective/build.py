@@ -1,8 +1,8 @@
 """Builds an objective from a name and options.
 
-The name is that of an algorithm, `composed` for an objective composed from pieces, or the import
-path of a user's function. Each becomes a function that returns an `Objective`. Its parameters are
-the algorithm's own options and the options that all algorithms share.
+The name is the name of an algorithm, `composed` for an objective of named pieces, or the import
+path of a user's function. Each name gives a function that returns an `Objective`. The parameters of
+this function are the algorithm's own options and the options that all algorithms have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Set the options that all algorithms share; with their defaults, nothing changes."""
+    """Set the options that all algorithms have; with their defaults, nothing changes."""
     given = {
         "kl_in": kl_in,
         "kl_target": kl_target,
@@ -82,8 +82,9 @@ def extended(
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
-    Its parameters are the algorithm's own options and the shared options. `pieces` are the given
-    options; `composed` reads the names of its pieces from them, as the pieces have the options.
+    The parameters of the callable are the algorithm's own options and the shared options. `pieces`
+    are the given options. The algorithm `composed` reads the names of its pieces from these
+    options, because its other options depend on the pieces.
     """
     if name == COMPOSED:
         own = composer(pieces or {})
@@ -98,7 +99,7 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
 
 
 def build(name: str, **options: Any) -> Objective:
-    """Build an objective; the error for an unknown option lists the known ones."""
+    """Build an objective; an unknown option raises an error that lists the known options."""
     function = algorithm(name, options)
     parameters = inspect.signature(function).parameters
     for key in options:
@@ -111,7 +112,7 @@ def build(name: str, **options: Any) -> Objective:
 
 
 def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
-    """Wrap a user's function, so that each of its errors becomes a one-line message."""
+    """Wrap a user's function, so that an exception in it becomes a one-line error message."""
     parameters = dict(inspect.signature(function).parameters)
     for key, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -190,7 +191,7 @@ def _checked(name: str, objective: Objective) -> Objective:
 
 
 def _check_pairs(name: str, objective: Objective) -> None:
-    """Reject options without meaning for pairs: those about single tokens, ratios or the KL."""
+    """Reject options that pairs do not use: options about single tokens, ratios or the KL."""
     refused = {
         "correction": objective.correction is not None,
         "veto": objective.veto > 0,

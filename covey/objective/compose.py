@@ -62,7 +62,7 @@ PIECES: Mapping[str, Pieces] = MappingProxyType(
     }
 )
 MORE_PIECES = ("marks", "targets", "value_loss")
-"""Pieces that few objectives have."""
+"""Kinds of pieces that only few objectives have."""
 COMPARES: frozenset[Need] = frozenset({"groups"})
 READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
     {
@@ -75,14 +75,15 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""The inputs that each advantage reads; one that is not listed compares rewards in a group."""
+"""The inputs that each advantage function reads; a function that is not listed reads groups."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
-    """Return a decorator that gives the function of an algorithm these options as parameters.
+    """Return a decorator that gives an algorithm's function these options as parameters.
 
     `names` are the options, in the order in which they are shown. Each option belongs to a piece,
-    to the KL, or to the function itself. An option is set in every piece that has it.
+    to the KL, or to the function itself. The value of an option is set in every piece that has this
+    option.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:
@@ -138,14 +139,14 @@ def composed(
     surrogate: str = "clipped",
     weights: str = "token_mean",
 ) -> Objective:
-    """An objective composed from named pieces."""
+    """Return an objective that is composed from named pieces."""
     names = {"advantage": advantage, "ratio": ratio, "surrogate": surrogate, "weights": weights}
     pieces: dict[str, Any] = {kind: _piece(kind, name) for kind, name in names.items()}
     return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))
 
 
 def composer(given: Mapping[str, Any]) -> Algorithm:
-    """Return `composed` as a function of all options of the pieces that `given` names."""
+    """Return `composed` with the options of the pieces that `given` names as parameters."""
     pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
@@ -161,12 +162,12 @@ def _piece(kind: str, name: Any) -> Callable[..., Any]:
 
 
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a piece of an objective without its options."""
+    """Return the function of a piece, without the options that are bound to it."""
     return piece.func if isinstance(piece, partial) else piece
 
 
 def option(piece: Callable[..., Any], name: str) -> Any:
-    """Return the value that an option has in a piece; None if the piece has no such option."""
+    """Return the value of an option in a piece; None if the piece has no such option."""
     parameter = options_of(piece).get(name)
     return None if parameter is None else parameter.default
 
@@ -180,7 +181,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def hints_of(
     function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
 ) -> dict[str, Any]:
-    """Return the types of the options; without `options`, of the keyword-only parameters."""
+    """Return the types of `options`, or of all keyword-only parameters without `options`."""
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

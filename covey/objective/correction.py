@@ -1,14 +1,15 @@
-"""Corrections for a sampler whose numerics differ from the trainer's.
+"""Corrections for an engine whose sampling probabilities differ from the trainer's.
 
-Each correction takes log rho = old_logp - sampler_logp, [B, T] and 0 outside the mask, and the
-mask. It returns a constant factor [B, T] for the gain of every token. The factors have no gradient
-and do not change the denominators, so dropped tokens make the step smaller. The native engine
-samples from the trainer's weights, so the default is no correction.
+Each correction takes log rho = old_logp - sampler_logp [B, T], which is 0 outside the mask, and the
+mask. The result is a constant factor [B, T] for the gain of every token. The correction factors
+have no gradient and do not change the denominators of the loss, so dropped tokens make the
+optimizer step smaller. The native engine samples from the trainer's weights, so the default is no
+correction.
 
-Token weights are biased for long completions. The product over a completion is unbiased, but its
-variance explodes with length, so truncation penalises long completions and masking drops them. The
-scale of the geometric mean does not depend on length. It is not an importance weight, but a good
-criterion for rejection.
+Importance weights of single tokens are biased for long completions. The product of token ratios
+over a completion is unbiased, but its variance explodes with length. So truncation penalises long
+completions, and masking drops them. The scale of the geometric mean of token ratios does not depend
+on length. The geometric mean is not an importance weight, but it is a good criterion for rejection.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from covey.objective.masked import bounded, row_mean
 def truncated(
     log_rho: torch.Tensor, mask: torch.Tensor, *, of: ratio.Ratio, low: float, high: float
 ) -> torch.Tensor:
-    """clip(rho, low, high): truncated importance sampling.
+    """Return the ratio clipped to [low, high]: truncated importance sampling.
 
-    Decoupled PPO, arXiv 2110.00641, with the truncation that verl, slime and open-instruct use.
+    The method is decoupled PPO (arXiv 2110.00641), with the truncation of verl, slime and
+    open-instruct.
     """
     return of(log_rho, mask).exp().clamp(low, high)
 
@@ -36,7 +38,10 @@ def truncated(
 def masked(
     log_rho: torch.Tensor, mask: torch.Tensor, *, of: ratio.Ratio, low: float, high: float
 ) -> torch.Tensor:
-    """rho where low <= rho <= high, else 0. With token ratios and bounds 0.5 and 5 it is IcePop."""
+    """Return the ratio rho where low <= rho <= high, and 0 for other tokens.
+
+    With token ratios and the bounds 0.5 and 5, this correction is IcePop.
+    """
     rho = of(log_rho, mask).exp()
     return rho.where((rho >= low) & (rho <= high), 0.0)
 
@@ -44,14 +49,14 @@ def masked(
 def geometric_mask(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """1 where exp(mean_t log rho) lies in [low, high], else 0: rejection without a weight."""
+    """Return 1 for completions whose geometric mean ratio is in [low, high], and 0 for others."""
     return masked(log_rho, mask, of=ratio.sequence, low=low, high=high).sign()
 
 
 def divergence_mask(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """1 where mean_t (rho - 1 - log rho) lies in [low, high], else 0: rejection by divergence."""
+    """Return 1 for completions with a mean of rho - 1 - log rho in [low, high], else 0."""
     log_rho = bounded(log_rho)
     divergence = row_mean(torch.expm1(log_rho) - log_rho, mask)
     kept = (divergence >= low) & (divergence <= high)
@@ -59,7 +64,7 @@ def divergence_mask(
 
 
 def no_veto(log_rho: torch.Tensor, *, veto: float) -> torch.Tensor:
-    """Return a mask [B, 1] of the completions in which every token has rho >= veto."""
+    """Return a mask [B, 1] of the completions in which every token has a ratio rho >= veto."""
     return ~(bounded(log_rho).exp() < veto).any(dim=1, keepdim=True)
 
 
@@ -80,7 +85,9 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""The corrections, by token ratio, product over a completion, geometric mean, or divergence."""
+"""The corrections by name: by token ratio, product over a completion, geometric mean, or
+divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Value of the bounded quantity if sampler and trainer agree, where it is not 1 as for a ratio."""
+"""Value of the bounded quantity if sampler and trainer agree, for corrections where this value is
+not 1."""

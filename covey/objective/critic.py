@@ -2,9 +2,10 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
 
-r_t is the rollout's reward at its last trained token, minus the KL to the reference if the KL is in
-the reward. V after the last trained token is 0, also if the completion was truncated. Tokens
-outside the mask are skipped. Shapes: B rollouts, one row each, T tokens, mask [B, T] bool.
+The token reward r_t is the rollout's reward at its last trained token, minus the KL to the
+reference if the KL is part of the reward. The value V after the last trained token is 0, also if
+the completion was truncated. Tokens outside the mask are skipped. Shapes: B is the number of
+rollouts, one row each; T is the number of tokens; the mask is bool [B, T].
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def gae(
     gamma: float = 1.0,
     lam: float | torch.Tensor = 0.95,
 ) -> torch.Tensor:
-    """Generalized advantage estimates [B, T], arXiv 1506.02438; `lam` may differ by row, [B]."""
+    """Return generalized advantage estimates [B, T], arXiv 1506.02438; `lam` may be per row [B]."""
     result = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
@@ -48,10 +49,10 @@ def over_values(
     whiten: bool = True,
     eps: float = 1e-8,
 ) -> torch.Tensor:
-    """GAE over the critic's values, whitened over the tokens of the step. PPO, arXiv 1707.06347.
+    """Generalized advantage estimates from the critic's values, whitened over the step's tokens.
 
-    With `alpha` above 0, lam is max(0, 1 - 1 / (alpha T_i)), so that it is larger for longer
-    completions (VAPO, arXiv 2504.05118).
+    PPO, arXiv 1707.06347. With `alpha` above 0, lam is max(0, 1 - 1 / (alpha T_i)) for a completion
+    of T_i tokens, so that lam is larger for longer completions (VAPO, arXiv 2504.05118).
     """
     each = length_lambda(batch.mask, alpha) if alpha else lam
     estimates = gae(token_rewards(batch), _values(batch), batch.mask, gamma=gamma, lam=each)
@@ -59,7 +60,7 @@ def over_values(
 
 
 def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -> torch.Tensor:
-    """U_t = A_t + V_t with its own lambda, `value_lam`; with 1, U_t is the discounted return.
+    """The critic's targets, A_t + V_t with the lambda `value_lam`; with 1, the discounted returns.
 
     Targets that do not contain the critic's values are unbiased. VC-PPO, arXiv 2503.01491.
     """
@@ -69,7 +70,7 @@ def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -
 
 
 def length_lambda(mask: torch.Tensor, alpha: float) -> torch.Tensor:
-    """1 - 1 / (alpha T_i), at least 0, [B]."""
+    """Return max(0, 1 - 1 / (alpha T_i)) [B], the lambda of each completion of T_i tokens."""
     tokens = row_tokens(mask).squeeze(1).double()
     return (1 - 1 / (alpha * tokens)).clamp(min=0.0)
 
@@ -86,7 +87,7 @@ def clipped_value_loss(
     *,
     value_clip: float = 0.2,
 ) -> ValueLoss:
-    """1/2 max((V - U)^2, (clip(V, V_old - c, V_old + c) - U)^2) of each token; c = 0: no clip."""
+    """Return half of the larger squared error, of the value or of the clipped value, per token."""
     plain = (values - targets).square()
     if not value_clip:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
@@ -96,9 +97,10 @@ def clipped_value_loss(
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> float:
-    """Explained variance 1 - Var(U - V) / Var U over trained tokens; NaN if all U are equal.
+    """Return the explained variance 1 - Var(U - V) / Var U of the targets U by the values V.
 
-    A perfect critic has 1; a critic that always predicts the mean has 0.
+    A perfect critic has 1, and a critic that always predicts the mean has 0. The result is NaN if
+    all targets are equal.
     """
     chosen, wanted = values[mask].double(), targets[mask].double()
     if len(wanted) < 2 or not float(wanted.var()):

@@ -1,7 +1,7 @@
 """Descriptions of algorithms, for `covey algorithms` and for the pages under docs/algorithms.
 
-Everything comes from the code: the docstring, the signature, the table of options, and the pieces
-of the objective that the algorithm builds.
+A description is generated from the code: from the docstring, the signature, the table of options,
+and the pieces of the objective.
 
     python -m covey.objective.describe docs/algorithms      writes the pages
 """
@@ -38,7 +38,7 @@ class Description(NamedTuple):
     name: str
     title: str
     text: str
-    """The docstring without its first line; formulas are indented."""
+    """The docstring of the algorithm without its first line; formulas are indented."""
     own: list[OptionLine]
     pieces: dict[str, str]
     """The names of the pieces: advantage, ratio, surrogate, weights."""
@@ -123,7 +123,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""The needs that are shown; other needs are common, or follow from options."""
+"""The inputs of an objective that a description shows; others are common or follow from options."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")
@@ -164,7 +164,7 @@ def page(name: str) -> str:
             "",
             _options_table(description.own),
             "",
-            "It also accepts the "
+            f"`{name}` also accepts the "
             "[options that all algorithms share](README.md#options-of-every-algorithm).",
             "",
         ]
@@ -186,7 +186,7 @@ def _options_table(options: list[OptionLine]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Fence the indented formulas, and set the first word of departures and choices in bold."""
+    """Put the indented formulas into code fences, and the first word of departures in bold."""
     blocks = []
     for block in text.split("\n\n"):
         if block.startswith("    "):
@@ -197,7 +197,7 @@ def _markdown(text: str) -> str:
 
 
 def write_pages(folder: Path) -> None:
-    """Write every page, and the tables of the index below its introduction."""
+    """Write every algorithm's page, and the tables of the index page below its introduction."""
     for name in ALGORITHMS:
         (folder / f"{name}.md").write_text(page(name), encoding="utf-8")
     readme = folder / "README.md"

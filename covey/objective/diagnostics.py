@@ -1,14 +1,14 @@
-"""Diagnostics of a training step: exact means over trained tokens, however a step is split.
+"""Diagnostics of a training step: exact means over trained tokens, for any micro-batches.
 
-Every mean is kept as (sum, count) and divided once at the end, so it is never a mean of means.
-If all tokens of a completion share one ratio, ratio and clip are counted once for each row.
+Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
+means. If all tokens of a completion have the same ratio, ratio and clip count once for each row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,9 +24,9 @@ class Measured:
     """Measurements that can be merged over ranks."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Name -> sum and count."""
+    """Name of a measurement -> sum and count."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Name -> smallest and largest value."""
+    """Name of a measurement -> smallest and largest value."""
 
     @staticmethod
     def joined(parts: Sequence[Measured]) -> Measured:
@@ -44,7 +44,7 @@ class Measured:
         )
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each name, and its extremes as `name_min` and `name_max`."""
+        """Return the mean of each measurement, and its extremes as `name_min` and `name_max`."""
         result = {name: total / count for name, (total, count) in self.sums.items() if count}
         for name, (low, high) in self.ranges.items():
             if low <= high:  # a count of 0 means that no element was in a mask
@@ -53,7 +53,7 @@ class Measured:
 
 
 class Meter:
-    """Collects sum, count, smallest and largest value by name.
+    """Collects the sum, count, smallest and largest value of each measurement, by name.
 
     Values that are observed together are summed in one operation, because many small sums would
     cost more time than the objective itself. The numbers stay on the device until `read` fetches
@@ -70,7 +70,7 @@ class Meter:
         self._added.setdefault(name, []).append((value, count))
 
     def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """Add one observation of each value for each element in the mask."""
+        """Add one observation of each tensor for each element in the mask."""
         stacked = torch.stack([v.double() for v in values.values()])
         sums = stacked.where(mask, 0.0).flatten(1).sum(dim=1)
         self._sums.setdefault(tuple(values), []).append((sums, mask.sum()))
@@ -101,7 +101,7 @@ class Meter:
         return measured
 
     def _fetched(self) -> Iterator[float]:
-        """Return the sums and the count of each set of names, then the range of each name."""
+        """Copy the sums, the counts and the ranges of all measurements from the device."""
         parts: list[torch.Tensor] = []
         for sums in self._sums.values():
             parts.append(torch.stack([s for s, _ in sums]).sum(dim=0))
@@ -143,6 +143,8 @@ def observe(
         values["policy/off_policy_dropped"] = ~output.kept
     meter.means(values, batch.mask)
     meter.extremes("reward/advantages", batch.advantage, batch.mask)
+    if batch.old_logp is None:  # then the loss computed the corrections too
+        observe_correction(meter, replace(batch, correction=output.correction))
     _observe_ratio(meter, objective, batch.mask, output)
 
 
@@ -166,7 +168,7 @@ def _observe_ratio(
 
 
 def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Record the KL to the reference, if there is one, as sums over the tokens of each rollout."""
+    """Record the KL to the reference, if any, as sums over the tokens of each rollout."""
     if batch.ref_logp is None:
         return
     rollouts = joined(batch)
@@ -245,12 +247,12 @@ def observe_correction(meter: Meter, batch: Batch) -> None:
 
 
 def summary(meter: Meter) -> dict[str, float]:
-    """Return every number by its metric's name."""
+    """Return every measured number, by the name of its metric."""
     return summary_of(meter.measured())
 
 
 def summary_of(measured: Measured) -> dict[str, float]:
-    """Return every number by its metric's name."""
+    """Return every measured number, by the name of its metric."""
     numbers = measured.means()
     if "ratio_square" in numbers:
         # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.

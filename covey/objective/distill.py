@@ -3,8 +3,8 @@
     d_t = old_logp_t - teacher_logp_t
     A_t = task A_i - scale sum_{u >= t} discount^(u-t) d_u        over trained tokens
 
-Only this estimator (k1) may be a reward, because with k3 the gradient would be that of another
-divergence. A is not normalised, because its scale is that of the KL.
+Only the estimator k1 may be a reward, because k3 would give the gradient of another divergence. The
+advantage is not normalised, because its scale is the scale of the KL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
 LEAST_LOGP = -20.0
-"""The floor of a teacher's log-probabilities."""
+"""The lower bound of a teacher's log-probabilities."""
 
 
 def towards_teacher(
@@ -30,7 +30,7 @@ def towards_teacher(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Reverse KL to the teacher as a reward of each token, and `task` times GRPO's advantage."""
+    """The reverse KL to the teacher as a token reward, plus `task` times the advantage of GRPO."""
     advantage = scale * returns(teacher_gap(batch), batch.mask, gamma=discount)
     if task:
         advantage = advantage + task * group_standardized(batch, ddof=ddof, eps=eps)
@@ -38,7 +38,7 @@ def towards_teacher(
 
 
 def teacher_gap(batch: Batch) -> torch.Tensor:
-    """Return -d = max(teacher_logp, floor) - old_logp [B, T]; 0 for tokens that are not trained."""
+    """Return max(teacher_logp, floor) - old_logp [B, T], and 0 for tokens that are not trained."""
     assert batch.teacher_logp is not None, "distillation needs a teacher"
     assert batch.old_logp is not None, "distillation needs old_logp"
     teacher = batch.teacher_logp.double().clamp(min=LEAST_LOGP)

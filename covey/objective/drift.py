@@ -1,8 +1,8 @@
-"""Drift of the policy over a whole optimizer step: tokens to drop, and bounds to clip at.
+"""Drift of the policy over a whole optimizer step: tokens to drop, and clip bounds.
 
-Both methods train on stale data. Their ratio r is to the policy that generated the data, so
-sampler_logp takes the place of old_logp. They need the log-probabilities of the whole step at once,
-which takes one more forward pass.
+M2PO and BAPO, the methods of this module, train on stale data. In both methods, the ratio r is
+relative to the policy that generated the data, so sampler_logp is used instead of old_logp. Both
+methods need the log-probabilities of the whole step at once, which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from covey.types import Batch
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Mark the tokens to drop so that the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the tokens whose ratio the update would move further from 1: A > 0 and r > 1,
-    or A < 0 and r < 1. The tokens with the largest (log r)^2 are dropped first; of equal values,
-    the earlier token.
+    The mean is over the tokens whose ratio the optimizer step would move further from 1. These are
+    the tokens with A > 0 and r > 1, or A < 0 and r < 1. The tokens with the largest (log r)^2 are
+    dropped first, and among equal values the earlier tokens.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -47,11 +47,11 @@ def balanced_bounds(
     high_step: float = 0.05,
     measure: Literal["gradient", "value"] = "gradient",
 ) -> torch.Tensor:
-    """Return the bound of each token's ratio: the upper bound if A > 0, else the lower one. BAPO.
+    """Return the bound of each token's ratio: the upper bound if A > 0, or else the lower bound.
 
-    arXiv 2510.18927, algorithm 1. The upper bound rises first, then the lower bound, until tokens
-    with A > 0 make up at least the fraction `target` of the step's surrogate, or both bounds are
-    at their maximum.
+    This is algorithm 1 of BAPO (arXiv 2510.18927). The upper bound rises first, and then the lower
+    bound. The bounds stop rising when tokens with A > 0 make up at least the fraction `target` of
+    the step's surrogate, or when both bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
@@ -66,9 +66,9 @@ def balanced_bounds(
 
 
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
-    """Return what fraction of the sum of r |A| over unclipped tokens comes from A > 0.
+    """Return the fraction of the sum of r |A| over unclipped tokens that comes from A > 0.
 
-    The fraction is 1 if there are no such tokens. It grows with both bounds.
+    The fraction is 1 if there are no unclipped tokens. The fraction grows with both bounds.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -79,10 +79,11 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
 def positive_value_share(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
 ) -> float:
-    """Return what fraction of the sum of |min(r A, clip(r) A)| comes from A > 0: BAPO's equation 8.
+    """Return the fraction of the sum of |min(r A, clip(r) A)| that comes from A > 0.
 
-    A clipped token counts with its bound instead of its ratio. So raising the lower bound increases
-    the part from A < 0, and lowers the fraction.
+    The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So
+    raising the lower bound increases the contribution of tokens with A < 0, and lowers the
+    fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

@@ -16,7 +16,7 @@ Metric = Literal["length", "rate"]
 def kept_standardized(
     batch: Batch, *, keep: int = 4, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """A_i = (R_i - mean R) / (std R + eps) over the kept completions of a group, else 0."""
+    """Rewards standardized over the kept completions of a group; 0 for other completions."""
     rewards = rollout_rewards(batch)
     kept = kept_rows(rewards, batch.mask.sum(dim=1), batch.group, keep=keep, metric=metric)
     chosen = rewards.where(kept, torch.nan)
@@ -31,10 +31,10 @@ def kept_rows(
     keep: int,
     metric: Metric = "length",
 ) -> torch.Tensor:
-    """Return a mask [B] of each group's `keep` best rows: shortest, or most reward per token.
+    """Return a mask [B] of each group's `keep` best rows: shortest, or with most reward per token.
 
-    Ties go to the shorter completion, then to the earlier one. A completion that could not be
-    scored is never kept.
+    Ties go to the shorter completion, and then to the earlier completion. A completion that could
+    not be scored is never kept.
     """
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):

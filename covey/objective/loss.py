@@ -4,8 +4,8 @@
     loss   = - sum over tokens of weight * gain
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
-computed over the batch of a training step; weights, corrections and marks over an optimizer step.
-The loss of a micro-batch is then a plain sum.
+computed over the batch of a training step; weights, corrections and marks are computed over an
+optimizer step. The loss of a micro-batch is then a plain sum over its tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ Need = Literal[
     "groups", "success", "parts", "tokens", "old_logp", "old_entropy", "reference", "teacher",
     "values", "sampler_logp", "sampler_as_old", "entropy", "marks",
 ]  # fmt: skip
-"""What an objective reads besides rewards and `logp`:
+"""The inputs that an objective may read in addition to rewards and `logp`.
 
-groups          at least two rollouts of a prompt, which are compared with each other
-success         which rollouts are a success, rather than how much reward they got
-parts           the parts of the reward, one by one
-tokens          the tokens themselves
-old_logp        old_logp even if there is one optimizer step per batch
-old_entropy     the sampling policy's entropy, which costs a forward pass
-reference       log-probabilities of a reference policy
-teacher         log-probabilities of a teacher
-values          the values of a critic, which is trained beside the policy
-sampler_logp    the log-probabilities that the engine had when it generated
-sampler_as_old  sampler_logp in place of old_logp: ratios are to the policy that generated
-entropy         the policy's entropy now, which every forward pass gives
-marks           the log-probabilities of the whole optimizer step first: one more forward pass
+Their meanings are:
+
+    groups          at least two rollouts of a prompt, which are compared with each other
+    success         which rollouts are a success, instead of their rewards
+    parts           the parts of the reward, one by one
+    tokens          the tokens themselves
+    old_logp        old_logp even if there is one optimizer step per batch
+    old_entropy     the sampling policy's entropy, which costs a forward pass
+    reference       log-probabilities of a reference policy
+    teacher         log-probabilities of a teacher
+    values          the values of a critic, which is trained with the policy
+    sampler_logp    the log-probabilities that the engine had when it generated
+    sampler_as_old  sampler_logp in place of old_logp: ratios are to the sampling policy
+    entropy         the current policy's entropy, which every forward pass gives
+    marks           log-probabilities of the whole optimizer step, by one more forward pass
 """
 
 
@@ -52,60 +54,61 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the value has moved further than the clip allows, and has no gradient."""
+    """Mask (bool) of the values that the clip limits, which have no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """An algorithm as a value: its seven pieces, their options, and the inputs they need."""
+    """An algorithm as a value: its seven pieces, their options, and the inputs that they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. If rows
-    without advantage are skipped, old_logp is not known yet unless `reads` names it."""
+    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. If the
+    row filter is on, old_logp is available only if `reads` names it."""
     ratio: Ratio
-    """Log-ratio [B, T] from logp - old_logp and mask."""
+    """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
-    """Token weights [B, T] from rows of one optimizer step and the totals of the whole step."""
+    """Function that returns token weights [B, T], given rows and totals of an optimizer step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Constant factor [B, T] from old_logp - sampler_logp and mask; None means a factor of 1."""
+    """Function that returns factors [B, T], given old_logp - sampler_logp and the mask, or None."""
     penalty: Penalty = k3
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """What the surrogate needs to know about the whole optimizer step, [B, T]: marked tokens,
-    bounds or margins. It is computed from a batch with advantages and the step's logp; None if it
-    needs nothing."""
+    """Function that returns marked tokens, bounds or margins [B, T] of an optimizer step, given a
+    batch with advantages and the step's logp. The value is None without marks."""
     targets: Callable[[Batch], torch.Tensor] | None = None
-    """The critic's targets [B, T]; called like `advantage`. None: there is no critic."""
+    """Function that returns the critic's targets [B, T], with the arguments of `advantage`. The
+    value is None without a critic."""
     value_loss: Callable[..., ValueLoss] | None = None
-    """Loss from new values, old values and targets, each [B, T]. None: there is no critic."""
+    """Function that returns the critic's loss, given new values, old values and targets [B, T]. The
+    value is None without a critic."""
     kl_in: Literal["loss", "reward", "pair"] = "loss"
-    """Where beta times the penalty is subtracted: from each token's gain, or from the reward. In a
-    pair there is no penalty: beta scales D, the difference of the log-ratios to the reference."""
+    """Whether beta times the KL penalty is subtracted from each token's gain or from the reward. In
+    a pair there is no penalty: beta scales D, the difference of the log-ratios to the reference."""
     kl_target: float = 0.0
-    """The target KL, to which beta is adapted after each step. 0: beta is fixed."""
+    """The target KL, towards which beta is adapted after each step; 0 means a fixed beta."""
     kl_horizon: float = 10_000.0
-    """The number of rollouts over which an adaptive beta fully corrects a KL that is off target."""
+    """Number of rollouts in which an adaptive beta corrects a deviation from the target KL."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """Only this fraction of tokens, those with the highest entropy, has a surrogate."""
+    """The fraction of tokens, those with the highest entropy, that get a policy gradient."""
     off_policy_limit: float = 0.0
-    """Drop a completion with a negative advantage whose mean log-probability has fallen by more
-    than this since it was sampled. 0: keep all."""
+    """A completion with a negative advantage is dropped if its mean log-probability has fallen by
+    more than this limit since it was sampled; 0 keeps all completions."""
     veto: float = 0.0
-    """Drop a completion if, for one of its tokens, the trainer's probability is below this number
-    times the sampler's probability. 0: keep all."""
+    """A completion is dropped if the trainer's probability of a token is below this number times
+    the sampler's probability; 0 keeps all completions."""
     correction_mean_one: bool = False
     parts: tuple[str, ...] = ()
-    """Names of the parts of the reward that `advantage` reads, in this order. Empty: all parts, in
-    alphabetical order."""
+    """Names of the parts of the reward that `advantage` reads, in this order. An empty tuple means
+    all parts, in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """The inputs that `advantage` needs. `needs` adds those of the other pieces and options."""
+    """The inputs that `advantage` needs; `needs` adds the inputs of other pieces and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Everything that the objective reads besides rewards and `logp`."""
+        """All inputs that the objective reads, apart from rewards and `logp`."""
         options: dict[Need, bool] = {
             "reference": self.beta != 0.0,
             "old_logp": self.corrects or self.kl_in_reward,
@@ -128,13 +131,19 @@ class Objective:
 
     @property
     def pairs(self) -> bool:
-        """Whether the loss compares one pair per group; other completions are not trained on."""
+        """Whether the loss compares one pair per group, and trains on no other completions."""
         return self.kl_in == "pair"
 
     @property
     def corrects(self) -> bool:
-        """Whether the objective corrects for the sampler's numerics."""
+        """Whether the objective corrects for the engine's different log-probabilities."""
         return self.correction is not None or self.veto > 0.0
+
+    @property
+    def corrects_by_row(self) -> bool:
+        """Whether only corrections read old_logp, and each correction depends on one rollout."""
+        others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
+        return self.corrects and not others and "old_logp" not in self.reads
 
     @property
     def per_sequence(self) -> bool:
@@ -143,7 +152,7 @@ class Objective:
 
     @property
     def only_surrogate(self) -> bool:
-        """Whether a token without advantage has no gradient at all."""
+        """Whether a token with advantage 0 has no gradient at all."""
         rest = self.kl_in_loss or self.entropy_bonus or self.value_loss is not None
         return not rest and (self.marks is None or self.pairs)
 
@@ -159,14 +168,16 @@ class PolicyLoss(NamedTuple):
     penalty: torch.Tensor | None
     """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
-    """bool [B, T]: the token was not dropped by `off_policy_limit`; None without that limit."""
+    """bool [B, T]: the tokens that `off_policy_limit` did not drop; None without that limit."""
+    correction: torch.Tensor | None
+    """The correction factor for the sampler; None if the objective does not correct."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
-    """Fill in the advantages of the whole batch of a training step, computed over its rollouts.
+    """Fill in the advantages of a training step's batch, computed over its rollouts.
 
-    With a critic, fill in its targets too. Then a rollout that could not be scored gets no trained
-    token, since the critic has nothing to learn from it.
+    With a critic, the critic's targets are filled in too. The critic cannot learn from a rollout
+    that could not be scored, so such a rollout gets no trained tokens.
     """
     if objective.targets is not None:
         batch = replace(batch, mask=batch.mask & ~batch.rewards.isnan()[:, None])
@@ -188,7 +199,7 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
 
 
 def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
-    """Check the tensor that a piece of an objective, perhaps a user's, has returned."""
+    """Check the tensor that a piece of an objective, such as a user's function, has returned."""
     if isinstance(value, torch.Tensor) and value.shape == mask.shape:
         return value
     shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -203,7 +214,7 @@ def _name(function: object) -> str:
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
-    """Return a mask [B, T] of the tokens in the batch's top `share` by entropy."""
+    """Return a mask [B, T] of the fraction `share` of tokens with the highest entropy."""
     assert batch.entropy is not None, "a mask by entropy needs old_entropy"
     entropy = batch.entropy.double()
     chosen = entropy[batch.mask & ~batch.rewards.isnan()[:, None]].sort().values
@@ -220,18 +231,19 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
     """Fill in the weights of one optimizer step, and its corrections if the objective has any.
 
-    Give `totals` when the step spans more than `batch`.
+    Pass `totals` if the optimizer step contains more rows than `batch`. If old_logp is missing,
+    `policy_loss` computes the corrections.
     """
     totals = totals or Totals.of(batch)
     batch = replace(batch, weight=objective.weights(batch, totals))
-    if not objective.corrects:
+    if not objective.corrects or batch.old_logp is None:
         return batch
     rollouts = joined(batch)
     return replace(batch, correction=rollouts.split(_correction(objective, rollouts.batch)))
 
 
 def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
-    """Return the factor [B, T] that corrects for the sampler, from one row for each rollout."""
+    """Return the factor [B, T] that corrects for the sampler; the batch has one row per rollout."""
     assert batch.old_logp is not None, "a correction needs old_logp"
     log_rho = difference(batch.old_logp, batch.sampler_logp, batch.mask)
     factor = torch.ones_like(log_rho)
@@ -242,8 +254,17 @@ def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
     return mean_one(factor, batch.mask) if objective.correction_mean_one else factor
 
 
+def _given_or_now(
+    objective: Objective, batch: Batch, old_logp: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the given corrections, or compute them if old_logp was unknown before this pass."""
+    if batch.old_logp is not None or not objective.corrects:
+        return batch.correction
+    return _correction(objective, replace(batch, old_logp=old_logp))
+
+
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
-    """Fill in the marked tokens of one optimizer step from its logp [B, T]."""
+    """Fill in the marked tokens of one optimizer step, given the step's logp [B, T]."""
     if objective.marks is None:
         return batch
     rollouts = joined(batch)
@@ -252,7 +273,7 @@ def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
 
 
 def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
-    """Return the beta of the next step from the mean KL of this one and its number of rollouts."""
+    """Return the next step's beta, given this step's mean KL and number of rollouts."""
     if not objective.kl_target:
         return objective.beta
     return adapted_beta(
@@ -267,9 +288,9 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the contribution of these rows to the step's loss; contributions add up.
+    """Return the contribution of some rows to the step's loss, which sums all contributions.
 
-    A rollout's rows must all be in the same batch, because a ratio may be over the whole rollout.
+    A rollout's rows must all be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.
     """
     assert batch.advantage is not None, "with_advantage comes first"
@@ -286,6 +307,7 @@ def policy_loss(
         gain=Gain._make(v if v is None else rollouts.split(v) for v in whole.gain),
         penalty=None if whole.penalty is None else rollouts.split(whole.penalty),
         kept=None if whole.kept is None else rollouts.split(whole.kept),
+        correction=None if whole.correction is None else rollouts.split(whole.correction),
     )
 
 
@@ -314,7 +336,8 @@ def _loss(
             f"objective: the surrogate {_name(objective.surrogate)} returned "
             f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
         )
-    value = gain.value if batch.correction is None else gain.value * batch.correction
+    correction = _given_or_now(objective, batch, old_logp)
+    value = gain.value if correction is None else gain.value * correction
     kept = _kept(objective, batch, tokens)
     if kept is not None:
         value = value.where(kept, 0.0)
@@ -335,6 +358,7 @@ def _loss(
         gain=gain._replace(value=gain.value.detach()),
         penalty=None if penalty is None else penalty.detach(),
         kept=kept,
+        correction=correction,
     )
 
 
@@ -348,9 +372,9 @@ class CriticLoss(NamedTuple):
 def value_loss(
     objective: Objective, batch: Batch, values: torch.Tensor, totals: Totals | None = None
 ) -> CriticLoss:
-    """Return the contribution of these rows to the critic's loss, a mean over the step's tokens.
+    """Return the contribution of some rows to the critic's loss, a mean over the step's tokens.
 
-    Give the optimizer step's `totals` if the step spans more than `batch`.
+    Pass the optimizer step's `totals` if the step contains more rows than `batch`.
     """
     assert objective.value_loss is not None, "the objective has no critic"
     assert batch.values is not None, "the critic's values come before the optimizer steps"

@@ -1,9 +1,9 @@
-"""Marked tokens of an optimizer step, by the covariance of log-probability and advantage.
+"""Marks tokens of an optimizer step by the covariance of log-probability and advantage.
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking them
-needs the log-probabilities of the whole step first, which costs one more forward pass.
+A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking these
+tokens needs the log-probabilities of the whole step, which costs one more forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from covey.types import Batch
 
 
 def covariance(advantage: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return cov [B, T], 0 outside the mask."""
+    """Return the covariance `cov` of each token [B, T], and 0 outside the mask."""
     count = mask.sum().clamp(min=1)
 
     def centered(values: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def random_within_bounds(
     batch: Batch, logp: torch.Tensor, *, share: float = 2e-4, cov_low: float = 1.0,
     cov_high: float = 5.0, clip_low: float = 1.0, clip_high: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Mark at random max(1, share T) of the tokens with cov_low < cov < cov_high. Clip-Cov.
+    """Mark max(1, share T) random tokens among the tokens with cov_low < cov < cov_high. Clip-Cov.
 
     Tokens that are already clipped are not candidates.
     """
@@ -44,7 +44,7 @@ def random_within_bounds(
 
 
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
-    """Mark the max(1, share T) tokens with the largest cov, if it is positive. KL-Cov.
+    """Mark the max(1, share T) tokens with the largest cov, if their cov is positive. KL-Cov.
 
     If all advantages of a step are 0, every cov is 0 and no token is marked.
     """
@@ -72,7 +72,7 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Ten
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    It is a hash of the sampler's log-probabilities up to the token and of those of the whole
+    The number is a hash of the sampler's log-probabilities, both up to the token and of the whole
     completion, so that completions with the same prefix differ. So the choice of tokens does not
     depend on row order, micro-batches or ranks, and is the same in a resumed run.
     """

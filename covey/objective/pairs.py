@@ -1,15 +1,17 @@
-"""Pairs of a group, the best completion against the worst: DPO and IPO.
+"""Losses of pairs: the best completion of a group against the worst, DPO and IPO.
 
     D    = g(chosen) - g(rejected),  g = sum over tokens of logp - ref_logp, or their mean
     loss = mean over pairs of l(D)
 
-A pair couples two rows, which may be in different micro-batches or ranks. So D is computed for the
-whole optimizer step first, by one more forward pass without gradient (`marks`). Each row then
-contributes half of l(D), and the gradient with respect to its own g:
+The loss of a pair depends on two rows, which may be in different micro-batches or ranks. So the
+margin D is first computed for the whole optimizer step, by one more forward pass without gradient
+(`marks`). Each row then contributes half of the pair's loss l(D), and the gradient with respect to
+its own log-ratio g:
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 
-These add up to the loss and the gradient of all pairs, however the step is split.
+The contributions of all rows add up to the loss and the gradient of all pairs, for any split of the
+step.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from covey.types import Batch
 
 
 def best_against_worst(batch: Batch) -> torch.Tensor:
-    """+c for the best completion of a group, -c for the worst, 0 for the rest.
+    """Advantages +c for the best completion of a group, -c for the worst, and 0 for the others.
 
-    Ties go to the shorter completion, then to the earlier one. A group of equal rewards has no
-    pair. c = groups / pairs, so that a mean over all groups is a mean over those with a pair.
+    Ties go to the shorter completion, and then to the earlier completion. A group of equal rewards
+    has no pair. The value c is (groups / pairs), so that a mean over all groups equals a mean over
+    the groups with a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)
@@ -47,7 +50,7 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
 
 def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
-    """D of each row's pair, [B, T]; NaN in rows without a pair or without a partner in `batch`."""
+    """Return the margin D of each row's pair [B, T]; NaN in rows without a pair in `batch`."""
     assert batch.advantage is not None
     assert batch.ref_logp is not None, "a pair is compared with the reference"
     gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)
@@ -65,20 +68,20 @@ def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch
 def log_ratio(
     logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, *, average: bool
 ) -> torch.Tensor:
-    """g [B, 1]: the sum of logp - ref_logp over trained tokens, or their mean."""
+    """Return the sum or the mean of logp - ref_logp over the trained tokens of each row, [B, 1]."""
     total = row_sum(difference(logp, ref_logp, mask), mask)
     return total / row_tokens(mask) if average else total
 
 
 def logistic(tokens: Tokens, *, average: bool = False) -> Gain:
-    """l(D) = -log sigmoid(beta D). DPO, arXiv 2305.18290."""
+    """The logistic loss of a pair's margin, -log sigmoid(beta D). DPO, arXiv 2305.18290."""
     margin, beta = _margin(tokens), tokens.beta
     loss, slope = -logsigmoid(beta * margin), -beta * torch.sigmoid(-beta * margin)
     return _gain(tokens, loss=loss, slope=slope, average=average)
 
 
 def squared(tokens: Tokens, *, average: bool = True) -> Gain:
-    """l(D) = (D - 1 / (2 beta))^2. IPO, arXiv 2310.12036."""
+    """The squared loss of a pair's margin, (D - 1 / (2 beta))^2. IPO, arXiv 2310.12036."""
     off = _margin(tokens) - 1 / (2 * tokens.beta)
     return _gain(tokens, loss=off.square(), slope=2 * off, average=average)
 

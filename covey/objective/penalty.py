@@ -1,7 +1,8 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
-Each estimator takes d = logp - ref_logp and the log-ratio log r = logp - old_logp of each token,
-both [B, T] and clamped to +-20, and the mask. A good estimate of the KL may have a wrong gradient:
+Each estimator takes three tensors [B, T]: d = logp - ref_logp and the log-ratio log r = logp -
+old_logp of each token, both clamped to +-20, and the mask. A good estimate of the KL may have the
+gradient of another divergence:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|
@@ -38,18 +39,18 @@ def k2(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Te
 
 
 def k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """exp(-d) - 1 + d, arXiv 2402.03300 equation 4; never negative."""
+    """The estimator k3, exp(-d) - 1 + d, which is never negative (arXiv 2402.03300 equation 4)."""
     return torch.expm1(-d) + d
 
 
 def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The value of k3 with the gradient of k2."""
+    """An estimator with the value of k3 and the gradient of k2."""
     slope = k2(d, log_ratio, mask)
     return k3(d.detach(), log_ratio, mask) + (slope - slope.detach())
 
 
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """k3 of whole completions, with d summed over the tokens.
+    """The estimator k3 of whole completions, with d summed over the tokens.
 
     This is DeepSeek-R1's equation as printed (arXiv 2501.12948).
     """
@@ -57,20 +58,24 @@ def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) ->
 
 
 def ratio_k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """r d: k1 corrected for tokens that an older policy sampled."""
+    """The estimator r d, which is k1 corrected for tokens that an older policy sampled."""
     return log_ratio.exp() * d
 
 
 def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """r k3: k3 corrected for tokens that an older policy sampled. DeepSeek-V3.2."""
+    """The estimator r k3, which is k3 corrected for tokens that an older policy sampled.
+
+    DeepSeek-V3.2.
+    """
     return log_ratio.exp() * k3(d, log_ratio, mask)
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
     """Return beta adapted towards the target KL, arXiv 1909.08593.
 
-    beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). Without the bound of 1,
-    a step with more rollouts than the horizon would make beta oscillate or become negative.
+    The result is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). Without
+    the minimum with 1, a step with more rollouts than the horizon would make beta oscillate or
+    become negative.
     """
     error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
     return beta * (1.0 + error * min(rollouts / horizon, 1.0))

@@ -1,9 +1,9 @@
 """Joins the rows of one rollout into one row, because statistics are over rollouts, not rows.
 
-A rollout whose context was rewritten during the rollout takes several rows of a batch. Advantages,
-corrections and marked tokens depend on whole rollouts. They are computed on joined rows and then
-split again, so the result is the same as for one row with the same tokens. Shapes: B rows, T
-tokens, R rollouts, W tokens of the longest rollout.
+A rollout whose context was rewritten by the chat template has several rows in a batch. Advantages,
+corrections and marked tokens depend on whole rollouts. These values are computed on joined rows and
+then split again, so the result is the same as for one row with the same tokens. Shapes: B is the
+number of rows, T of tokens, R of rollouts, and W of tokens in the longest rollout.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from covey.types import Batch
 
 
 class Joined(NamedTuple):
-    """A batch with one row for each rollout, and the position of each original token in it."""
+    """A batch with one row for each rollout, and the position of each original token there."""
 
     batch: Batch
     row: torch.Tensor | None = None
-    """[B, T] int64: the joined row of each token; None if each rollout is one row already."""
+    """[B, T] int64: the joined row of each token; None if each rollout already is one row."""
     column: torch.Tensor | None = None
     """[B, T] int64: the joined column of each token."""
     cells: torch.Tensor | None = None
-    """[B, T] bool: which tokens are not padding."""
+    """[B, T] bool: mask of the tokens that are not padding."""
 
     def split(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values [R, W] of joined rows as [B, T] of the original rows; 0 in padding."""
+        """Split values [R, W] of joined rows into the original rows [B, T]; padding gets 0."""
         if self.row is None or self.column is None or self.cells is None:
             return values
         return values[self.row, self.column].masked_fill(~self.cells, 0)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values [B, T] of the original rows as [R, W] of joined rows; 0 in padding."""
+        """Join values [B, T] of the original rows into joined rows [R, W]; padding gets 0."""
         if self.row is None or self.column is None or self.cells is None:
             return values
         whole = values.new_zeros(self.batch.tokens.shape)
@@ -43,7 +43,7 @@ class Joined(NamedTuple):
 
 
 def joined(batch: Batch) -> Joined:
-    """Join the rows of each rollout in their order; return the batch itself if each has one row."""
+    """Join the rows of each rollout in their order; return `batch` if each rollout is one row."""
     if batch.one_row_each:
         return Joined(batch)
     assert batch.rollout is not None

@@ -1,11 +1,13 @@
 """Advantages that depend on entropies or tokens, not only on rewards.
 
-The first two are the entropy-shaping pair of arXiv 2508.04349 (v5), GTPO and GRPO-S; the third is
-the other GTPO, arXiv 2508.03772. Entropy H is that of the policy that collected the batch.
+The module has the entropy-shaped advantages of arXiv 2508.04349 (v5), called GTPO and GRPO-S, and
+those of another algorithm called GTPO (arXiv 2508.03772). The entropy H is the entropy of the
+policy that collected the batch.
 
-Correct completions form O+, wrong ones O-. A group that is all correct or all wrong has advantage 0
-and is left out of all statistics. The paper's runs drop such groups by dynamic sampling. Otherwise
-entropies alone would decide the advantages of an all-wrong group.
+In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
+completions are all correct or all wrong has advantage 0 and is left out of all statistics. In the
+paper's runs, dynamic sampling drops groups that are all correct or all wrong. If such groups were
+kept, entropies alone would decide the advantages of a group of wrong completions.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens
 
 
 class Polarity(NamedTuple):
-    """Which rollouts [B] count as correct and which as wrong; the others are left out."""
+    """Masks [B] of correct and of wrong rollouts; rollouts in neither mask are left out."""
 
     correct: torch.Tensor
     wrong: torch.Tensor
 
 
 def polarity(batch: Batch) -> Polarity:
-    """Split the scored completions of groups that have both correct and wrong ones."""
+    """Split scored completions into correct and wrong ones, in groups that have both."""
     # A completion without trained tokens has no entropy.
     scored = ~batch.rewards.isnan() & batch.mask.any(dim=1)
     correct, wrong = scored & batch.success, scored & ~batch.success
@@ -64,9 +66,9 @@ def entropy_shaped_tokens(
     eps: float = 1e-6,
     entropy_floor: float = 1e-3,
 ) -> torch.Tensor:
-    """GTPO, equations 2 to 4: rewards shaped by entropy, normalized over all tokens of the batch.
+    """GTPO, equations 2 to 4: rewards shaped by token entropy, normalized over the batch's tokens.
 
-    In correct completions tokens with high entropy get a bonus; in wrong completions tokens with
+    In correct completions, tokens with high entropy get a bonus. In wrong completions, tokens with
     low entropy get a penalty.
     """
     correct, wrong = polarity(batch)
@@ -87,7 +89,7 @@ def entropy_shaped_tokens(
 
 
 def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return v / (sum of v) * count, over the completions of a group at each position."""
+    """Return v / (mean of v), where the mean is over a group's completions at each position."""
     _, index = group.unique(return_inverse=True)
 
     def at_position(of: torch.Tensor) -> torch.Tensor:
@@ -126,13 +128,13 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """The other GTPO (arXiv 2508.03772): shared tokens of bad completions get no gradient.
+    """GTPO of arXiv 2508.03772: tokens that bad completions share with good ones get no gradient.
 
-    A_i = R_i - mean_g R - entropy_cost H_i, or 0 where the mean entropy H_i of a completion exceeds
-    max_entropy. A conflict token occurs at the same position in a good and a bad completion of the
-    group, within a common prefix or, counted from the end, a common suffix. For conflict tokens A
-    is multiplied by `bonus` in good completions and by 0 in bad ones. The advantage of a completion
-    is divided by its number of conflict tokens.
+    The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, or 0 if its mean
+    entropy H_i exceeds max_entropy. A conflict token occurs at the same position in a good and a
+    bad completion of the group, within a common prefix or, counted from the end, a common suffix.
+    The advantage of a conflict token is multiplied by `bonus` in good completions and by 0 in bad
+    completions. The advantage of a completion is divided by its number of conflict tokens.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)
@@ -169,7 +171,7 @@ def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
 def _conflict_run(
     tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the leading tokens [B, T] that occur in both good and bad completions of the group."""
+    """Mark the leading tokens [B, T] that both good and bad completions of the group have."""
     shared = torch.zeros_like(mask)
     for each in group.unique():
         rows = (group == each).nonzero().squeeze(1)

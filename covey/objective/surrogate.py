@@ -1,7 +1,7 @@
-"""Surrogates: the gain of each token, which the update increases.
+"""Surrogates: the gain of each token, which the optimizer step increases.
 
-On policy, where r = 1, the gradient of every surrogate is the advantage. They differ for tokens
-whose probability has already changed.
+On policy, where the ratio r is 1, the gradient of every surrogate is the advantage. Surrogates
+differ for tokens whose probability has already changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Tokens(NamedTuple):
     """The inputs of a surrogate, each [B, T] and 0 outside the mask."""
 
     log_ratio: torch.Tensor
-    """log r, from one of the ratios; carries the gradient."""
+    """The log-ratio log r, which has a gradient."""
     logp: torch.Tensor
     old_logp: torch.Tensor
     advantage: torch.Tensor
@@ -28,9 +28,10 @@ class Tokens(NamedTuple):
     marked: torch.Tensor | None = None
     """The result of the objective's `marks`: tokens, bounds or margins; None without `marks`."""
     ref_logp: torch.Tensor | None = None
-    """Log-probs of the reference, for surrogates of pairs. None: there is no reference."""
+    """Log-probs of the reference, for surrogates of pairs. The field is None without a
+    reference."""
     beta: float = 0.0
-    """The objective's beta, for surrogates of pairs."""
+    """The beta of the objective, for surrogates of pairs."""
 
 
 class Gain(NamedTuple):
@@ -38,22 +39,25 @@ class Gain(NamedTuple):
 
     value: torch.Tensor
     clipped_low: torch.Tensor
-    """bool: the ratio is below its lower bound, so the gradient is 0 or reduced."""
+    """Mask (bool) of the tokens whose ratio is below its lower bound, so the gradient is 0 or
+    reduced."""
     clipped_high: torch.Tensor
-    """bool: the ratio is above its upper bound, so the gradient is 0 or reduced."""
+    """Mask (bool) of the tokens whose ratio is above its upper bound, so the gradient is 0 or
+    reduced."""
     clipped_dual: torch.Tensor | None = None
-    """bool: the ratio of a token with A < 0 is above the dual bound; None without such a bound."""
+    """Mask (bool) of the tokens with A < 0 whose ratio is above the dual bound; None without that
+    bound."""
 
 
 def clipped(
     tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0
 ) -> Gain:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the PPO surrogate (arXiv 1707.06347).
+    """The PPO surrogate min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), arXiv 1707.06347.
 
-    The gradient is r A, except where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low:
-    there it is 0. A token with A < 0 whose ratio has risen, or one with A > 0 whose ratio has
-    fallen, is not clipped. With `dual` (arXiv 1912.09729) a token with A < 0 is also clipped above
-    r = dual, so that the gain is at least dual A.
+    The gradient is r A, or 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. A
+    token with A < 0 whose ratio has risen, or a token with A > 0 whose ratio has fallen, is not
+    clipped. With `dual` (arXiv 1912.09729) a token with A < 0 is also clipped above r = dual, so
+    that the gain is at least dual A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -70,19 +74,23 @@ def clipped(
 
 
 def unclipped(tokens: Tokens) -> Gain:
-    """r A: importance sampling without a bound."""
+    """The surrogate r A: importance sampling without a bound."""
     return _unbounded(tokens.log_ratio.exp() * tokens.advantage, tokens)
 
 
 def log_likelihood(tokens: Tokens) -> Gain:
-    """A logp: REINFORCE, without a ratio. The gradient is A, however far the policy has moved."""
+    """The REINFORCE surrogate A logp, without a ratio.
+
+    The gradient is the advantage A, even if the policy has moved far.
+    """
     return _unbounded(tokens.advantage * tokens.logp, tokens)
 
 
 def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: float = 0.0) -> Gain:
-    """sg(clip(r, min_weight, max_weight)) A logp. CISPO, arXiv 2506.13585.
+    """The surrogate w A logp, where the weight w is r clipped to [min_weight, max_weight].
 
-    The ratio is a constant weight with absolute bounds, so no token ever loses its gradient.
+    CISPO, arXiv 2506.13585. The weight is a constant with absolute bounds, so no token ever loses
+    its gradient.
     """
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(min_weight, max_weight)
@@ -94,10 +102,10 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
 
 
 def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
-    """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] on the side of A's sign. GMPO.
+    """The surrogate A exp(mean_t z), where z is log r clipped at clip_high or -clip_low. GMPO.
 
-    arXiv 2507.20673. Only one bound has an effect: the upper one where A > 0, else the lower one.
-    The bounds apply to the logarithm: 0.4 allows ratios from 0.67 to 1.49.
+    arXiv 2507.20673. Only one bound applies: the upper bound where A > 0, and the lower bound
+    elsewhere. The bounds apply to the log-ratio; a bound of 0.4 allows ratios from 0.67 to 1.49.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)
@@ -110,9 +118,10 @@ def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float
 
 
 def soft_gate(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Gain:
-    """f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)). SAPO, arXiv 2511.20347.
+    """The surrogate f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
 
-    The slope of f is 1 at r = 1 and falls off smoothly on both sides, faster where A <= 0.
+    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides,
+    faster where A <= 0.
     """
     tau = _either(tokens.advantage > 0, tau_pos, tau_neg, tokens)
     gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
@@ -127,10 +136,11 @@ def gamma_weight(
     power_neg: float = 3.0,
     rate_neg: float = 2.0,
 ) -> Gain:
-    """sg(phi(r)) A logp, phi(w) = w^power exp(rate (1 - w)). VESPO, arXiv 2602.10693.
+    """The surrogate phi(r) A logp, with the constant weight phi(w) = w^power exp(rate (1 - w)).
 
-    phi(1) = 1, and phi goes to 0 for ratios near 0 and far above 1. The ratio is that of whole
-    completions, so `r` may be tiny; it is clamped to at least 1e-8.
+    VESPO, arXiv 2602.10693. The weight phi is 1 for a ratio of 1, and goes to 0 for ratios near 0
+    and far above 1. The ratio `r` of a whole completion may be tiny, so it is clamped to at least
+    1e-8.
     """
     good = tokens.advantage >= 0
     power = _either(good, power_pos, power_neg, tokens)
@@ -143,11 +153,11 @@ def gamma_weight(
 def trust_mask(
     tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 20.0
 ) -> Gain:
-    """sg(min(r, max_weight)) A logp for tokens whose probability has not changed too much. DPPO.
+    """The surrogate min(r, max_weight) A logp, only for tokens whose probability changed little.
 
-    arXiv 2602.04879 with total variation: a token is kept while p - p_old <= clip_high if A > 0,
-    and while p - p_old >= -clip_low otherwise. The bounds apply to probabilities, not to their
-    ratio: a rare token may double its probability.
+    DPPO. Tokens are selected by total variation, as in arXiv 2602.04879. A token with A > 0 is kept
+    while p - p_old <= clip_high, and any other token while p - p_old >= -clip_low. The bounds apply
+    to probabilities, not to their ratio: for example, a rare token may double its probability.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0
@@ -172,7 +182,7 @@ def clipped_without_marked(
 
 
 def unclipped_without_marked(tokens: Tokens) -> Gain:
-    """r A, without gain for marked tokens. M2PO, arXiv 2510.01161."""
+    """The surrogate r A, without gain for marked tokens. M2PO, arXiv 2510.01161."""
     assert tokens.marked is not None
     gain = unclipped(tokens)
     return Gain(
@@ -183,9 +193,10 @@ def unclipped_without_marked(tokens: Tokens) -> Gain:
 
 
 def clipped_at_marks(tokens: Tokens) -> Gain:
-    """min(r A, clip(r) A), where `marks` gives the bound of each token's ratio. BAPO, 2510.18927.
+    """The surrogate min(r A, clip(r) A), where `marks` gives the bound of each ratio.
 
-    Only one bound has an effect: the upper bound where A > 0, else the lower bound.
+    BAPO, 2510.18927. Only one bound applies: the upper bound where A > 0, and the lower bound
+    elsewhere.
     """
     assert tokens.marked is not None
     ratio, advantage, bound = (
@@ -203,7 +214,7 @@ def clipped_at_marks(tokens: Tokens) -> Gain:
 
 
 def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:
-    """r A, minus coefficient |log r| for marked tokens. KL-Cov, arXiv 2505.22617."""
+    """The surrogate r A, minus coefficient |log r| for marked tokens. KL-Cov, arXiv 2505.22617."""
     assert tokens.marked is not None
     penalty = (coefficient * tokens.log_ratio.abs()).where(tokens.marked, 0.0)
     return _unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)

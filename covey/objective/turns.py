@@ -1,12 +1,13 @@
-"""Advantages of the turns of multi-turn rollouts.
+"""Advantages for the turns of multi-turn rollouts.
 
-The reward R of a rollout is its total. Turn rewards say when it was earned; the remainder is earned
-at the last turn:
+The reward R of a rollout is the total of its turn rewards r_k. Turn rewards of the environment
+count at their turns, and the remainder of R counts at the last turn:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
-All tokens of a turn share one advantage. A rollout without turns is one turn. Shapes: B rollouts,
-one row each, T tokens, K turns of the longest rollout.
+All tokens of a turn share one advantage. A rollout without turns is one turn. Shapes: B is the
+number of rollouts, one row each; T is the number of tokens; K is the number of turns in the longest
+rollout.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ class TurnTable(NamedTuple):
     """The turns of a batch, each field [B, K]."""
 
     returns: torch.Tensor
-    """U, float64; NaN where scoring failed."""
+    """The discounted return U of each turn, float64; NaN where scoring failed."""
     present: torch.Tensor
-    """bool: the rollout has this turn."""
+    """Mask (bool) of the turns that the rollout has."""
     state: torch.Tensor
     number: torch.Tensor
-    """[B, T]: the turn of each token."""
+    """[B, T]: the index of the turn of each token."""
 
     def tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Give every trained token the value [B, K] of its turn: [B, T], 0 elsewhere."""
+        """Copy the value [B, K] of each turn to its trained tokens [B, T]; other tokens get 0."""
         return values.gather(1, self.number).where(mask, 0.0)
 
 
@@ -61,7 +62,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Scatter values [B, T] to their columns [B, count]; values at column `count` are dropped."""
+    """Scatter values [B, T] to columns [B, count]; values for the column `count` are dropped."""
     table = values.new_zeros(len(values), count + 1)
     return table.scatter_(1, place, values)[:, :count]
 
@@ -69,7 +70,7 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 def _compared(
     table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
 ) -> torch.Tensor:
-    """Return the advantages [B, K] of turns relative to the turns with the same `cell` [B, K]."""
+    """Return the advantages [B, K] of turns, each relative to the turns with an equal `cell`."""
     values, cells = table.returns[table.present], cell[table.present]
     if normalize == "std":
         found = standardized(values, cells, ddof=ddof, eps=eps)
@@ -86,7 +87,7 @@ def by_turn(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """A_k = (U_k - mean) / (std + eps), over turns of a group with the same index, or over all.
+    """The return of each turn, standardized over the group's turns of the same index or over all.
 
     Turns with the same index are in different states once rollouts diverge; `gigpo` compares only
     turns in equal states.
@@ -107,7 +108,7 @@ def by_state(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """A = A_episode + step_weight * A_step; A_step is among a group's turns in equal states.
+    """The sum A_episode + step_weight * A_step, where A_step compares turns in equal states.
 
     GiGPO, arXiv 2505.10978. For a state that occurs in only one turn of the group, A_step is 0.
     """

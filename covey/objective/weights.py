@@ -1,11 +1,12 @@
-"""Weights: how the gains of single tokens add up to one loss.
+"""Token weights, with which the gains of tokens add up to one loss.
 
-Each function returns the weight [B, T] of every token, computed once per optimizer step from the
-step's totals. The loss is then a plain weighted sum, so it does not depend on how the step is split
-into micro-batches or over ranks. Weights are float64, and rounded once to the precision of the
-loss.
+Each function returns the weight [B, T] of every token, which is computed once per optimizer step
+from the step's totals. The loss is then a plain weighted sum, so it does not depend on how the step
+is split into micro-batches or over ranks. Weights are float64, and rounded once to the precision of
+the loss.
 
-N rollouts, T tokens and P groups in the step; T_i tokens in rollout i, T_g in group g.
+The step has N rollouts, T tokens and P groups; rollout i has T_i tokens, and group g has T_g
+tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from covey.types import Batch, Totals
 
 
 def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
-    """1 / (N T_i): the mean over rollouts of the mean over their tokens. GRPO, arXiv 2402.03300.
+    """Weights 1 / (N T_i): the mean over rollouts of the mean over their tokens.
 
-    Tokens of short completions get more weight, so long wrong completions are penalised too little
-    (arXiv 2503.20783). If all tokens of a rollout share one gain, the result is the mean of that
-    gain over rollouts.
+    GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
+    are penalised too little (arXiv 2503.20783). If all tokens of a rollout share one gain, the
+    result is the mean of that gain over rollouts.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -33,36 +34,45 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def sequence_mean_token_sum(batch: Batch, totals: Totals) -> torch.Tensor:
-    """1 / N: the mean over rollouts of the sum over their tokens."""
+    """Weights 1 / N: the mean over rollouts of the sum over their tokens."""
     return batch.mask.double() / max(1, totals.sequences)
 
 
 def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -> torch.Tensor:
-    """1 / (N length), with a constant length: no length bias. Dr.GRPO, arXiv 2503.20783."""
+    """Weights 1 / (N length) with a constant length, which gives no length bias.
+
+    Dr.GRPO, arXiv 2503.20783.
+    """
     return sequence_mean_token_sum(batch, totals) / length
 
 
 def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
-    """1 / T: the mean over all tokens of the step. DAPO's released code, arXiv 2503.14476."""
+    """Weights 1 / T: the mean over all tokens of the step.
+
+    The released code of DAPO uses these weights (arXiv 2503.14476).
+    """
     return batch.mask.double() / max(1, totals.tokens)
 
 
 def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
-    """1 / (P T_g): the mean over groups of the mean over their tokens. DAPO's equation 8."""
+    """Weights 1 / (P T_g): the mean over groups of the mean over their tokens.
+
+    DAPO's equation 8.
+    """
     tokens = _looked_up(totals.group_tokens, batch.group)
     return batch.mask.double() / (tokens * max(1, totals.groups))
 
 
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
-    """1 / (P T_i): the mean over groups of the sum over rollouts of the mean over their tokens.
+    """Weights 1 / (P T_i): the mean over groups of the sum over rollouts of their token means.
 
-    This is for losses of pairs, where each group has one pair.
+    These weights are for losses of pairs, where each group has one pair.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each row's id as float64 [B, 1]; at least 1, to divide by it."""
+    """Return the token count of each row's id as float64 [B, 1]; at least 1, as a divisor."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

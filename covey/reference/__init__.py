@@ -1,4 +1,4 @@
-"""Reference policies, with which the KL penalty compares the policy."""
+"""Reference policies: the KL penalty measures the policy's distance from its reference."""
 
 from covey.reference.frozen import FrozenReference
 from covey.reference.protocol import Reference

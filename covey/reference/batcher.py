@@ -19,7 +19,7 @@ from covey.reference.wire import LogpRequest, joined, padded_tokens, to_device
 
 @dataclass(slots=True)
 class QueuedRequest:
-    """A request in the queue, and its result."""
+    """A request in the queue of a reference server, and its result."""
 
     request: LogpRequest
     result: Future[LogProbs] = field(default_factory=Future)
@@ -27,7 +27,7 @@ class QueuedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counters of finished work. Only the batcher's thread writes the counters."""
+    """Counters of the batcher's finished work. Only the batcher's thread writes the counters."""
 
     batches: int = 0
     tokens: int = 0
@@ -35,14 +35,14 @@ class Counts:
 
 
 class QueueFullError(Exception):
-    """Raised if the queue is full."""
+    """Raised if the request queue is full."""
 
 
 class Batcher:
     """Computes requests in order of arrival, batched with other queued requests.
 
-    Rows of a batch do not attend to each other, so other requests in a batch change a result only
-    by rounding: by up to 1e-5 in float32 on a CPU.
+    Rows of a batch do not attend to each other. So other requests in a batch change a result only
+    by rounding, up to 1e-5 in float32 on a CPU.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Batcher:
                 self._finish(batch)
 
     def _next(self) -> list[QueuedRequest]:
-        """Wait for a request, and return it with further requests that fit in the same batch."""
+        """Wait for a request; return it with further requests that fit in the same batch."""
         first = self._left_over or self._queue.get()
         self._left_over = None
         batch, tokens = [first], padded_tokens(first.request.batch)

@@ -76,9 +76,9 @@ def _check_moving(policy: LanguageModel, kind: str) -> None:
 def make_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[str], LanguageModel]
 ) -> Reference:
-    """Build the teacher of a distillation, which must have the policy's tokenizer.
+    """Build the teacher model for distillation, which must have the policy's tokenizer.
 
-    `load` loads the model, or the adapter with its base, at a path.
+    `load` loads the model at a path, or the adapter at a path with its base model.
     """
     section = config.teacher
     check_teacher(section)

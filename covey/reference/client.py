@@ -1,8 +1,8 @@
 """The client of a reference server: a reference policy over HTTP, with the standard library only.
 
-A server that is unavailable (restarted, overloaded, not yet up) is retried for up to `patience`
-seconds. Retrying is safe, because requests change no state. An error that a retry cannot fix, such
-as a wrong bearer token, ends the run with the server's message.
+If the server is unavailable (restarted, overloaded, not yet up), the client retries for up to
+`patience` seconds. Retrying is safe, because requests do not change the server's state. An error
+that a retry cannot fix, such as a wrong bearer token, ends the run with the server's message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 UNAVAILABLE = frozenset({502, 503, 504})
-"""HTTP statuses of a server, or of a proxy in front of it, that is temporarily unavailable."""
+"""HTTP statuses that mean that the server, or a proxy in front of it, is temporarily
+unavailable."""
 LARGEST_TEXT = 65_536
 """Maximum bytes of a reply without tensors: the health report, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
@@ -50,7 +51,7 @@ def _to_stderr(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The URL of a server, its token, and time limits."""
+    """The URL of a reference server, its token, and time limits."""
 
     url: str
     token: str = ""
@@ -91,7 +92,8 @@ class ServerReference(Reference):
     tokenizer: str
     """Digest of the policy's tokenizer. Client and server must use the same token ids."""
     weights: str = ""
-    """The required digest of the server's weights; if empty, the digest in the first reply."""
+    """The digest that the server's weights must have; if empty, the digest in the first reply is
+    used."""
     note: Callable[[str], None] = _to_stderr
     budget: int = field(init=False)
     """Maximum number of padded tokens that the server accepts in one request."""
@@ -110,7 +112,7 @@ class ServerReference(Reference):
 
     @property
     def identity(self) -> str:
-        """The URL, and the digest of the weights."""
+        """The URL of the server, and the digest of its weights."""
         return f"server {self.address.url} {self.weights}"
 
     def logp(self, batch: Batch) -> LogProbs:
@@ -173,7 +175,7 @@ class ServerReference(Reference):
     def _ask(
         self, method: str, path: str, body: bytes | None = None, most: int = LARGEST_TEXT
     ) -> bytes:
-        """Return the body of a successful reply; retry while the server is unavailable."""
+        """Send a request and return the reply's body; retry while the server is unavailable."""
         deadline, wait, noted = time.monotonic() + self.address.patience, FIRST_WAIT, False
         while True:
             retry_after = ""
@@ -204,9 +206,9 @@ class ServerReference(Reference):
 
 
 def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
-    """Send one request. A successful reply of more than `most` bytes is refused unread.
+    """Send one request. A successful reply of more than `most` bytes is refused without reading it.
 
-    Redirects are not followed: they would send the token to another host.
+    Redirects are not followed, because they would send the token to another host.
     """
     split = urllib.parse.urlsplit(address.url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
@@ -230,7 +232,7 @@ def _send(address: Address, method: str, path: str, body: bytes | None, most: in
 
 
 def _line(body: bytes) -> str:
-    """Return a server's error message: the `error` of its JSON, or its text."""
+    """Return a server's error message: the field `error` of its JSON reply, or the reply's text."""
     text = body[:10_000].decode("utf-8", "replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(text)["error"])

@@ -1,9 +1,10 @@
-"""Connection limits of a reference server: how many connections may be open, and how long.
+"""Connection limits of a reference server: the number of open connections, and their duration.
 
-A client that opens connections and sends nothing, or one byte at a time, must not block others. So
-the head of a request has a short time limit. If there are too many connections, the oldest one
-without a complete request is closed. server.py limits the time for bodies and can reply to such
-clients; this module closes connections that no reply can reach.
+A client that opens connections and sends nothing, or one byte at a time, must not block other
+clients. So the head of a request has a short time limit. If there are too many connections, the
+oldest connection without a complete request is closed. The module server.py limits the time for
+request bodies, and sends error replies. This module closes connections to which no reply can be
+sent.
 """
 
 from __future__ import annotations
@@ -22,30 +23,31 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from covey.escape import printable_line
 
 Phase = Literal["head", "body", "reply"]
-"""The phase of a connection: waiting for a request, for the rest of its body, or for the reply."""
+"""The phase of a connection: waiting for a request, for the rest of the request's body, or for the
+reply."""
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 CONNECTION = "covey.connection"
-"""The key of the connection in a request's scope."""
+"""The key under which a request's ASGI scope contains its connection."""
 LINGER = 30.0
-"""Seconds for a client to read its reply before the connection is aborted."""
+"""Seconds that a client has to read its reply before the connection is aborted."""
 LOG_SECONDS = 10.0
-"""The same line is logged at most once in this many seconds; suppressed lines are counted."""
+"""Minimum seconds between two equal log lines; suppressed lines are counted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionLimiter:
-    """All open connections by phase, the oldest first, with their time limits."""
+    """All open connections by phase, oldest first, with their time limits."""
 
     most: int
     """Maximum number of open connections."""
     head_seconds: float
     """Time limit for a request's head, from the connection's start or the last reply."""
     request_seconds: float
-    """Time limit for a whole request; longer than the application's own limit."""
+    """Time limit for a whole request, which is longer than the application's own limit."""
     phases: dict[Phase, dict[Connection, None]] = field(
         default_factory=lambda: {"head": {}, "body": {}, "reply": {}}
     )
@@ -53,7 +55,7 @@ class ConnectionLimiter:
     def opened(self, connection: Connection) -> None:
         """Add a connection.
 
-        If there are too many connections, close one that waits for a request.
+        If there are too many connections, close a connection that waits for a request.
         """
         if sum(map(len, self.phases.values())) >= self.most:
             # A complete request is never dropped, and the newest client is the most likely to send
@@ -90,7 +92,7 @@ class ConnectionLimiter:
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that reports to its limiter, and is in the scope of its requests."""
+    """An HTTP connection that reports its phase to the limiter."""
 
     limiter: ConnectionLimiter
     """Set by `_protocol`."""
@@ -102,7 +104,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Register with the limiter."""
+        """Register this connection with the limiter."""
         super().connection_made(transport)
         self.limiter.opened(self)
 
@@ -141,7 +143,7 @@ def _tracked(application: Application) -> Application:
 
 
 class LogLines(logging.Handler):
-    """Logs records as single escaped lines of bounded length and number."""
+    """A log handler that writes each record as one escaped line, limited in length and number."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(logging.WARNING)
@@ -167,7 +169,7 @@ class LogLines(logging.Handler):
 
 
 def make_server(application: Any, limiter: ConnectionLimiter) -> uvicorn.Server:
-    """Return a server of the application with connection limits."""
+    """Return an HTTP server for the application, with connection limits."""
     for name in ("uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [], False

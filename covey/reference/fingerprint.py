@@ -1,4 +1,5 @@
-"""Digests of a model: a client and a reference server compare them before they exchange data."""
+"""Digests of a model: a client and a reference server compare the digests before they exchange
+data."""
 
 from __future__ import annotations
 
@@ -14,18 +15,23 @@ from covey.models.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Three digests (SHA-256, hexadecimal)."""
+    """Three digests of a model (SHA-256, hexadecimal)."""
 
     tokenizer: str
-    """The text of every token id, and the special ids. Must be equal on both sides."""
+    """Digest of the text of every token id, and of the special token ids. The tokenizer digest must
+    be equal on both sides."""
     model: str
-    """Architecture, vocabulary size, layers and hidden size. The reference may be larger."""
+    """Digest of architecture, vocabulary size, number of layers and hidden size. The reference
+    model may be larger than the policy."""
     weights: str
-    """Every weight, in the dtype used for computing."""
+    """Digest of every weight, in the dtype that is used for computation."""
 
 
 def fingerprint(model: LanguageModel) -> Fingerprint:
-    """Compute all digests of a model. Reads every weight: about a second per gigabyte."""
+    """Compute all digests of a model.
+
+    The function reads every weight, which takes about a second per gigabyte.
+    """
     config = model.model.config
     shape = {
         "architecture": type(model.model).__name__,
@@ -39,7 +45,7 @@ def fingerprint(model: LanguageModel) -> Fingerprint:
 
 
 def tokenizer_digest(model: LanguageModel) -> str:
-    """Return the digest of a vocabulary, ids in order, and of the special ids."""
+    """Return the digest of a vocabulary in the order of token ids, and of the special token ids."""
     tokenizer = model.tokenizer
     return _digest(
         {

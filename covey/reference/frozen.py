@@ -1,4 +1,5 @@
-"""References with the starting weights: a copy on the device or in main memory, or adapter off."""
+"""References with the starting weights: a copy on the device or in main memory, or the adapter
+off."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class FrozenReference(Reference):
 
     @property
     def identity(self) -> str:
-        """The kind of reference."""
+        """The name of this kind of reference."""
         return self.kind
 
     @torch.no_grad()
@@ -50,8 +51,9 @@ class FrozenReference(Reference):
 class OffloadedReference(FrozenReference):
     """A second copy of the starting weights in main memory, copied to the device for `logp`.
 
-    The weights never change, so nothing is copied back: the parameters point to main memory again,
-    and the device memory is free for gradients. Buffers are small and stay on the device.
+    The weights never change, so nothing is copied back. After `logp` the parameters point to main
+    memory again, and the device memory is free for gradients. Buffers are small and stay on the
+    device.
     """
 
     kind: ClassVar[str] = "offloaded"
@@ -72,7 +74,7 @@ class OffloadedReference(FrozenReference):
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Copy the weights to the device, once for all calls inside."""
+        """Copy the weights to the device, once for all calls of `logp` inside the block."""
         if self.on_device:
             yield
             return
@@ -91,12 +93,12 @@ class OffloadedReference(FrozenReference):
 
 @dataclass(slots=True, kw_only=True)
 class AdapterOffReference(FrozenReference):
-    """The policy's own model with its adapter switched off: no second copy."""
+    """The policy's own model with its adapter switched off, which needs no second copy."""
 
     kind: ClassVar[str] = "adapter_off"
 
     def __post_init__(self) -> None:
-        """Do nothing: the model belongs to the policy and stays on the device."""
+        """Do nothing, because the model belongs to the policy and stays on the device."""
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:

@@ -1,9 +1,9 @@
-"""A reference that follows the policy: a moving average of its weights, or a periodic copy.
+"""A reference that follows the policy: a moving average or a periodic copy of the policy's weights.
 
     every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
 
-With alpha = 1 the reference becomes a copy of the policy, as in the outer iterations of the first
-GRPO paper.
+If the mixing factor alpha is 1, the reference becomes a copy of the policy, as in the outer
+iterations of the first GRPO paper.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class MovingReference(FrozenReference):
 
     alpha: float
     every: int
-    """Optimizer steps between moves, counted across training steps."""
+    """Number of optimizer steps between two moves of the reference, counted across training
+    steps."""
     weights: dict[str, torch.Tensor] = field(init=False)
-    """Master weights in float32, as in the optimizer, because bfloat16 would lose small moves."""
+    """Master weights in float32, as in the optimizer, because small moves would be lost in
+    bfloat16."""
 
     def __post_init__(self) -> None:
         FrozenReference.__post_init__(self)
@@ -47,7 +49,7 @@ class MovingReference(FrozenReference):
 
     @torch.no_grad()
     def after_step(self, policy: Policy) -> None:
-        """Move towards the policy, every `every` optimizer steps."""
+        """Move the reference towards the policy after every `every` optimizer steps."""
         if policy.version % self.every:
             return
         # Weights that are not trained stay equal in policy and reference.
@@ -56,7 +58,7 @@ class MovingReference(FrozenReference):
         self._round_to_parameters()
 
     def save(self, folder: Path) -> None:
-        """Write the weights next to the policy's."""
+        """Write the reference's weights into the checkpoint, next to the policy's weights."""
         try:
             save_file(self.weights, folder / REFERENCE_FILE)
         except SafetensorError as error:
@@ -64,7 +66,7 @@ class MovingReference(FrozenReference):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Read the weights back."""
+        """Read the reference's weights from the checkpoint."""
         try:
             saved = load_file(folder / REFERENCE_FILE)
         except (OSError, ValueError, SafetensorError) as error:

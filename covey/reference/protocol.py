@@ -24,7 +24,7 @@ class Reference:
 
     @property
     def identity(self) -> str:
-        """A short description for the run's record."""
+        """A short description of the reference for the run's records."""
         raise NotImplementedError
 
     def logp(self, batch: Batch) -> LogProbs:
@@ -33,7 +33,7 @@ class Reference:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Keep the weights on the device over several calls of `logp`."""
+        """Keep the reference's weights on the device for several calls of `logp`."""
         yield
 
     def after_step(self, policy: Policy) -> None:
@@ -43,4 +43,4 @@ class Reference:
         """Write the reference's state into a checkpoint."""
 
     def load(self, folder: Path) -> None:
-        """Restore the state from a checkpoint."""
+        """Restore the reference's state from a checkpoint."""

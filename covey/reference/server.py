@@ -4,7 +4,7 @@
     GET  /health    the model, its digests, and the limits of a request
     GET  /metrics   counters for Prometheus
 
-Needs fastapi and uvicorn: pip install 'covey[server]'.
+The server needs fastapi and uvicorn: pip install 'covey[server]'.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from covey.reference.fingerprint import Fingerprint, fingerprint
 from covey.reference.wire import Bounds, WireError, check_values, decode_request, encode_reply
 
 DISCARD_FACTOR = 4
-"""A body that is too large is read and discarded up to this many times the limit."""
+"""If a request body is too large, the server reads and discards up to this many times the limit."""
 BODY_RATE = 2**18
-"""Minimum upload rate in bytes per second. A client at this rate is never cut off as too slow."""
+"""Minimum upload rate in bytes per second. A client that uploads at this rate never times out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of a server."""
+    """Settings of a reference server."""
 
     name: str
     """The model's name, as given by the user."""
@@ -52,7 +52,7 @@ class ServerSettings:
     head_seconds: float = 10.0
     """Time limit for receiving the head of a request."""
     body_seconds: float = 20.0
-    """Time limit for receiving the body, plus a second for each BODY_RATE bytes."""
+    """Time limit for receiving a request's body; each BODY_RATE bytes of the body add a second."""
 
     @property
     def max_bytes(self) -> int:
@@ -141,11 +141,11 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request, keep: int) -> bytes | None:
-        """Read a body; return None if it is larger than `keep`.
+        """Read the body of a request; return None if it is larger than `keep` bytes.
 
         A body somewhat above the limit is read to its end, because a client that is still sending
-        would see a broken connection instead of the error. A body far above the limit or one that
-        arrives too slowly is cut off.
+        would see a broken connection instead of the error. A body far above the limit or a body
+        that arrives too slowly is cut off.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds

@@ -2,8 +2,8 @@
 
 A request contains rows of a batch, with the temperature and the client's tokenizer digest as
 metadata. A reply contains log-probabilities and entropies, with the digest of the server's weights.
-Both sides use this module to check all received data; a request is checked before the model sees
-it.
+Both sides use this module to check all received data; a request is checked before the model
+computes anything.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
 BYTES_PER_TOKEN = 17
 """Maximum bytes of a request per padded token, including padding and lengths."""
 HEADER_BYTES = 4096
-"""A generous bound on a request's names, shapes and metadata."""
+"""An upper bound on the bytes of a request's tensor names, shapes and metadata."""
 SLACK = 1e-4
-"""The largest log-probability above 0, or entropy below 0, that rounding can explain.
+"""The largest error by which rounding can move a log-probability above 0 or an entropy below 0.
 
-Log-probability and entropy are differences of logits and their logsumexp in float32. With logits up
-to 2^9, either is rounded by at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, and
-so is the tolerance.
+Log-probability and entropy are differences between logits and their logsumexp, computed in float32.
+With logits up to 2^9, the rounding error of each is at most 2^-15 = 3e-5. At a temperature below 1,
+logits are larger, so the tolerance is larger too.
 """
 
 
 class WireError(ValueError):
-    """Raised for invalid received data. The message is one line for the sender."""
+    """Raised if the received data is invalid.
+
+    The error message is one line, which is sent back to the sender.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogpRequest:
-    """The rows to compute log-probabilities for, and the temperature."""
+    """A request for the log-probabilities of some rows, with the temperature."""
 
     batch: Batch
     temperature: float
@@ -59,7 +62,7 @@ class LogpRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits of a server."""
+    """The limits of a reference server."""
 
     vocabulary: int
     context: int
@@ -69,7 +72,7 @@ class Bounds:
 
 
 def padded_tokens(batch: Batch) -> int:
-    """Return the number of rows times the longest row: the memory cost of a batch."""
+    """Return the number of rows times the length of the longest row, which sets the memory use."""
     return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
 
 
@@ -83,7 +86,7 @@ def encode_request(batch: Batch, *, temperature: float, tokenizer: str) -> bytes
 
 
 def decode_request(body: bytes, bounds: Bounds) -> LogpRequest:
-    """Parse a request, and raise WireError if it cannot be computed."""
+    """Parse a request, and raise WireError if the server cannot compute it."""
     tensors, metadata = _read(body)
     _check_types(tensors)
     _check_shapes(tensors)
@@ -128,7 +131,7 @@ def reply_bytes(shape: torch.Size) -> int:
 def check_values(values: LogProbs, temperature: float) -> None:
     """Refuse log-probabilities above 0, entropies below 0, and values that are not finite.
 
-    A NaN that the loss clamps has no gradient, so it would silently remove the token's penalty.
+    The loss would clamp a NaN, which then has no gradient and silently removes the token's penalty.
     """
     slack = SLACK / min(temperature, 1.0)
     for name, sign in (("logp", 1.0), ("entropy", -1.0)):
@@ -149,7 +152,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move the tensors that a model reads to its device."""
+    """Move the tensors that a model reads to the model's device."""
     moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
     host = None if device.type == "cpu" else HostRows.of(batch)
     return replace(batch, **moved, host=host)

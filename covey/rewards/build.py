@@ -1,4 +1,4 @@
-"""The reward registry, and building a reward from a config section."""
+"""The reward registry, and functions that build a reward from a config section."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ def mix(
     early_until: float = 0.2,
     correct_first: bool = False,
 ) -> Mix:
-    """A weighted mean of rewards. Each of `parts` is a table with `name`, `weight` and options.
+    """A weighted mean of rewards.
 
-    `correct_first`: a correct completion scores higher than any incorrect one, and an empty one
-    scores lowest. Without it, parts such as `efficiency` and `safety` also reward an empty text.
+    Each entry of `parts` is a table with `name`, `weight` and options. With `correct_first`, a
+    correct completion scores higher than any incorrect completion, and an empty completion scores
+    lowest. Without `correct_first`, parts such as `efficiency` and `safety` also reward an empty
+    text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -68,10 +70,11 @@ def mix(
 def by_task(
     *, tasks: Mapping[str, Mapping[str, Any]], column: str = "", default: str = ""
 ) -> ByTask:
-    """One reward per task. Each of `tasks` is a table with `name` and options.
+    """Score each task with its own reward.
 
-    With `column`, the value of that data column selects the reward instead. `default` is the reward
-    for prompts without that column.
+    Each entry of `tasks` is a table with `name` and options. With `column`, the value of that data
+    column selects the reward instead of the task. `default` is the reward for prompts that do not
+    have the column.
     """
     rewards = {}
     for key, table in tasks.items():
@@ -122,7 +125,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
 
 
 def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
-    """Return the class or function of this name: a registry entry, or a dotted path."""
+    """Return the reward class or function of this name, from the registry or a dotted path."""
     if name in REWARDS:
         return REWARDS[name]
     if is_import_path(name):
@@ -136,7 +139,7 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
 
 
 def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
-    """Return all options of the reward in a config section, validated."""
+    """Return all options of the reward in a config section, after validation."""
     maker = find_reward(section.name, where)
     if section.name in REWARDS or inspect.isclass(maker):
         return resolve_options(maker, section, where)
@@ -146,7 +149,7 @@ def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
 def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
     """Validate the options of a user's function against its keyword-only arguments.
 
-    In TRL's style, arguments without a default are columns of the data.
+    In a TRL-style function, arguments without a default are columns of the data.
     """
     parameters = inspect.signature(function).parameters
     known = {

@@ -24,7 +24,7 @@ LARGEST_REPLY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Time limits and retries of a request; `Judge` documents the fields."""
+    """Time limits and retries of a request; the class `Judge` documents the fields."""
 
     timeout: float
     total_seconds: float
@@ -50,7 +50,7 @@ def check_url(url: str, where: str) -> None:
 
 
 def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
-    """Return the seconds to wait: the value of Retry-After, or backoff · 2^attempt.
+    """Return the seconds to wait before a retry: the value of Retry-After, or backoff · 2^attempt.
 
     >>> retry_delay("7", 0.5, 0), retry_delay(None, 0.5, 2), retry_delay("9999", 0.5, 0)
     (7.0, 2.0, 60.0)
@@ -68,11 +68,11 @@ def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
 
 
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
-    """Return the model's reply to `body`; raise RewardError if there is no reply.
+    """Send the request `body` and return the model's reply; raise RewardError without a reply.
 
-    A request is repeated while time is left if the server is busy (429), failing (5xx) or
-    unreachable. Any other error is final. A malformed reply is final too, because the same request
-    would get the same reply.
+    If the server is busy (429), failing (5xx) or unreachable, the request is repeated while time is
+    left. After any other error, the request is not repeated. A malformed reply is an error too, and
+    the request is not repeated, because it would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}
@@ -104,13 +104,13 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line, short enough for an error message."""
+    """Return a text as one line that is short enough for an error message."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Returns every reply unchanged, because following a redirect could leak the key."""
+    """An HTTP handler that follows no redirect, because a redirect could leak the key."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -142,7 +142,7 @@ def _post(request: urllib.request.Request, timeout: float) -> _Reply:
 
 
 def _server_message(body: bytes) -> str:
-    """Return the server's error message: from its JSON, or its text."""
+    """Return the server's error message, from its JSON reply or its text."""
     text = body.decode("utf-8", "replace")
     try:
         reply = json.loads(text)

@@ -32,7 +32,7 @@ _BRACKETS = {")": "(", "]": "["}
 
 
 def _trim(address: str) -> str:
-    """Remove trailing punctuation of the sentence, and brackets that the address does not open."""
+    """Remove trailing punctuation, and closing brackets without an opening bracket."""
     for _ in range(8):
         address = address.rstrip(_CLOSING)
         opening = _BRACKETS.get(address[-1:])
@@ -43,7 +43,7 @@ def _trim(address: str) -> str:
 
 
 def _key(address: str) -> str | None:
-    """Return the normalised address of a source; None if it is not an address."""
+    """Return the normalised form of an address; None if the text is not an address."""
     arxiv = _ARXIV.search(address)
     if arxiv:
         return f"arxiv:{arxiv[1].lower()}"
@@ -62,7 +62,8 @@ def _key(address: str) -> str | None:
 def addresses(text: str) -> set[str]:
     """Return the URLs, DOIs and arXiv numbers in a text, each in normalised form.
 
-    Scheme, `www.`, fragments, closing punctuation, trailing slashes and paper versions are ignored.
+    The normalised form leaves out scheme, `www.`, fragments, closing punctuation, trailing slashes
+    and paper versions.
 
     >>> sorted(addresses("See https://www.a.org/b/#c, http://a.org/b and arXiv:2402.03300v2."))
     ['a.org/b', 'arxiv:2402.03300']
@@ -89,7 +90,7 @@ def without_addresses(text: str) -> str:
 
 
 def _marks(text: str) -> set[str]:
-    """Return the citation marks in square brackets: `[3]`, `[1, 2]`, `[1-3]`, `[doc7]`."""
+    """Return the citation marks in square brackets, such as `[3]`, `[1, 2]`, `[1-3]`, `[doc7]`."""
     marks: set[str] = set()
     for group in set(_MARKS.findall(text)):
         for mark in re.split(r"\s*[,;]\s*", group):
@@ -122,10 +123,10 @@ def _split_entries(text: str) -> tuple[str, dict[str, str]]:
 def sources(text: str) -> set[str]:
     """Return the distinct sources that a text cites, each in normalised form.
 
-    An address counts anywhere. A mark such as `[1]` counts as its entry in a list of sources, which
-    is a line `[1] ...`, or `1. ...` under a heading such as References. An entry is identified by
-    its address, or else by its title of at least three words. A mark without an entry does not
-    count.
+    A URL, DOI or arXiv number counts anywhere in the text. A mark such as `[1]` counts as its entry
+    in a list of sources. An entry is a line `[1] ...`, or a line `1. ...` under a heading such as
+    References. An entry is identified by its address, or by its title if the title has at least
+    three words. A mark without an entry does not count.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -142,15 +143,15 @@ def _shape(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citations(Reward):
-    """min(1, different sources / `minimum`), for the text after the thinking.
+    """The number of different sources / `minimum`, at most 1, in the text after the thinking.
 
-    Sources are URLs, DOIs, arXiv numbers and entries of a list of sources that a mark such as [1]
-    refers to. A repeated source counts once.
+    Sources are URLs, DOIs, arXiv numbers and the entries in a list of sources to which a mark such
+    as [1] refers. A repeated source counts once.
 
-    If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only those count;
-    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`. So does every
-    mark that differs from a listed id only in its digits. Success: at least `minimum`
-    sources.
+    If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
+    sources count. A mark such as `[doc3]` cites an id. Every address that is not in `sources` costs
+    `unknown_penalty`. A mark that differs from a listed id only in its digits costs
+    `unknown_penalty` too. A completion with at least `minimum` sources is a success.
     """
 
     minimum: int = 2

@@ -1,4 +1,4 @@
-"""The code reward: the fraction of tests that the program passes in a sandbox."""
+"""The code reward: the fraction of tests that the completion's program passes in a sandbox."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PYTHON = ("python", "python3", "py")
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the content of every closed fenced block.
 
-    In a Markdown list a fence is indented; the common indent of its lines is removed.
+    In a Markdown list, a fenced block is indented; the common indent of its lines is removed.
 
     >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
     [('python', 'x = 1\\n')]
@@ -65,8 +65,8 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    If there is an `<answer>`, only the last one is searched. Without a Python block, the program is
-    the last fenced block; without any block, it is the whole text.
+    If there are `<answer>` tags, only the last of them is searched. Without a Python block, the
+    program is the last fenced block; without any block, it is the whole text.
     """
     rest = after_thinking(text)
     answer = [rest, *tag_contents(rest, "answer")][-1]
@@ -108,16 +108,16 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 class CodeTests(Reward):
     """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
 
-    A test is `{"call": "add(1, 2)", "expected": "3"}`, with a Python literal as the expected value,
-    or `{"stdin": "1 2", "stdout": "3"}`. The program never sees the expected values: results are
-    compared outside the sandbox.
+    A test of a function has the keys `call` (such as `add(1, 2)`) and `expected` (a Python literal
+    such as `3`). A test of a program has the keys `stdin` and `stdout`. The program never sees the
+    expected values, because results are compared outside the sandbox.
     """
 
     partial: bool = True
     seconds: float = 4.0
     """Time limit of each test."""
     total_seconds: float = 20.0
-    """Time limit of all tests of a completion; tests that are not reached fail."""
+    """Time limit of all tests of a completion; tests that do not start in time fail."""
     memory_mb: int = 512
     unsafe: bool = False
     """Whether to run programs without isolation, as an ordinary process of this user."""
@@ -140,7 +140,7 @@ class CodeTests(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The time limit of the tests, plus one second for the sandbox to start and stop."""
+        """The time limit of all tests, plus one second for the sandbox to start and stop."""
         return self.total_seconds + 1.0
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

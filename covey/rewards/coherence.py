@@ -1,9 +1,9 @@
-"""The coherence measure: whether a text looks like language, mathematics or code, or like noise.
+"""The coherence measure: how much a text looks like language, mathematics or code.
 
 The measure uses statistics only: which letters follow each other in Latin script, which characters
 are common in other scripts, and which signs are neighbours in formulas and programs. Keyboard
-mashing and random characters differ in these. The measure cannot detect nonsense made of real
-words.
+mashing and random characters differ from real text in these statistics. The measure cannot detect
+nonsense that consists of real words.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Letter pairs of level RARE or below hardly occur in words; each lowers the sum by RARE_COSTS."""
+"""Letter pairs of level RARE or below hardly occur in words. Each such pair lowers the sum of
+levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""PRIOR_PAIRS pairs of level PRIOR are added to every text, because few letters prove little."""
+"""Every text counts as if it had PRIOR_PAIRS more letter pairs of level PRIOR, because few letters
+prove little."""
 LOW, HIGH = 3.0, 4.1
-"""Mean levels of letter pairs: noise below LOW, language above HIGH."""
+"""Mean levels of letter pairs: a text below LOW is noise, and a text above HIGH is language."""
 WINDOW, WINDOWS = 4096, 5
-"""A text longer than five windows is sampled by five evenly spaced windows."""
+"""A text longer than WINDOWS windows of WINDOW characters is sampled in evenly spaced windows."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
@@ -140,7 +142,7 @@ _RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """Return 0 up to low, 1 from high on, and linear in between."""
+    """Return 0 for values up to `low`, 1 from `high` on, and a linear function in between."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
@@ -168,7 +170,7 @@ def _kind(character: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _base(character: str) -> str:
-    """Return a letter without its accent, or the nearest letter from a to z."""
+    """Return a letter without its accent, as the nearest letter from a to z."""
     letter = unicodedata.normalize("NFD", character)[0].lower()
     return (
         letter
@@ -185,7 +187,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return the level of each letter pair, with word edges; the level of a third repeat is 0."""
+    """Return the level of each letter pair, including word edges; a third repeat has level 0."""
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
     levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]
@@ -209,7 +211,7 @@ _known_sum = lru_cache(maxsize=1 << 14)(_sum_of_levels)
 
 
 def _latin(text: str) -> float:
-    """Return the plausibility of the letter pairs in Latin words."""
+    """Return the plausibility of the letter pairs in words of Latin script."""
     total, pairs = PRIOR * PRIOR_PAIRS, PRIOR_PAIRS
     for word in _WORD.findall(text):
         # A single letter may be a variable in a formula, so it is not counted.
@@ -223,13 +225,13 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Whether case, or letters and digits, alternate often, as in keys and encoded bytes."""
+    """Whether letter cases, or letters and digits, alternate often, as in encoded bytes."""
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
 
 
 def _signs(text: str) -> float:
-    """Return the plausibility of neighbouring signs, compared with formulas and programs."""
+    """Return how plausible neighbouring signs are, compared with formulas and programs."""
     odd = pairs = len(_ODD_INFIX.findall(text))
     for run in _SIGNS.findall(text):
         pairs += len(run) - 1
@@ -247,9 +249,10 @@ def _common(script: str, counts: Counter[str], total: int) -> float:
 def coherence(text: str) -> float:
     """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if it is empty.
 
-    Each kind of character (Latin words, another script, digits, signs) gets a plausibility, and
-    these are averaged over the characters. The average is lowered for text of mostly signs, a mix
-    of many scripts, runs of the same character, and repetition. A value below 0.5 means noise.
+    Each kind of character (Latin words, another script, digits, signs) gets a plausibility, and the
+    result is the average over all characters. The average is lowered for text of mostly signs, a
+    mix of many scripts, runs of the same character, and repetition. A coherence below 0.5 means
+    noise.
 
     >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
     (True, True)
@@ -287,7 +290,7 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
 
 
 def _medley(kinds: Counter[str]) -> float:
-    """Return a factor below 1 for more than three scripts, mostly signs, or noise characters."""
+    """Return a factor below 1 for a text with more than three scripts, mostly signs, or noise."""
     letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
     main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
     signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()
@@ -299,7 +302,7 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """Return the number of characters in runs, without the first three of each run."""
+    """Return the number of characters in runs of one character, without the first three of each."""
     # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))
@@ -318,9 +321,9 @@ def _monotony(text: str, counts: Counter[str], kinds: Counter[str]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coherence(Reward):
-    """The `coherence` of the text: near 1 for language, mathematics and code, near 0 for noise.
+    """The coherence of the text: near 1 for language, mathematics and code, near 0 for noise.
 
-    Success: at least 0.5.
+    A completion with a coherence of at least 0.5 is a success.
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,4 +1,4 @@
-"""Formats of completions: thinking and a final answer, as rewards expect them."""
+"""Formats of completions: thinking and a final answer, in the forms that rewards expect."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ THINKING = (
     "through it one step at a time, check each step against the question, and only after that "
     "write down the result."
 )
-"""Thinking without content, but as long as formats require."""
+"""A thinking text without content, but with the length that formats require."""
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Return the answer with a mark on each side, unless it already has these marks."""
+    """Return the answer with a mark on each side, unless the answer already has these marks."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 
@@ -27,15 +27,15 @@ class Format:
 
     name: str
     template: str
-    """The text, with `{thinking}` and `{answer}`."""
+    """The template of a completion, with the placeholders `{thinking}` and `{answer}`."""
     thinking_tag: str = ""
-    """The tag of the thinking; empty if the thinking has no tag."""
+    """The name of the thinking tag, or an empty text if there is no tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
-    """Marks to put around the answer, unless it already has them."""
+    """Marks to put around the answer, unless the answer already has them."""
 
     def render(self, thinking: str, answer: str) -> str:
-        """Return the completion with this thinking and answer."""
+        """Return the completion with the given thinking and answer."""
         text = self.template.format(thinking=thinking, answer=wrapped(self.marks, answer))
         return text if thinking else text.removeprefix("\n")
 

@@ -1,4 +1,4 @@
-"""The countdown reward: an expression that uses each number once and equals the target."""
+"""The countdown reward, for an expression that uses each number once and equals the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Countdown(Reward):
     """1 for an expression that uses each number once and equals the target; otherwise 0.
 
     The expression is in `<answer>` after the thinking: whole numbers, + - * / and parentheses,
-    optionally followed by `= target`. The value is computed exactly: 1/3 * 3 is 1. The prompt's
+    optionally followed by `= target`. The value is computed exactly, so 1/3 * 3 is 1. The prompt's
     info has `numbers` and `target`; if `target` is missing, `prompt.target` is used.
     """
 

@@ -16,7 +16,7 @@ MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""If a text has more than twice this many characters, only this many at each end count."""
+"""In a long text, only this many characters at the beginning and at the end count."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
@@ -29,7 +29,7 @@ _TOKEN = re.compile(
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of more than 5 characters, in lower case and with single spaces.
+    """Return the sentences of more than 5 characters, in lower case and with single spaces only.
 
     >>> sentences("Pi is 3.14159. So the area is 12.5!")
     ['pi is 3.14159', 'so the area is 12.5']
@@ -45,10 +45,11 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    This is the larger of two fractions: repeated sentences, if there are more than 3; and repeated
-    phrases of 6 words or signs, if there are at least 24. Counting phrases also detects padding
-    without punctuation, or with varying sentence ends. Phrases are not counted if their fraction
-    is clearly at most `above`.
+    The result is the larger of two fractions. The fraction of repeated sentences counts only if
+    there are more than 3 sentences. The fraction of repeated phrases of 6 words or signs counts
+    only if there are at least 24 words. Counting phrases also detects padding without punctuation,
+    or with varying sentence ends. Phrases are not counted if the fraction of repeated phrases is
+    clearly at most `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -69,12 +70,13 @@ def repetition(text: str, above: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency(Reward):
-    """1 - 0.1 for each step above `expected_steps` (0.5 at most) - length - repetition; at least 0.
+    """1 minus penalties for steps, length and repetition; at least 0.
 
-    A step is a `<tool_call>`. Length costs 0.3 times the relative excess of words over `max_words`,
-    at most 0.3. Repetition costs 0.2 if more than 30 % of the text is repeated.
+    Each step (`<tool_call>`) above `expected_steps` costs 0.1, at most 0.5. The length costs 0.3
+    times the relative excess of words over `max_words`, at most 0.3. Repetition costs 0.2 if more
+    than 30 % of the text is repeated.
 
-    Each part is 1 without a penalty and 0 with the full penalty.
+    Each reward part is 1 without its penalty, and 0 with its full penalty.
     """
 
     expected_steps: int = 3

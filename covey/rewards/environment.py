@@ -13,7 +13,7 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReward(Reward):
-    """The environment's `reward`, or the sum of its turn rewards if it has no `reward`.
+    """The result of the environment's `reward` method; without the method, the sum of turn rewards.
 
     An episode with a reward of at least `success_at` is a success.
     """

@@ -1,7 +1,6 @@
 """Extraction of the final answer from a completion.
 
-An unmarked answer is searched for only near the end of the text, so extraction is fast for any
-text.
+Only the end of the text is searched for an unmarked answer, so extraction is fast for any text.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from covey.rewards.tool_call import parse_call
 
 MAX_BOXED = 10_000
 TAIL = 2000
-"""An unmarked number counts only within this many characters of the text's end."""
+"""Number of characters at the end of a text in which an unmarked number counts."""
 
 _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
@@ -45,10 +44,10 @@ _SUFFIX = re.compile(r"[A-Za-z]+| [A-Za-z]+")
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number in a text, as written, without currency and unit, or None.
+    """Return the last number in a text as written, without currency and unit, or None.
 
-    Digits of names, units (`CO2`, `cm^2`) and ordinals are skipped. An operand is not an answer, so
-    the result for `5**2` and `sqrt(2)` is None.
+    Digits in names, units (`CO2`, `cm^2`) and ordinals are skipped. An operand of an expression is
+    not an answer, so the result for `5**2` and `sqrt(2)` is None.
 
     >>> last_number("So 5 + 3 = 8 cm^2, or $1,008."), last_number("that is 5**2")
     ('1,008', None)
@@ -108,7 +107,7 @@ def _after_hashes(rest: str) -> str | None:
 
 
 def _calculated(rest: str) -> str | None:
-    """Return the value of a calculator call, so that a call counts as its result."""
+    """Return the value of a calculator call, which counts instead of the call."""
     call = parse_call(rest)
     if call is None or call.name not in ("calculator", "calculate", "calc"):
         return None
@@ -137,11 +136,11 @@ _READERS: Mapping[str, Callable[[str], str | None]] = MappingProxyType(
     }
 )
 STYLES = tuple(_READERS)
-"""Ways to mark the final answer, in the order in which they are tried."""
+"""Styles of marking the final answer, in the order in which they are tried."""
 
 
 def check_styles(styles: Sequence[str]) -> None:
-    """Raise ConfigError if a style is unknown or none is given."""
+    """Raise ConfigError if a style is unknown or no style is given."""
     for style in styles:
         if style not in _READERS:
             raise ConfigError(f"reward: {style!r} is not an answer style{nearest(style, STYLES)}")
@@ -178,9 +177,9 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 
 
 def extract_text(text: str) -> str:
-    """Return the content of `<answer>` after the thinking, or all that text if there is no tag.
+    """Return the content of `<answer>` after the thinking, or all text after the thinking.
 
-    Several different answers count as no answer.
+    Several different answers in a completion count as no answer.
 
     >>> extract_text("<think>Hm.</think> So: <answer> Paris </answer>"), extract_text("Paris\\n")
     ('Paris', 'Paris')

@@ -1,4 +1,4 @@
-"""Format rewards: they check tags, never whether the answer is correct."""
+"""Format rewards, which check tags and not whether the answer is correct."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswerForm(Reward):
-    """1 if the completion is one thinking part and one answer part, neither of them empty.
+    """1 if the completion is a thinking part and an answer part, both not empty; otherwise 0.
 
     Repeated, nested or unclosed tags and text outside the tags break the format. With `graded`, a
-    broken format gets 0.25 for each of the two parts that occurs once, is closed and is not empty.
+    broken format gets 0.25 for each of the two parts that occurs exactly once, is closed and is not
+    empty.
     """
 
     graded: bool = False
@@ -55,7 +56,7 @@ class ThinkAnswerForm(Reward):
 
 
 def is_call(text: str) -> bool:
-    """Whether a text looks like a call: `name(arguments)`, or a JSON object with a name.
+    """Whether a text looks like a tool call, `name(arguments)`, or a JSON object with a name.
 
     >>> is_call("search('tea')"), is_call('{"name": "search"}'), is_call("search")
     (True, True, False)
@@ -72,7 +73,7 @@ def is_call(text: str) -> bool:
 
 
 def _paired(text: str, tag: str) -> bool:
-    """Whether the tag occurs, and its opening and closing tags alternate."""
+    """Whether the tag occurs, and every opening tag is followed by its closing tag."""
     tags = re.findall(f"</?{tag}>", text)
     return bool(tags) and tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2)
 
@@ -83,7 +84,7 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """`<think>...</think>`, then tool calls or a direct answer: 0.4 think + 0.4 tool + 0.2 tidy.
+    """The sum 0.4 think + 0.4 tool + 0.2 tidy, for thinking, then tool calls or an answer.
 
     | part | value |
     |---|---|
@@ -92,10 +93,10 @@ class ThinkToolForm(Reward):
     | direct | instead of tool if there is none: 1 for text after the thinking |
     | tidy | 1: one think block first, nothing nested; several tool calls may follow |
 
-    Unpaired tags set think or tool to -0.5. The sum is at least 0.
+    Unpaired tags set the part `think` or `tool` to -0.5. The reward is at least 0.
 
-    The published code checks only the first call, and has no parts `tidy` and `direct`, so that no
-    text could score above 0.8.
+    The published code checks only the first call. The published code has no parts `tidy` and
+    `direct`, so no text could score above 0.8.
     """
 
     min_thinking: int = 20
@@ -139,7 +140,7 @@ def _tidy(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentExampleForm(Reward):
-    """A short published format reward for agents: 0 to 0.8.
+    """A short published format reward for agents, from 0 to 0.8.
 
     | condition | value |
     |---|---|
@@ -149,7 +150,7 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    The published code accepts tags in any order; here the closing tag must come second.
+    The published code accepts tags in any order; in this reward the closing tag must come second.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

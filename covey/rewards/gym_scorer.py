@@ -1,4 +1,4 @@
-"""The scorers of reasoning_gym, as they run in the sandbox."""
+"""The part of the reasoning_gym reward that runs in the sandbox: the datasets' scorers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Entry = Mapping[str, Any]
 
 
 def _names(entry: Entry) -> list[str]:
-    """Return all names in the expected answer, which include its variables."""
+    """Return all names in the expected answer, including its variables."""
     return re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)
 
 
@@ -43,11 +43,15 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Datasets whose scorer evaluates the answer, and the parser that the answer passes first."""
+"""Datasets whose scorer evaluates the answer, and the parser through which the answer passes
+first."""
 
 
 def load() -> None:
-    """Import slow packages and fill the caches of sympy. Child processes inherit both."""
+    """Import slow packages and fill the caches of sympy.
+
+    Child processes inherit the packages and the caches.
+    """
     importlib.import_module("reasoning_gym.composite")
     sympy = importlib.import_module("sympy")
     integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
@@ -84,7 +88,7 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 
 
 def readable(name: str, text: str, entry: Entry) -> str:
-    """Return the text for the scorer; if the scorer evaluates text, parse and print it first.
+    """Return the text for the scorer; for a scorer that evaluates text, parse and print it first.
 
     Raises NotPlainError if the text is not plain data or arithmetic.
     """

@@ -17,9 +17,9 @@ _PLAIN = str | bytes | int | float | bool | None
 def identity(name: str, reward: Any) -> str:
     """Return the identity of a reward, for example `math@1#9f2c51d0a3b4`.
 
-    The hash covers the options and the source: for a reward of Covey, its reward and sandbox
-    packages; for a user's reward, the file that defines it. Two runs with the same identity give
-    the same scores.
+    The hash covers the options and the source code. For a reward of Covey, the source code is its
+    reward and sandbox packages. For a user's reward, the source code is the file that defines the
+    reward. Two runs with the same identity give the same scores.
 
     >>> from covey.rewards.think_answer import ThinkAnswer
     >>> identity("think_answer", ThinkAnswer()).startswith("think_answer@1#")
@@ -32,7 +32,7 @@ def identity(name: str, reward: Any) -> str:
 
 
 def _state(value: Any) -> Mapping[str, Any] | None:
-    """Return the state of a reward or callable, as pickle would see it; None for other objects."""
+    """Return the state that pickle would save for a reward or callable; None for other objects."""
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
@@ -50,7 +50,7 @@ def _state(value: Any) -> Mapping[str, Any] | None:
 def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> str:
     """Describe a value and everything it contains, and collect the hashes of its source files.
 
-    A function is described by its name, not by its address.
+    A function is described by its name, not by its memory address.
     """
     if isinstance(value, _PLAIN):
         return repr(value)

@@ -1,7 +1,7 @@
-"""The 25 verifiable instructions of IFEval (arXiv 2311.07911), each a check of a text.
+"""The 25 verifiable instructions of IFEval (arXiv 2311.07911), each as a check of a text.
 
-An instruction has a name and arguments, as in google/IFEval. The names and arguments that
-open-instruct's data uses for the same instructions are read as well.
+An instruction has a name and arguments, as in google/IFEval. The names and arguments in
+open-instruct's data are accepted for the same instructions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-).*$", re.MULTILINE)
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 MOST_CHARACTERS = 200_000
-"""A longer text fails every instruction, because none asks for so long a text."""
+"""Maximum characters of a text; a longer text fails every instruction."""
 
 
 def counts(number: int, relation: str, wanted: int) -> bool:
-    """Compare a count with the wanted count. `around` allows a difference of 10 %, at least 1."""
+    """Return whether a count has the required relation to a wanted count.
+
+    The relation `around` allows a difference of 10 %, but at least 1.
+    """
     if relation == "around":
         return abs(number - wanted) <= max(round(wanted * 0.1), 1)
     rules = {"less than": number < wanted, "at least": number >= wanted,
@@ -214,7 +217,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "punctuation:no_comma": _no_comma,
     }
 )
-"""The published instructions by name."""
+"""The checks of the published instructions, by name."""
 
 OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -266,11 +269,11 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""open-instruct's name for each instruction, and for those arguments that it renames."""
+"""The name of each instruction in open-instruct, and the names of arguments that differ there."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
-    """Return whether a text follows an instruction. An empty text follows none."""
+    """Return whether a text follows an instruction. An empty text follows no instruction."""
     if name not in CHECKS:
         raise DataError(f"instructions: {name!r} is not one of the {len(CHECKS)} known")
     if not text.strip() or len(text) > MOST_CHARACTERS:
@@ -295,7 +298,7 @@ def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
 
 
 def instructions_of(info: Mapping[str, Any], target: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the instructions of a prompt: columns of google/IFEval, or open-instruct's target."""
+    """Return a prompt's instructions, from columns as in google/IFEval, or from the target."""
     names: Sequence[str] | None = info.get("instruction_id_list")
     if not names:
         return [from_open_instruct(target)]

@@ -12,12 +12,12 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instructions(Reward):
-    """IFEval's strict checks of the text after the thinking; success: all checks pass.
+    """The fraction of IFEval's strict checks that the text after the thinking passes.
 
     The prompt names its instructions in the columns `instruction_id_list` and `kwargs`, as in
-    google/IFEval, or in the target, as in open-instruct's RLVR data. An empty
-    completion follows no instruction. The content is not checked, so combine this reward with one
-    that checks it.
+    google/IFEval, or in the target, as in open-instruct's RLVR data. An empty completion follows no
+    instruction. A completion is a success if all checks pass. The content is not checked, so
+    combine this reward with a reward that checks the content.
     """
 
     all_or_nothing: bool = False

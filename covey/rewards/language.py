@@ -1,6 +1,7 @@
-"""Detects the language of a text by script and common words, for instructions about languages.
+"""Detects the language of a text by its script and common words, for instructions about languages.
 
-Covers the 30 languages of IFEval. The result is None for other languages and very short texts.
+The detection covers the 30 languages of IFEval. The result is None for other languages and very
+short texts.
 """
 
 # ruff: noqa: RUF001 - the words of other scripts look like ours
@@ -65,7 +66,7 @@ _WORD = re.compile(r"[^\W\d_]+[^\W\d_\u0900-\u0dff]*|[\u0900-\u0dff]+")
 
 
 def language_of(text: str) -> str | None:
-    """Return the ISO 639-1 code of the language of most of a text; None if it cannot be told.
+    """Return the ISO 639-1 code of the language of most of a text; None if it is unclear.
 
     >>> language_of("The cat is on the table."), language_of("Это не то, что он знал.")
     ('en', 'ru')

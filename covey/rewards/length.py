@@ -10,10 +10,11 @@ from covey.errors import ConfigError
 from covey.types import Rollout
 
 ROUNDING = 1e-9
-"""Allowed rounding error in a fraction of a group, such as 0.8 * 5 rollouts."""
+"""Allowed rounding error in a product such as 0.8 * 5, a fraction of the rollouts of a group."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""Maps the rollouts of a group to penalties (0 or less), which are added to their rewards."""
+"""A function that returns a penalty (0 or less) for each rollout of a group, to add to its
+reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,13 @@ class NoPenalty:
 class Soft:
     """Soft overlong punishment, DAPO (arXiv 2503.14476) equation 13.
 
-    The penalty is 0 up to (limit - cache) tokens, then falls linearly to -1 at the limit.
+    The penalty is 0 up to (limit - cache) tokens, and falls linearly from there to -1 at the limit.
     """
 
     limit: int
     """Maximum completion length; by default rollout.max_tokens."""
     cache: int
-    """The penalty grows over the last `cache` tokens before the limit; default: limit / 5."""
+    """Number of tokens before the limit over which the penalty grows; the default is limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -48,7 +49,7 @@ class Soft:
         return [self.of(len(rollout.tokens)) for rollout in rollouts]
 
     def of(self, length: int) -> float:
-        """Return the penalty of a completion of this many tokens, its end token included."""
+        """Return the penalty of a completion of this many tokens, including its end token."""
         return -min(max(length - (self.limit - self.cache), 0), self.cache) / self.cache
 
 
@@ -56,11 +57,12 @@ class Soft:
 class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
-    With L the larger of mean length and mid-range, the penalty is 0 up to L and linear from there
-    to -size at 2 L. In an easy group (accuracy of at least `easy`), L is computed from the correct
-    rollouts, and they are penalised. In a hard group (accuracy of at most 1 - easy), there is no
-    penalty. Otherwise L is computed from all rollouts, and the majority (correct or incorrect) is
-    penalised; at a tie, the incorrect ones.
+    Let L be the larger of the mean length and the mid-range of lengths. The penalty is 0 up to L
+    tokens, and falls linearly from there to -size at 2 L tokens. In an easy group (accuracy of at
+    least `easy`), L is computed from the correct rollouts, and only these rollouts are penalised.
+    In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In other groups, L is
+    computed from all rollouts, and the majority (correct or incorrect) is penalised; at a tie, the
+    incorrect rollouts are.
 
     The paper gives no value for `easy`.
     """
@@ -98,13 +100,13 @@ class GroupRelative:
 class Unfinished:
     """A truncated completion gets at most the reward `at_most`: open-instruct's non_stop_penalty.
 
-    In open-instruct the value replaces the reward; here it never raises the reward.
+    In open-instruct the value `at_most` replaces the reward; in Covey it never raises the reward.
     """
 
     at_most: float = 0.0
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the penalty of each rollout; 0 for unscored ones."""
+        """Return the penalty of each rollout; 0 for unscored rollouts."""
         return [
             min(self.at_most - r.reward, 0.0)
             if r.finish == "length" and r.reward is not None

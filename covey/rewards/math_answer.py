@@ -1,4 +1,4 @@
-"""The math reward: whether the final answer equals the target as a number or as a formula."""
+"""The math reward: 1 if the final answer equals the target as a number or as a formula."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
 MAX_SUMS = 6
-"""Maximum number of bracketed sums: a product of n sums of two terms has up to 2^n terms."""
+"""Maximum number of bracketed sums, because a product of n sums of two terms has up to 2^n
+terms."""
 MAX_PARTS = 12
-"""Maximum parts of a list for math-verify, which compares them in every order."""
+"""Maximum number of items of a list for math-verify, which compares the items in every order."""
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
 _SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")
@@ -37,23 +38,23 @@ _TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
 class MathAnswer(Reward):
     """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
 
-    Numbers are compared exactly. `tolerance` is relative, and applies only if the target is not a
-    whole number. If 1 % applied to a target of 1000, every guess from 990 to 1010 would be correct,
-    and the policy would learn to guess roughly.
+    Numbers are compared exactly. The option `tolerance` is relative, and applies only if the target
+    is not a whole number. If a tolerance of 1 % applied to a target of 1000, every guess from 990
+    to 1010 would be correct, and the policy would learn to guess roughly.
 
-    With `symbolic`, formulas are compared by evaluation at a few points, and by math-verify if that
-    does not decide. math-verify gets only the final answer, because in the whole completion it
-    would pick the part that matches. An unmarked formula is never found, because the style `number`
-    finds only numbers.
+    With `symbolic`, formulas are compared by evaluation at a few points. If the evaluation does not
+    decide, the library math-verify compares the formulas. The library math-verify gets only the
+    final answer, because in the whole completion it would pick the part that matches. Formulas must
+    be marked, because the style `number`, for unmarked answers, finds only numbers.
 
-    Percentages are not converted: `50%` is 50, not 0.5.
+    Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
 
     styles: tuple[str, ...] = STYLES
     tolerance: float = 1e-6
     symbolic: bool = True
     unsafe: bool = False
-    """Whether math-verify, which evaluates text, runs without isolation, as an ordinary process."""
+    """Whether math-verify, which evaluates text, runs as an ordinary process without isolation."""
 
     version: ClassVar[int] = 2
 
@@ -72,7 +73,10 @@ class MathAnswer(Reward):
 
     @property
     def quick(self) -> bool:
-        """Whether scoring is always fast. False if formulas are compared, which may take long."""
+        """Whether scoring any text is fast.
+
+        Scoring is not always fast if formulas are compared.
+        """
         return not self.symbolic
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -110,7 +114,7 @@ class MathAnswer(Reward):
         return self._same_formula(answer, target)
 
     def _states(self, stated: list[str], wanted: list[str]) -> bool:
-        """Whether every side of an equation that could be the target equals it."""
+        """Whether every side of an equation that could be the target equals the target."""
         if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
             return False
         values = stated_values(stated, wanted[-1])

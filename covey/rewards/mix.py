@@ -1,4 +1,5 @@
-"""Composite rewards: a weighted mean with a format gate and a weight schedule, and `by_task`."""
+"""Composite rewards: a weighted mean with a format gate and a weight schedule, and a choice by
+task."""
 
 from __future__ import annotations
 
@@ -21,20 +22,22 @@ ACCURACY, FORMAT = "accuracy", "format"
 class Mix(Reward):
     """The weighted mean of parts: r = sum_k w_k r_k, with weights that sum to 1.
 
-    The part called `accuracy` decides `success`. `gated`: if there is a part called `format`,
-    accuracy counts only if the format is correct. Otherwise accuracy is replaced by its lower
-    bound, or without bounds by the smaller of 0 and its reward. Without the gate both parts add up.
+    The part called `accuracy` decides `success`. With `gated` and a part called `format`, accuracy
+    counts only if the format is correct. If the format is wrong, accuracy is replaced by its lower
+    bound; if it has no bounds, by the smaller of 0 and its reward. Without `gated`, accuracy and
+    format add up.
 
-    `early` are the weights at the start of a run. They change linearly into `weights` over the
-    first steps of the run: the fraction `early_until` of all steps. With `robust`, the part of
-    the reward above its lower bound is multiplied by `robust_factor`.
+    The weights at the start of a run are `early`. The weights change linearly from `early` to
+    `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
+    the reward exceeds its lower bound is multiplied by `robust_factor`.
 
-    `correct_first`: a correct completion scores higher than any incorrect one, for any weights. A
-    correct completion scores in the upper half of the range: half the range plus half of the
-    weighted mean; if the gate is closed, only the format counts in that mean. An incorrect
-    completion scores in the lower half: half of the weighted mean of accuracy, judges and, if
-    `gated`, the format. Other parts do not count. A completion without a final answer, or one that
-    is not language, has the lowest reward.
+    With `correct_first`, a correct completion scores higher than any incorrect completion, for any
+    weights. A correct completion scores in the upper half of the range: half the range plus half of
+    the weighted mean. If the format is wrong, only the format counts in this weighted mean. An
+    incorrect completion scores in the lower half of the range: half of the weighted mean of
+    accuracy, judges and, if `gated`, the format. Other parts do not count for an incorrect
+    completion. A completion without a final answer, or a completion that is not language, has the
+    lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -71,7 +74,7 @@ class Mix(Reward):
         return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
 
     def _check_judges(self) -> None:
-        """Check that rules have at least half of the weight, because a judge can be manipulated."""
+        """Check that rules have at least half of the weight, because judges can be manipulated."""
         judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)
@@ -88,12 +91,12 @@ class Mix(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The sum of the parts' time limits, because they run one after the other."""
+        """The sum of the parts' time limits, because the parts run one after the other."""
         return sum(max_seconds(part) for part in self.parts.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The weighted means of the parts' bounds, over the whole run."""
+        """The weighted means of the parts' bounds, which cover all weights of the run."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -137,7 +140,7 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range for a correct completion."""
+        """Return a reward in the upper half of the range if correct, else in the lower half."""
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]
@@ -152,7 +155,7 @@ class Mix(Reward):
         return low + (high - low) * share
 
     def _share(self, scores: Mapping[str, Score], counted: Iterable[str]) -> float:
-        """Return the weighted mean of these parts, each scaled to [0, 1]."""
+        """Return the weighted mean of the given parts, each scaled to [0, 1]."""
         total = 0.0
         for name in counted:
             low, high = self.parts[name].bounds
@@ -162,9 +165,9 @@ class Mix(Reward):
 
 
 def _is_noise(text: str, robust: bool) -> bool:
-    """Whether the thinking or the answer is not language. Links are ignored.
+    """Whether the thinking or the answer is noise and not language. Links are ignored.
 
-    If the `robust_factor` is 1, the thinking has already passed this test.
+    If the `robust_factor` is 1, the thinking has already passed the noise test.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:
@@ -183,7 +186,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the inner parts of every part that has several parts itself."""
+    """Return the inner parts of every part that consists of several parts."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()
@@ -205,7 +208,7 @@ def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByTask(Reward):
-    """One reward per task, for a mixture of tasks; or by the value of a column of the data."""
+    """One reward for each task in a mixture, or for each value of a data column."""
 
     tasks: Mapping[str, Reward]
     column: str = ""
@@ -218,12 +221,12 @@ class ByTask(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The largest time limit of the rewards."""
+        """The largest time limit among the rewards."""
         return max(max_seconds(reward) for reward in self.tasks.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest bound of the rewards."""
+        """The lowest and the highest bound among the rewards."""
         ends = [reward.bounds for reward in self.tasks.values()]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -232,7 +235,7 @@ class ByTask(Reward):
         return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score with the reward of the prompt's task."""
+        """Score a completion with the reward of the prompt's task."""
         key = prompt.info.get(self.column, self.default) if self.column else prompt.task
         if key not in self.tasks:
             raise ValueError(f"reward.tasks has no reward for {self.column or 'task'} {key!r}")

@@ -1,9 +1,9 @@
-"""Parsing an answer as data or arithmetic and printing it again, before it is evaluated.
+"""Parses an answer as data or arithmetic and prints it again, before a scorer evaluates it.
 
-Some scorers pass an answer to Python's `eval`, or to sympy, which evaluates it too. They never get
-the text that a model wrote. The text is parsed, only the node types listed here are allowed, and
-the evaluator gets text that is printed from the tree. The parser runs in the sandbox, so that its
-crash on odd text does no harm.
+Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates it. These scorers
+never get the text that a model wrote. The text is parsed, only the node types that this module
+lists are allowed, and the scorer gets a text that is printed from the syntax tree. The parser runs
+in the sandbox, so that a crash on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_FORMULA = 1000
 """Maximum characters of an answer."""
 MAX_NESTING = 10
 MAX_DEPTH = 300
-"""Maximum depth of a formula's syntax tree; a sum of n terms is n deep."""
+"""Maximum depth of a formula's syntax tree; a sum of n terms has a depth of n."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
 """Maximum size, in bits, of every intermediate number and of the degree of a power."""
@@ -36,7 +36,7 @@ class NotPlainError(ValueError):
 
 
 def plain_data(text: str) -> str:
-    """Parse and print a list of numbers and texts, or of such lists.
+    """Parse and print a list of numbers and texts, or a list of such lists.
 
     >>> plain_data('[[0, 1],\\n [-2, "a"]]')
     "[[0, 1], [-2, 'a']]"
@@ -106,7 +106,7 @@ class _Sum:
     operators: tuple[type[ast.operator], ...] = SUMS
 
     def bits(self, node: ast.expr, depth: int) -> int:
-        """Return a bound on the bits of the value.
+        """Return an upper bound on the bits of the value.
 
         Raises NotPlainError for a node that is not allowed.
         """

@@ -1,11 +1,12 @@
 """Rewards of published implementations, with their published values.
 
-Bugs of the originals are fixed, and each docstring names them: expressions are evaluated with
-limits instead of `eval`, signs are parsed, numbers compare exactly, and no completion raises.
+Bugs of the originals are fixed, and each docstring names the fixes. Expressions are evaluated with
+limits instead of `eval`, signs are parsed, numbers are compared exactly, and no completion raises
+an error.
 
-Known reward hacks still work, because these are the rewards that others trained with. Each
-docstring lists the hacks of `covey rewards lab` that work. For your own runs use `think_answer` or
-a template.
+Known reward hacks still work, because others trained with these rewards as they are. Each docstring
+lists the hacks of `covey rewards lab` that work. For your own runs, use the reward `think_answer`
+or a template.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TOLERANCE = Fraction(1, 100_000)
 
 
 def gamed_by(reward: object) -> tuple[str, ...]:
-    """Return the lab's hacks that work on a published reward, from its docstring.
+    """Return the lab's hacks that work on a published reward, according to its docstring.
 
     >>> gamed_by(NanoAha)[-1], gamed_by(str)
     ('correct then wrong', ())
@@ -56,15 +57,17 @@ def _single_number(text: str) -> Fraction | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmBook(Reward):
-    """GSM8K in `<reasoning>` and `<answer>` tags: 0 to 2.8. From theLMbook and its descendants.
+    """The reward for GSM8K in `<reasoning>` and `<answer>` tags, from 0 to 2.8.
+
+    The reward comes from theLMbook and its descendants.
 
     | part | value |
     |---|---|
     | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
     | format | 0.2 for each of the four tags that occurs |
 
-    `...` is the placeholder of the prompt and not an answer. The number is parsed exactly, not as a
-    float, and `1,000` is one number, not two.
+    The text `...` is the placeholder of the prompt and not an answer. The number is parsed exactly,
+    not as a float, and `1,000` is parsed as one number, not as two.
 
     Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
     thinking; 50 useless calls; answer before unclosed think; whole format many times; wrong then
@@ -115,7 +118,7 @@ def _solves(equation: str, numbers: list[int], target: Fraction) -> bool:
 
 
 def _countdown_answer(text: str) -> str | None:
-    """Return the answer if the text is `<think>..</think>`, a newline and `<answer>..</answer>`."""
+    """Return the answer of a text `<think>..</think>`, a newline and `<answer>..</answer>`."""
     found = split_tags(text, ("think", "answer"))
     if found is None or found[0] not in (["", "\n", ""], ["", "\n", "\n"]):
         return None
@@ -124,7 +127,7 @@ def _countdown_answer(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanoAha(Reward):
-    """Countdown of nanoAhaMoment: format + equation, 0 to 2.
+    """The countdown reward of nanoAhaMoment: format + equation, from 0 to 2.
 
     | part | value |
     |---|---|
@@ -133,14 +136,14 @@ class NanoAha(Reward):
     | equation | 1: the first answer part uses each number exactly once and equals the target |
 
     The published code uses `eval`, which never finishes on `95**87**64`, and in a later version
-    `literal_eval`, which rejects every sum. Powers and `//` are not allowed here.
+    `literal_eval`, which rejects every sum. This reward does not allow powers and `//`.
 
     Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
     answer before unclosed think; correct then wrong.
     """
 
     prefilled: bool = True
-    """Whether the prompt ends with `<think>`, so the completion starts inside it."""
+    """Whether the prompt ends with `<think>`, so that the completion starts inside the thinking."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 2.0)
 
@@ -162,7 +165,7 @@ class NanoAha(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoZero(Reward):
-    """Countdown of GRPO-Zero: 0.1 format + answer, 0 to 1.1.
+    """The countdown reward of GRPO-Zero: 0.1 format + answer, from 0 to 1.1.
 
     | part | value |
     |---|---|
@@ -170,15 +173,16 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    GRPO-Zero's README describes a flat 0.1 for the format. Its code, like this reward, gives
-    partial credit. The published code uses `eval`, and its format allows further tags inside.
+    GRPO-Zero's README describes a flat 0.1 for the format. GRPO-Zero's code, like this reward,
+    gives partial credit. The published code uses `eval`, and its format allows further tags inside
+    the two parts.
 
     Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
     answer before unclosed think; correct then wrong.
     """
 
     prefilled: bool = True
-    """Whether the prompt ends with `<think>`, so the completion starts inside it."""
+    """Whether the prompt ends with `<think>`, so that the completion starts inside the thinking."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.1)
 
@@ -206,7 +210,7 @@ def _ends_in(text: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimpleGrpo(Reward):
-    """GSM8K of Simple GRPO: -2 to 2.25.
+    """The GSM8K reward of Simple GRPO, from -2 to 2.25.
 
     | part | value |
     |---|---|
@@ -238,7 +242,7 @@ class SimpleGrpo(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenInstruct(Reward):
-    """The format gate of open-instruct: 0 or `verification_reward`.
+    """The format gate reward of open-instruct: 0 or `verification_reward`.
 
     The format is correct if an answer part directly follows the end of the thinking, with only
     whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number
@@ -249,10 +253,10 @@ class OpenInstruct(Reward):
     | false | `verification_reward` for a correct answer in the format; nothing for the format |
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
-    Without the format the whole text is searched for the answer. The published code tests whether
-    the format reward equals 1, so that with any other value every score was 0. This reward tests
-    whether the format holds. The published number pattern drops the minus sign of whole numbers;
-    this reward keeps it.
+    If the format is wrong, the whole text is searched for the answer. The published code tests
+    whether the format reward equals 1, so that every score is 0 if the format reward has another
+    value. This reward tests whether the format is correct. The published number pattern drops the
+    minus sign of whole numbers; this reward keeps the sign.
 
     Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
     thinking; 50 useless calls; answer before unclosed think; whole format many times; correct then
@@ -276,7 +280,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From 0 to the reward of a correct answer, plus the format reward if `additive`."""
+        """The bounds 0 and the reward of a correct answer, plus the format's if `additive`."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,16 +1,17 @@
-"""Decides whether a reasoning_gym scorer only reads and compares, and may run in this process.
+"""Decides whether a reasoning_gym scorer only reads and compares, and needs no sandbox.
 
-The scorer's bytecode is read before it runs. This includes `score_answer`, each method and function
-that it refers to, and the functions, lambdas and comprehensions inside them. A scorer is pure if
-all of it is on the lists below: instructions, builtins, functions of `math` and `json`, patterns of
-`re`, and names of methods. There is no list of forbidden things: anything unknown makes a scorer
-impure, and an impure scorer runs in the sandbox.
+The scorer's bytecode is inspected before the scorer runs. The inspection includes `score_answer`,
+each method and function that it refers to, and the functions, lambdas and comprehensions inside
+them. A scorer is pure if everything that it uses is on the lists of this module: instructions,
+builtins, functions of `math` and `json`, patterns of `re`, and names of methods. Anything that is
+not on a list makes a scorer impure, and an impure scorer runs in the sandbox.
 
-A pure scorer also finishes quickly. It has no `while`, no powers and no shifts. It does not combine
-`range` with whole numbers that it reads from text. It keeps no state between completions: it sets
-no attributes, and it cannot change values that it shares with other calls.
+A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
+scorer does not combine `range` with whole numbers that it reads from text. A pure scorer keeps no
+state between completions. A pure scorer sets no attributes, and cannot change values that it shares
+with other calls.
 
-The proof assumes that the entry and the options of the dataset are plain data.
+The check assumes that the entry and the options of the dataset are plain data.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""The longest text for a pure scorer: some scorers compare every part of it with every other."""
+"""Maximum characters of a text for a pure scorer, because some scorers take quadratic time."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -42,8 +43,8 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""Builtins that a scorer may call. `round` and `pow` can take long, so they are missing, as is
-`print`."""
+"""Builtins that a scorer may call. The functions `round`, `pow` and `print` are not allowed;
+`round` and `pow` can take long."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
@@ -51,7 +52,8 @@ FUNCTIONS = (
 )  # fmt: skip
 """Not `Fraction`:
 
-`Fraction("1e999999999")` never ends. A `Decimal` stores the exponent separately.
+`Fraction("1e999999999")` never ends. A `Decimal` is allowed, because it stores the exponent
+separately.
 """
 
 METHODS = _words(
@@ -64,12 +66,13 @@ METHODS = _words(
     group groups is_integer
     """
 )
-"""Methods of texts, numbers, lists, dicts, sets and matches. `format` is missing because it looks
-up attributes; methods that take a size, such as `zfill`, are missing too."""
+"""Methods of texts, numbers, lists, dicts, sets and matches. The method `format` is not allowed,
+because it looks up attributes; methods that take a size, such as `zfill`, are not allowed
+either."""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
-"""Patterns that take linear time on any text. A scorer may use only these."""
+"""Patterns that take linear time on any text. A pure scorer may use only these patterns."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
 """Functions that, used together, let a number in the text decide how long the scorer runs."""
@@ -118,7 +121,7 @@ class ImpureError(Exception):
 
 
 def is_pure(dataset: Any) -> bool:
-    """Whether the scorer of a dataset only reads and compares."""
+    """Whether the scorer of a dataset is pure: it only reads and compares."""
     scorer: Any = type(dataset)
     config: Any = type(getattr(dataset, "config", None))
     names = _names_if_pure(scorer, config)
@@ -154,7 +157,7 @@ def _is_constant(value: Any) -> bool:
 
 
 class _Proof:
-    """Walks through all functions of one scorer, and records the attributes that they use."""
+    """Checks all functions of one scorer, and records the attributes that they use."""
 
     def __init__(self, scorer: type, config: type) -> None:
         self.scorer = scorer
@@ -164,7 +167,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check the value of a name. Raises ImpureError if it is not on the lists."""
+        """Check the value of a name. Raises ImpureError if the value is not on the lists."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:
@@ -231,7 +234,7 @@ class _Proof:
 def _looked_up(following: Iterator[dis.Instruction]) -> str:
     """Return the attribute that the next instruction looks up.
 
-    Raises ImpureError if it looks up none.
+    Raises ImpureError if the instruction looks up no attribute.
     """
     step = next(following)
     if step.opname not in LOOKUPS:

@@ -1,6 +1,6 @@
-"""Rate limits of an endpoint, shared by all scoring processes of a machine.
+"""Rate limits of an endpoint, which all scoring processes of a machine share.
 
-A file contains the requests of the last minute. Every process adds its own requests under a lock,
+A file lists the requests of the last minute. Every process adds its own requests under a lock,
 and waits while another request would exceed a limit.
 """
 
@@ -23,18 +23,18 @@ SHORTEST_WAIT = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLimit:
-    """Maximum requests and tokens per minute; 0: no limit."""
+    """Maximum requests and tokens per minute; 0 means no limit."""
 
     endpoint: str
-    """Processes with the same endpoint and user share the limit."""
+    """The address of the endpoint; processes with the same endpoint and user share the limit."""
     requests: int = 0
     tokens: int = 0
 
     def wait(self, tokens: int, until: float) -> float:
-        """Wait until a request of this many tokens is allowed, count it, and return the seconds.
+        """Wait until a request of this many tokens is allowed; return the seconds waited.
 
-        Raises RewardError if it is not allowed before `until`, in seconds of `time.monotonic`,
-        which all processes of a machine share.
+        Raises RewardError if the request is not allowed before the time `until`, in seconds of
+        `time.monotonic`, which is the same for all processes of a machine.
         """
         waited = 0.0
         if not self.requests and not self.tokens:
@@ -69,7 +69,7 @@ class RateLimit:
             return delay
 
     def _delay(self, recent: list[tuple[float, int]], tokens: int, now: float) -> float:
-        """Return the seconds until enough of the recent requests are a minute old, or 0."""
+        """Return the seconds until enough recent requests are older than a minute, or 0."""
         for gone in range(len(recent) + 1):
             if self._fits(recent[gone:], tokens):
                 return 0.0 if not gone else max(recent[gone - 1][0] + WINDOW - now, SHORTEST_WAIT)
@@ -86,7 +86,7 @@ class RateLimit:
 
 
 def _rows(text: str) -> list[tuple[float, int]]:
-    """Return the requests in a file; none if a process was killed while it wrote."""
+    """Return the requests in a file; [] if a process was killed while it wrote."""
     try:
         return [(float(started), int(tokens)) for started, tokens in json.loads(text or "[]")]
     except (ValueError, TypeError):

@@ -1,8 +1,8 @@
 """The Reasoning Gym reward: the score of the dataset's own scorer, with its flaws fixed.
 
-Some scorers evaluate the answer, so they run in a sandbox and get only data or arithmetic. One
-scorer accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`. Such answers score
-0 here.
+Some scorers evaluate the answer, so these scorers run in a sandbox and get only data or arithmetic.
+One scorer of reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for
+`0.375`. This reward gives such wrong answers a score of 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from covey.sandbox.scorer import LONGEST, sandboxed
 from covey.types import Prompt
 
 BY_FIRST_DIGITS = frozenset({"coin_flip"})
-"""Datasets whose scorer accepts any number that starts like the target."""
+"""Datasets whose scorer accepts any number that begins with the same digits as the target."""
 NEAR = 1e-4
 NONSENSE = "?"
 
@@ -42,12 +42,12 @@ _SCORER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym:
-    """The score of the dataset, from 0 to 1; success is a score of 1.
+    """The score of the dataset, from 0 to 1; a score of 1 is a success.
 
     Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
-    `<answer>` after the thinking; without the tag, all text after the thinking. If the dataset
-    evaluates the answer, an answer that is not plain data or arithmetic scores 0. An answer on
-    which the scorer times out or crashes also scores 0.
+    `<answer>` after the thinking; without the tag, it is all text after the thinking. If the
+    dataset evaluates the answer, an answer that is not plain data or arithmetic scores 0. An answer
+    on which the scorer times out or crashes also scores 0.
     """
 
     unsafe: bool = False
@@ -63,7 +63,7 @@ class ReasoningGym:
 
     @property
     def max_seconds(self) -> float:
-        """Time limit of two runs, because after a correct answer an impossible one is scored."""
+        """Time limit of two scorings: of the answer and, if correct, of an impossible answer."""
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -100,7 +100,7 @@ class ReasoningGym:
 
 @lru_cache(maxsize=4096)
 def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
-    """Return the score, cached: many completions of a group give the same answer."""
+    """Return the cached score; many completions of a group give the same answer."""
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 

@@ -16,12 +16,12 @@ from covey.errors import RewardError
 
 @dataclass(frozen=True, slots=True)
 class ReplyCache:
-    """A folder of replies. Several processes may use it at once."""
+    """A folder of replies. Several processes may use the folder at once."""
 
     folder: str
 
     def read(self, url: str, body: Mapping[str, Any]) -> str | None:
-        """Return the saved reply to a request; None if there is none or the file is damaged."""
+        """Return the saved reply to a request; None if the file is missing or damaged."""
         try:
             reply = json.loads(self._file(url, body).read_text(encoding="utf-8"))["reply"]
         except (OSError, ValueError, KeyError, TypeError):

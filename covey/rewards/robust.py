@@ -7,11 +7,11 @@ from covey.rewards.efficiency import repetition
 from covey.rewards.text import count_words, tag_contents
 
 MANY_WORDS, MANY_CALLS = 1000, 8
-"""Limits on words and tool calls, above what an ordinary solution needs."""
+"""Limits on words and tool calls; an ordinary solution needs fewer."""
 
 
 def _thinking(text: str, tag: str) -> list[str]:
-    """Return all thinking; the opening tag may be part of the prompt."""
+    """Return all thinking of a completion; its opening tag may be part of the prompt."""
     before, closing, _ = text.partition(f"</{tag}>")
     begun = [before] if closing and f"<{tag}>" not in before else []
     return [*begun, *tag_contents(text, tag)]
@@ -20,8 +20,9 @@ def _thinking(text: str, tag: str) -> list[str]:
 def robust_factor(text: str) -> float:
     """Return the factor for the reward of a completion: 1 if there is no sign of gaming.
 
-    0.5 for thinking that is not language, 0.5 for text that mostly repeats itself, 0.7 for more
-    than 1,000 words, and 1 - 0.05 for each tool call above 8, down to 0.5.
+    The factor is the product of 0.5 for thinking that is not language, 0.5 for text that mostly
+    repeats itself, 0.7 for more than 1,000 words, and 1 - 0.05 for each tool call above 8, down to
+    0.5.
     """
     factor = 1.0
     thinking = [t for tag in ("think", "reasoning") for t in _thinking(text, tag)]

@@ -18,14 +18,14 @@ class Score:
     success: bool
     """Whether the final answer is correct; for a format reward, whether the format is correct."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The unweighted parts, so that logged values do not depend on the weights."""
+    """The reward parts before weighting, so that logged values do not depend on the weights."""
     attempted: bool = True
-    """Whether the completion has a final answer, correct or not, that can be compared."""
+    """Whether the completion has a final answer that can be compared, even if it is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Information for a reward function besides prompt and text."""
+    """Further information for a reward function, in addition to prompt and text."""
 
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
@@ -41,14 +41,14 @@ NO_CALL = Call()
 class Reward(Protocol):
     """A reward function: a frozen dataclass whose fields are its options.
 
-    It must pickle, because scoring processes receive a copy. It may raise an error: the completion
-    then has no reward, which is not the same as a reward of 0. Subclasses inherit the defaults
-    below.
+    A reward must be picklable, because scoring processes receive a copy. A reward may raise an
+    error. A completion whose reward raised an error has no reward, which is not the same as a
+    reward of 0. Subclasses inherit the default methods of this class.
     """
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward that it can return."""
+        """The lowest and the highest reward that this reward function can return."""
         return 0.0, 1.0
 
     @property

@@ -1,9 +1,9 @@
 """Ready-made reward mixes for math, code, tool use and retrieval.
 
-A correct completion scores higher than any incorrect one: see `correct_first` in `Mix`.
+A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
-`early_format`, if above 0, is the weight of `format` at the start of a run. This weight is taken
-from `accuracy` and returned over the first fifth of the steps.
+`early_format`, if above 0, is the weight of `format` at the start of a run. The weight
+`early_format` is taken from `accuracy`, and returned to it over the first fifth of the steps.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def math(
     tolerance: float = 0.01,
     symbolic: bool = True,
 ) -> Mix:
-    """Numbers and formulas, with at most 3 tool calls and 400 words expected.
+    """Reward mix for numbers and formulas; at most 3 tool calls and 400 words are expected.
 
-    `tolerance` is relative, and applies only to targets that are not whole numbers.
+    The option `tolerance` is relative, and applies only to targets that are not whole numbers.
     """
     answer = MathAnswer(tolerance=tolerance, symbolic=symbolic)
     parts = _parts(answer, ThinkToolForm(), max_words=400)
@@ -60,7 +60,10 @@ def code(
     early_format: float = 0.0,
     unsafe: bool = False,
 ) -> Mix:
-    """Programs: the fraction of tests passed in a sandbox. `unsafe` runs without the sandbox."""
+    """Reward mix for programs, by the fraction of tests passed in a sandbox.
+
+    The option `unsafe` runs programs without the sandbox.
+    """
     parts = _parts(CodeTests(unsafe=unsafe), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -75,7 +78,7 @@ def agent(
     robust: bool = True,
     early_format: float = 0.0,
 ) -> Mix:
-    """Tool calls: the correct tool and arguments."""
+    """Reward mix for tool calls, by the correct tool and arguments."""
     parts = _parts(ToolCall(), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -92,11 +95,11 @@ def retrieval(
     sources: int = 2,
     judge: Mapping[str, Any] | None = None,
 ) -> Mix:
-    """Answers with citations: `format` requires at least `sources` of them.
+    """Answers with citations: the part `format` requires at least `sources` citations.
 
-    Accuracy is the similarity to the target. `judge`, a table with `base_url` and `model`, gives
-    half of the weight of accuracy to an LLM judge. It is not gated by default: a correct answer
-    with too few sources still earns a reward.
+    Accuracy is the similarity of the answer to the target. The option `judge`, a table with
+    `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not
+    gated by default, so a correct answer with too few sources still earns a reward.
     """
     parts = _parts(FuzzyText(), Citations(minimum=sources))
     if judge is not None:

@@ -1,4 +1,5 @@
-"""Tags, thinking and words in a completion. Every function is linear in the length of the text."""
+"""Tags, thinking and words in a completion. Every function takes time linear in the length of the
+text."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def answers_differ(answers: Iterable[str]) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the thinking; empty if the thinking is not closed.
+    """Return the text after the thinking; an empty text if the thinking is not closed.
 
     >>> after_thinking("<think>3 or 4?</think> 4"), after_thinking("<think>4")
     (' 4', '')
@@ -66,7 +67,7 @@ def count_words(text: str) -> int:
 
 
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Split at tags that each open and close once, in this order; return (outside, contents).
+    """Split a text at tags that each occur once, in this order; return (outside, contents).
 
     The result is None if a tag is missing, repeated, nested or out of order.
 
@@ -90,7 +91,7 @@ def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] 
 
 
 def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
-    """Return the contents of the tags if the text is these tags in order and nothing else.
+    """Return the contents of the tags if the text consists only of these tags, in order.
 
     >>> only_tags("<a>1</a> <b>2</b>", ("a", "b")), only_tags("<a>1</a>.", ("a",))
     (['1', '2'], None)

@@ -1,4 +1,4 @@
-"""Text rewards: exact match with the target, or similarity to it."""
+"""Text rewards: exact match with the target, or similarity to the target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_COMPARED = 2000
 
 
 def _targets(prompt: Prompt) -> list[str]:
-    """Return the target and `prompt.info["answers"]`, stripped."""
+    """Return the target and the texts in `prompt.info["answers"]`, without outer whitespace."""
     others = prompt.info.get("answers", ())
     given = [prompt.target, *(others if isinstance(others, list | tuple) else [others])]
     texts = [stripped for text in given if (stripped := str(text).strip())]
@@ -29,8 +29,8 @@ def _targets(prompt: Prompt) -> list[str]:
 class ExactText(Reward):
     """1 if the final answer is the target or one of `prompt.info["answers"]`; otherwise 0.
 
-    The final answer is the content of `<answer>` after the thinking; without the tag, all text
-    after the thinking. Whitespace around it is ignored.
+    The final answer is the content of `<answer>` after the thinking; without the tag, it is all
+    text after the thinking. Whitespace around the final answer is ignored.
     """
 
     ignore_case: bool = False
@@ -63,7 +63,7 @@ class ExactText(Reward):
 
 
 def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
-    """Return the F1 score of the words in any order: 2 shared / (answer + target).
+    """Return the F1 score of the words in any order: twice the shared words / all words.
 
     >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
     0.8
@@ -74,10 +74,10 @@ def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
 
 
 def letter_similarity(answer: str, target: str) -> float:
-    """Return 2 L / (length + length), with L the length of the longest common subsequence.
+    """Return 2 L / (sum of both lengths), where L is the longest common subsequence's length.
 
-    This is 1 minus the fraction of letters to delete or insert. L is computed row by row, with each
-    row in the bits of one integer (Hyyrö 2004).
+    The result is 1 minus the fraction of letters that must be deleted or inserted. The length L is
+    computed row by row; the bits of one integer represent a row (Hyyrö 2004).
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154
@@ -98,9 +98,10 @@ def letter_similarity(answer: str, target: str) -> float:
 class FuzzyText(Reward):
     """The similarity of the final answer to the target, or to the nearest of `info["answers"]`.
 
-    The mean of `word_overlap` and `letter_similarity`, without case and whitespace. Only the first
-    2,000 characters are compared. If one text is longer, the result is multiplied by the ratio of
-    lengths, so that padding never helps. The final answer is extracted as in `ExactText`.
+    The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
+    whitespace. Only the first 2,000 characters are compared. If the lengths differ, the result is
+    multiplied by the ratio of the lengths, so that padding never helps. The final answer is
+    extracted as in `ExactText`.
     """
 
     threshold: float = 0.9

@@ -18,7 +18,8 @@ def parse_think_answer(text: str) -> str | None:
     """Return the text between the answer tags, or None if the format is wrong.
 
     The format is correct if the completion is one non-empty `<think>` part followed by one
-    non-empty `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break it.
+    non-empty `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break the
+    format.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'
@@ -30,7 +31,7 @@ def parse_think_answer(text: str) -> str | None:
 
 
 def same_answer(answer: str, target: str) -> bool:
-    """Compare exactly as numbers if both are numbers, otherwise as text.
+    """Return whether two answers are equal: as exact numbers if both are numbers, else as text.
 
     >>> same_answer("7.0", "07"), same_answer("9007199254740992", "9007199254740993")
     (True, False)
@@ -42,10 +43,10 @@ def same_answer(answer: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswer(Reward):
-    """`correct` for a correct answer in the right format, plus `format` for the format.
+    """The reward `correct` for a correct answer in the right format, plus `format` for the format.
 
-    The format is a gate: without it no answer is correct. `robust`: a correct answer counts less if
-    the thinking is padding or is not language; see `robust_factor`.
+    The format is a gate: without the format, no answer counts as correct. With `robust`, a correct
+    answer counts less if the thinking is padding or is not language; see `robust_factor`.
     """
 
     correct: float = 0.9
@@ -60,7 +61,7 @@ class ThinkAnswer(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From 0 to the sum of both weights."""
+        """The lower bound 0, and the sum of both weights."""
         return 0.0, self.correct + self.format
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -22,7 +22,7 @@ _ARGUMENTS = ("arguments", "args", "parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A tool call: name and arguments."""
+    """A tool call with its name and arguments."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -33,8 +33,9 @@ class Call:
 def parse_call(text: str) -> Call | None:
     """Parse a text that is one tool call, with or without its tags; None for any other text.
 
-    A call is `{"name": ..., "arguments": {...}}` or `name(key=value, ...)` with literal values.
-    `args` and `parameters` also work as keys, and the arguments may be a JSON string.
+    A call is `{"name": ..., "arguments": {...}}` or `name(key=value, ...)` with literal values. The
+    keys `args` and `parameters` also work instead of `arguments`, and the arguments may be a JSON
+    string.
 
     >>> parse_call('<tool_call>get_weather(city="Paris", days=3)</tool_call>').arguments
     {'city': 'Paris', 'days': 3}
@@ -50,7 +51,7 @@ def parse_call(text: str) -> Call | None:
 
 
 def only_call(text: str) -> Call | None:
-    """Return the only call after the thinking, with or without tags; None for several calls."""
+    """Return the only tool call after the thinking, with or without tags; None for several."""
     rest = after_thinking(text)
     tags = rest.count("<tool_call>")
     calls = tag_contents(rest, "tool_call") if tags else [rest]
@@ -67,7 +68,7 @@ def _too_deep(text: str) -> bool:
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject a repeated argument: parsers disagree on which one counts."""
+    """Reject a repeated argument, because parsers disagree on which of the values counts."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a repeated key")
     return dict(pairs)
@@ -96,7 +97,7 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether names occur literally in the text, because Python normalises full-width letters."""
+    """Whether names occur literally in the text; Python would normalise full-width letters."""
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
     return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
 
@@ -126,7 +127,7 @@ def _from_syntax(text: str) -> Call | None:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Compare as JSON values: 3 equals 3.0 but not "3", true is not 1, strings are stripped.
+    """Compare values as JSON: 3 equals 3.0 but not "3", true is not 1, strings are stripped.
 
     >>> same_value({"a": [3.0, " x"]}, {"a": [3, "x"]}), same_value("3", 3), same_value(True, 1)
     (True, False, False)
@@ -153,7 +154,7 @@ def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
 
 
 def target_call(prompt: Prompt) -> Call | None:
-    """Return the expected call: `info["call"]`, an object or text, else the target."""
+    """Return the expected call: the object or text in `info["call"]`, or else the target."""
     given = prompt.info.get("call", prompt.target)
     return _from_object(given) if isinstance(given, Mapping) else parse_call(str(given))
 
@@ -169,16 +170,17 @@ def _expected(prompt: Prompt) -> Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(Reward):
-    """A score of `tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
+    """The score `tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
 
-    Arguments count only with the correct tool; otherwise `{}` would earn half the reward for any
-    tool without arguments. Exactly one call is expected. Several calls, or a call that cannot be
-    parsed, score 0, so that it does not pay to call every tool. With `partial`, the score of the
-    arguments is the fraction that is correct, of all given or expected arguments. Otherwise all
-    must be correct.
+    Arguments count only with the correct tool. If arguments counted alone, `{}` would earn half the
+    reward for any tool without arguments. Exactly one tool call is expected. Several calls, or a
+    call that cannot be parsed, score 0, so that it does not pay to call every tool. With `partial`,
+    the score of the arguments is the fraction of correct arguments among all given or expected
+    arguments. Without `partial`, all arguments must be correct.
 
-    The expected call is `prompt.info["call"]` (an object or text), else `prompt.target`. Positional
-    arguments get the names in `prompt.info["parameters"]`, in order; without it they are wrong.
+    The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
+    Positional arguments get the names in `prompt.info["parameters"]`, in order; without this list
+    they count as wrong.
     """
 
     tool: float = 0.5

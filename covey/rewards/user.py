@@ -1,4 +1,4 @@
-"""Users' reward functions: plain, async or TRL-style; one or several, with weights."""
+"""Users' reward functions: plain, async or TRL-style, one or several with weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from covey.types import Message, Prompt
 
 RewardFunction = Callable[..., Any]
 FUNCTIONS = "functions"
-"""The `reward.name` of a run whose reward functions were passed in Python."""
+"""The value of `reward.name` in a run whose reward functions were passed from Python."""
 
 
 class _GroupReward:
-    """A reward that scores the completions of a prompt together."""
+    """A reward that scores all completions of a prompt in one call."""
 
     __slots__ = ()
 
@@ -53,17 +53,18 @@ class TrainerState:
 class UserFunction(_GroupReward):
     """A user's function as a reward.
 
-    plain   `f(prompt, text)` or `async f(prompt, text)` returns a number, a `Score`, or a mapping
-            of parts whose sum is the reward.
-    TRL     `f(completions, **columns)`, async or not, returns a list of numbers. It is called once
-            per group. Columns are lists: `prompts`, `completion_ids` (tokens), `target`, and every
-            column of the data by its name. `answer` is the target too, unless the data has
-            its own column `answer`. `trainer_state` has `global_step` and `max_steps`. A function
-            without `**columns` gets only the columns that it names.
+    - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
+      parts whose sum is the reward.
+    - A TRL-style function `f(completions, **columns)`, async or not, returns a list of numbers. The
+      function is called once per group. The columns are the lists `prompts`, `completion_ids`
+      (tokens), `target`, and every column of the data by its name. The column `answer` is the
+      target, unless the data has its own column `answer`. The argument `trainer_state` has
+      `global_step` and `max_steps`. A function without `**columns` gets only the columns that it
+      names.
 
-    `None` instead of a number means that the completion cannot be scored. With `skips_none`, it
-    means that this function does not apply to the completion. A completion with a reward of at
-    least `success_at` is a success.
+    `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
+    means that the function does not apply to the completion. A completion with a reward of at least
+    `success_at` is a success.
     """
 
     function: Callable[..., Any]
@@ -78,22 +79,22 @@ class UserFunction(_GroupReward):
 
     @property
     def quick(self) -> bool:
-        """The function's attribute `quick`, if it has one."""
+        """The value of the function's attribute `quick`, if there is one."""
         return bool(getattr(self.function, "quick", False))
 
     @property
     def version(self) -> int:
-        """The function's attribute `version`, if it has one."""
+        """The value of the function's attribute `version`, if there is one."""
         return int(getattr(self.function, "version", 1))
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the function scores a whole group in one call, as TRL's do."""
+        """Whether the function scores a whole group in one call, as in TRL."""
         return "completions" in inspect.signature(self.function).parameters
 
     @property
     def is_async(self) -> bool:
-        """Whether several calls can wait at the same time."""
+        """Whether the function is async, so that several calls can wait at the same time."""
         call = getattr(self.function, "__call__", None)  # noqa: B004 - an object may be async too
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
@@ -130,7 +131,7 @@ class UserFunction(_GroupReward):
         return [self._score(result) for result in results]
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse a TRL function that needs a column which the data does not have."""
+        """Refuse a TRL function that needs a data column that does not exist."""
         if not self.whole_groups:
             return
         given = self._arguments(prompt, [""], NO_CALL)
@@ -211,7 +212,7 @@ def _messages(text: str) -> list[Message]:
 
 
 def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Reward:
-    """Return a reward for any function or class; a reward is returned unchanged."""
+    """Return a reward for any function or class; an object that is a reward stays unchanged."""
     given = dict(options or {})
     reward: Any = function
     if inspect.isclass(function):
@@ -240,10 +241,10 @@ def _check_signature(function: Callable[..., Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedFunctions(_GroupReward):
-    """The weighted sum of reward functions; each is a part of the reward under its own name.
+    """The weighted sum of reward functions; each function is a reward part under its own name.
 
-    A completion succeeds if the first function gives it at least 1. The functions run in this
-    process, as they would in TRL, so a function that hangs blocks the run.
+    A completion is a success if the first function gives it a reward of at least 1. The functions
+    run in this process, as in TRL, so a function that hangs blocks the run.
     """
 
     functions: Mapping[str, UserFunction]
@@ -260,12 +261,12 @@ class WeightedFunctions(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of a prompt; None for those that some function cannot score."""
+        """Score the completions of a prompt; None for completions that a function cannot score."""
         columns = [f.score_group(prompt, texts, call) for f in self.functions.values()]
         return [self._total(row) for row in zip(*columns, strict=True)]
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse a function that needs a column which the data does not have."""
+        """Refuse a function that needs a data column that does not exist."""
         for function in self.functions.values():
             function.check(prompt)
 
@@ -279,21 +280,21 @@ class WeightedFunctions(_GroupReward):
 
 
 def with_none(reward: Reward, none: str) -> Reward:
-    """Return a user's reward that treats None as `scoring.none_rewards` says."""
+    """Return a user's reward that treats None according to the setting `scoring.none_rewards`."""
     if none == "skip" and isinstance(reward, UserFunction | WeightedFunctions):
         return replace(reward, skips_none=True)
     return reward
 
 
 def own_name(reward: Reward) -> str:
-    """Return the name of a reward that was passed in Python: the names of its functions."""
+    """Return the name of a reward passed from Python, which consists of its functions' names."""
     if isinstance(reward, WeightedFunctions):
         return "+".join(reward.functions)
     return type(reward).__name__
 
 
 def check_columns(reward: Reward, prompt: Prompt) -> None:
-    """Refuse a user's reward that needs a column which the data does not have."""
+    """Refuse a user's reward that needs a data column that does not exist."""
     if isinstance(reward, UserFunction | WeightedFunctions):
         reward.check(prompt)
 
@@ -303,10 +304,10 @@ def function_reward(
     *,
     conversational: bool = False,
 ) -> Reward:
-    """Make a reward of TRL-style functions: one, a list, or a dict of function to weight.
+    """Make a reward of TRL-style functions: one function, a list, or a dict of function to weight.
 
-    With `conversational`, completions are lists of messages, as in TRL if prompts are. An object
-    that is already a reward (it has bounds, quick and version) is returned unchanged.
+    With `conversational`, completions are lists of messages, as in TRL for prompts of messages. An
+    object that is already a reward (it has bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)

@@ -1,7 +1,7 @@
 """Statistics of final answers, which reveal a policy that ignores the prompt.
 
 A policy that learns to answer every prompt with the most frequent target has a rising reward curve,
-like a policy that learns the task. Only the variety of its answers shows the difference.
+like a policy that learns the task. Only the variety of the answers distinguishes the two policies.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def final_answer(text: str) -> str:
-    r"""Return the final answer of a completion, for counting equal answers, not for rewards.
+    r"""Return the final answer of a completion, to count equal answers; rewards do not use it.
 
-    It is the last marked answer, else the last number, else the last line.
+    The final answer is the last marked answer, or else the last number, or else the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')
@@ -40,7 +40,7 @@ def final_answer(text: str) -> str:
 
 
 def target_counts(targets: Sequence[str]) -> AnswerCounts | None:
-    """Count targets; return None if they are long texts or programs instead of short answers."""
+    """Count targets; return None for long texts or programs, which are not short answers."""
     if any(not target.strip() or len(target) > LONGEST_TARGET for target in targets):
         return None
     return AnswerCounts.of([target.strip() for target in targets])
@@ -57,7 +57,7 @@ def best_constant(targets: Sequence[str]) -> float | None:
 
 
 def spaced(items: Sequence[str], most: int) -> list[str]:
-    """Return at most `most` items, evenly spaced."""
+    """Return at most `most` items of a sequence, evenly spaced."""
     step = max(1, math.ceil(len(items) / most))
     return list(items[::step])
 
@@ -75,7 +75,7 @@ class AnswerCounts:
 
     @staticmethod
     def of(answers: Sequence[str]) -> AnswerCounts:
-        """Count answers. There must be at least one."""
+        """Count answers. At least one answer is required."""
         counts = Counter(answers)
         top, most = counts.most_common(1)[0]
         shares = [count / len(answers) for count in counts.values()]

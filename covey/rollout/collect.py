@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Sharing(Protocol):
-    """The ranks among which prompts are divided."""
+    """The ranks that divide the prompts of a step among themselves."""
 
     @property
     def size(self) -> int:
@@ -30,10 +30,10 @@ class Sharing(Protocol):
         """Return the items that this rank processes."""
 
     def gather(self, item: _T) -> list[_T]:
-        """Return the item of every rank."""
+        """Gather one item from every rank, and return all items."""
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return all ranks' results for the items that `share` divided, in the items' order."""
+        """Gather the ranks' results for the items that `share` divided, in their original order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Collected:
         return sum(rollout.sampled for rollout in self.rollouts)
 
     def joined(self, more: Collected) -> Collected:
-        """Return this round joined with another round of the same step."""
+        """Join the groups of this sampling round with those of another round of the same step."""
         return Collected(
             groups=self.groups + more.groups,
             errors=self.errors + more.errors,
@@ -86,7 +86,7 @@ class Collected:
         )
 
     def split(self, counts: Sequence[int]) -> list[Collected]:
-        """Split into parts with the given numbers of groups; divide the time among the parts."""
+        """Split the groups into parts of given sizes; divide the time among the parts."""
         parts, start = [], 0
         for count in counts:
             share, here = count / len(self.groups), slice(start, start + count)
@@ -104,7 +104,7 @@ class Collected:
 
 @dataclass(slots=True)
 class _Scoring:
-    """Rollouts that are being scored, by the index of their prompt."""
+    """The rollouts that are being scored, by prompt index."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -113,14 +113,16 @@ class _Scoring:
     step: int = 0
     max_steps: int = 0
     rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
-    """Rollouts to score, by prompt and sample."""
+    """Rollouts to score, by the indices of prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
-    """Submitted jobs, by prompt and sample. A job for a whole group is stored as sample 0."""
+    """Submitted scoring jobs, by the indices of prompt and sample. A scoring job for a whole group
+    is stored under sample 0."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Errors of environments, by prompt and sample. A rollout with an error is not scored."""
+    """Errors of environments, by the indices of prompt and sample. A rollout with an error is not
+    scored."""
 
     def add(self, number: int, rollout: Rollout) -> None:
-        """Submit a rollout as soon as it ends, or a group as soon as it is complete."""
+        """Submit a rollout for scoring when it ends, or a whole group when it is complete."""
         if rollout.finish == "error":
             self.errors[number, rollout.sample] = _failure(rollout)
         elif not self.scorer.whole_groups:
@@ -134,7 +136,7 @@ class _Scoring:
                 self._submit(number, 0, scored)
 
     def _samples(self, number: int) -> list[int]:
-        """Return the samples of a prompt that the reward scores."""
+        """Return the indices of the prompt's rollouts that the reward function scores."""
         return [s for s in range(self.group_size) if (number, s) not in self.errors]
 
     def _submit(self, number: int, sample: int, rollouts: tuple[Rollout, ...]) -> None:
@@ -171,9 +173,10 @@ class Collector:
     progress: Callable[[int], None] = field(default=lambda count: None)
     """Called with the number of completions that have just ended."""
     interaction: Interaction | None = None
-    """The interaction with an environment. None if every rollout is one completion."""
+    """The interaction with an environment. The value is None if every rollout is one completion."""
     ranks: Sharing | None = None
-    """The ranks. Each collects some groups and then receives all. None if there is one rank."""
+    """The ranks. Each rank collects some groups and then receives the groups of all ranks. The
+    value is None if there is one rank."""
     max_steps: int = 0
     """Number of training steps of the run, which a reward function may take as an argument."""
 
@@ -187,9 +190,9 @@ class Collector:
     ) -> Collected:
         """Generate and score `sampling.group_size` rollouts of every prompt.
 
-        Rollouts go to the scorer as they end, so scoring and generation overlap. Groups are in the
-        order of the prompts, whichever ends first. `share` is the fraction of the run that is
-        done, 0 to 1; the weights of a reward may depend on it.
+        Each rollout is scored as soon as it ends, so scoring and generation overlap. The returned
+        groups are in the order of the prompts, not in the order in which they end. `share` is the
+        fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
         """
         if self.ranks is None or self.ranks.size == 1:
             return self._collect(prompts, sampling, step, share)
@@ -251,7 +254,7 @@ def _failure(rollout: Rollout) -> str:
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
-    """Fill in the score. If scoring failed, the reward stays None."""
+    """Set the score of a rollout. If scoring failed, the reward stays None."""
     if result.score is None:
         return replace(rollout, reward_id=identity)
     return replace(

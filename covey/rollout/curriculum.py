@@ -1,7 +1,7 @@
-"""Curriculum: per-prompt statistics, and the draw of a step's prompts that depends on them.
+"""Curriculum: per-prompt statistics, which influence the choice of each step's prompts.
 
-Statistics change when a step has been trained, and are saved with every checkpoint. Random numbers
-depend on (seed, step). So a resumed run draws the same prompts as an uninterrupted one.
+The statistics change after every training step, and every checkpoint saves them. Random numbers
+depend only on (seed, step). Therefore a resumed run draws the same prompts as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""A part's slow running mean averages over this many times as many groups as its fast one."""
+"""The slow running mean of a task part's pass rate averages over this many times more groups than
+the fast mean."""
 MOST_PROMPTS = 10**7
 
 
@@ -39,7 +40,7 @@ class PromptRecord:
     """Number of scored completions."""
     successes: int = 0
     rate: float = NEW
-    """Running pass rate: newer groups count more."""
+    """Running pass rate, in which newer groups count more."""
 
     @property
     def pass_rate(self) -> float:
@@ -49,12 +50,12 @@ class PromptRecord:
 
 @dataclass(slots=True)
 class PartRecord:
-    """The results of a part of a mixed task so far."""
+    """The results so far of one part of a mixed task (a mixture of tasks)."""
 
     fast: float
     """Running pass rate."""
     slow: float
-    """Running pass rate with a longer memory."""
+    """Running pass rate that averages over more groups than `fast`."""
 
     @property
     def progress(self) -> float:
@@ -70,7 +71,7 @@ class PromptChoice:
     prompts: Sequence[Prompt]
     seed: int
     records: dict[str, PromptRecord] = field(default_factory=dict)
-    """Records of prompts with results, by id."""
+    """Records of the prompts that have results, by prompt id."""
     parts: dict[str, PartRecord] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,11 +88,14 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """The part of a mixed task at each position in a block. Empty for other tasks."""
+        """For a mixed task, the task part of each prompt in a repeating block.
+
+        The tuple is empty for other tasks.
+        """
         return tuple(getattr(self.prompts, "block", ()))
 
     def weights(self) -> np.ndarray:
-        """Return the weight of each prompt in the draw; 0 if it is dropped."""
+        """Return the weight of each prompt in the draw; 0 for a dropped prompt."""
         settings = self.settings
         found = np.full(len(self.prompts), _weight(settings, NEW))
         for record in self.records.values():
@@ -105,7 +109,7 @@ class PromptChoice:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return, for each part of a mixed task, its expected fraction of a step's prompts."""
+        """Return, for each part of a mixed task, the expected fraction of its prompts in a step."""
         names = dict.fromkeys(self.block)
         if self.settings.mixture == "fixed":
             return {name: self.block.count(name) / len(self.block) for name in names}
@@ -121,8 +125,8 @@ class PromptChoice:
     def picks(self, step: int, count: int) -> tuple[int, ...]:
         """Return the indices of the prompts to draw for a step, all different, in order.
 
-        Return nothing if the curriculum is off. If too few prompts are left, the hardest of the
-        dropped prompts are drawn again, so a step always has the requested size.
+        The result is empty if the curriculum is off. If too few prompts are left, the hardest
+        dropped prompts are drawn again, so that a step always has the requested size.
         """
         if not self.settings.active:
             return ()
@@ -158,7 +162,7 @@ class PromptChoice:
                 part.slow = _moved(part.slow, share, memory / SLOWER)
 
     def metrics(self, picks: Sequence[int]) -> dict[str, float]:
-        """Return metrics about the choice of a step's prompts; empty without a curriculum."""
+        """Return metrics about the choice of a step's prompts, or none without a curriculum."""
         if not self.settings.active:
             return {}
         records = list(self.records.values())
@@ -201,7 +205,7 @@ class PromptChoice:
 
 
 def _weight(settings: Curriculum, rate: float) -> float:
-    """Return the weight in the draw of a prompt with this running pass rate."""
+    """Return the sampling weight of a prompt with this running pass rate."""
     weights = {"uniform": 1.0, "hard": 1 - rate, "uncertain": rate * (1 - rate)}
     return max(weights[settings.sampling], settings.floor)
 

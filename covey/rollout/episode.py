@@ -1,6 +1,7 @@
-"""Single-turn episodes, and the choice between them and episodes with an environment.
+"""Single-turn episodes, and the choice between single-turn and multi-turn episodes.
 
-Rollouts contain the tokens that the engine read and generated. Text is never tokenized again.
+Rollouts contain the tokens that the engine read and generated. The text of a rollout is never
+tokenized again.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ class EncodedPrompt:
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The prompt's training step if one call generates for several. None: the call's own step."""
+    """The training step of the prompt, if one call generates for several steps. None means the step
+    of the call."""
 
 
 def encode_prompts(
     model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
 ) -> list[EncodedPrompt]:
-    """Tokenize each prompt's messages. Messages of an environment are tokenized later."""
+    """Tokenize each prompt's messages.
+
+    Messages from an environment are tokenized later, during the episode.
+    """
     prefill = model.opening
     if interaction is not None:
         return [EncodedPrompt(prompt=p, tokens=(), prefill=prefill) for p in prompts]
@@ -68,7 +73,7 @@ class Episodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits for the engine: every single-turn episode is one request."""
+        """Limits for the engine, which gets one request for every single-turn episode."""
         return Limits(
             sampling=self.sampling,
             requests=len(self.prompts) * self.sampling.group_size,
@@ -77,7 +82,7 @@ class Episodes:
         )
 
     def take(self) -> Sequence[Request]:
-        """Return the requests that have become ready."""
+        """Return the requests that the engine can start now."""
         ready, self.ready = self.ready, []
         return ready
 

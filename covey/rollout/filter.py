@@ -1,4 +1,4 @@
-"""Filters, which choose the groups and tokens to train on. They combine with any objective."""
+"""Filters, which choose the groups and tokens to train on. Filters combine with any objective."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from covey.types import EQUAL_REWARDS, Batch, Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """The groups to train on, and how many were dropped, by reason."""
+    """The groups to train on, and the number of dropped groups by reason."""
 
     groups: tuple[Group, ...]
     unscored: int = 0
-    """Groups with fewer than two scored rollouts, so that there is nothing to compare."""
+    """Number of groups dropped because fewer than two of their rollouts were scored."""
     stale: int = 0
-    """Groups with a rollout that was sampled too many optimizer steps ago."""
+    """Number of groups dropped because a rollout was sampled too many optimizer steps ago."""
     uniform: int = 0
-    """Groups that are all correct or all incorrect; with `drop_flat`, groups of equal rewards."""
+    """Number of groups dropped because all rollouts were correct or all were incorrect; with
+    `drop_flat`, because all rewards were equal."""
     surplus: int = 0
-    """Groups beyond the number that the step needs."""
+    """Number of groups dropped because the step did not need them."""
 
 
 def select(
@@ -36,11 +37,12 @@ def select(
     """Drop whole groups, never single rollouts, because statistics are over groups.
 
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
-    rollouts are correct. It compares success, not reward, because a length penalty makes rewards
-    differ even if all completions are correct. `drop_flat` is ScaleRL's rule (2510.13786): keep a
-    group if its rewards are not all equal. `max_age` drops a group if a rollout was sampled more
-    than this many optimizer steps before `version`; 0 keeps all. At most the first `most` groups
-    are kept. A group needs at least `fewest` scored rollouts.
+    rollouts are correct. The rule of `dynamic` compares success, not reward, because a length
+    penalty makes rewards differ even if all completions are correct. `drop_flat` is ScaleRL's rule
+    (2510.13786): keep a group if its rewards are not all equal. `max_age` drops a group if a
+    rollout was sampled more than this many optimizer steps before `version`; 0 keeps all groups.
+    Only the first `most` of the remaining groups are kept. A group is dropped if fewer than
+    `fewest` of its rollouts are scored.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
     fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
@@ -75,9 +77,9 @@ def _age(group: Group, version: int) -> int:
 def without_truncated(batch: Batch) -> Batch:
     """Mask all tokens of truncated rollouts: overlong filtering, DAPO section 3.4.
 
-    Call it after advantages are filled in. The rollouts stay in the statistics of their group and
-    in the number of sequences. So in a mean over rollouts, masked rollouts count as 0 and the other
-    rollouts get no more weight. A mean over tokens, of the step or of a group, only includes the
-    remaining tokens.
+    Call `without_truncated` after the advantages are computed. Masked rollouts stay in the
+    statistics of their group and in the number of sequences. In a mean over rollouts, a masked
+    rollout therefore counts as 0, and the weight of the other rollouts does not change. A mean over
+    the tokens of a step or group only includes the unmasked tokens.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

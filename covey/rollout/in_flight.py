@@ -1,8 +1,8 @@
-"""Save rollouts in flight, generated but not yet trained on, in a checkpoint.
+"""Saves rollouts in flight (generated but not yet trained on) in a checkpoint.
 
-A resumed run cannot generate them again, because the weights that generated them no longer exist.
-Each line of the file is a training step. Only the ids of prompts are saved, because the task has
-their text.
+A resumed run cannot generate these rollouts again, because the weights that generated them no
+longer exist. Each line of the file contains the rollouts of one training step. Only the ids of
+prompts are saved, because the task has their text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTS = [f.name for f in fields(Selected) if f.name != "groups"]
 
 
 def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
-    """Write the rollouts of some steps into a checkpoint; without rollouts, write no file."""
+    """Write the rollouts of some steps into a checkpoint; if there are none, write no file."""
     if steps:
         text = "".join(json.dumps(_row(step)) + "\n" for step in steps)
         (folder / FILE).write_text(text, encoding="utf-8")
@@ -37,7 +37,7 @@ def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
 def read_in_flight(
     folder: Path, prompts: Sequence[Prompt], *, seed: int, count: int
 ) -> list[StepRollouts]:
-    """Read the rollouts in a checkpoint of a run with this seed and `count` prompts per step."""
+    """Read the rollouts in a checkpoint of a run with this seed and number of prompts per step."""
     file = folder / FILE
     if not file.exists():
         return []

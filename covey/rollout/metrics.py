@@ -1,4 +1,4 @@
-"""Metrics of the rollouts of a step, and of its filters."""
+"""Metrics of a step's rollouts, and of the filters that drop groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRAM = 4
 
 
 def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[str, float]:
-    """Return the metrics of all rollouts of a step, trained on or not."""
+    """Return the metrics of all rollouts of a step, including rollouts that are not trained on."""
     rollouts = collected.rollouts
     scored = [r for r in rollouts if r.reward is not None]
     rewards = np.array([r.reward for r in scored], dtype=float)
@@ -85,7 +85,7 @@ def repetition(rows: Sequence[Sequence[int]]) -> float:
 
 
 def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
-    """Return how many groups the filters dropped, by reason, and the rounds of sampling."""
+    """Return the number of groups that the filters dropped, by reason, and of sampling rounds."""
     selected = rollouts.selected
     return {
         "rollout/dropped_unscored": selected.unscored,
@@ -112,7 +112,7 @@ def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return metrics of turns and tool calls; none without an environment."""
+    """Return metrics of turns and tool calls; the result is empty without an environment."""
     episodes = [r.episode for r in rollouts if r.episode is not None]
     if not episodes:
         return {}

@@ -2,10 +2,10 @@
 
     start -> (turn of the policy -> step of the environment -> more tokens) -> end
 
-The engine generates the turns that are ready while tools run for other episodes. A rollout that
-waits for a tool occupies no slot: its next turn is a new request whose prompt is the conversation
-so far. The random numbers of a turn depend on the turn's index, so the order in which tool results
-arrive has no effect.
+The engine generates the next turns of some episodes while tools run for other episodes. A rollout
+that waits for a tool occupies no slot of the engine. The rollout's next turn is a new request whose
+prompt is the conversation so far. The random numbers of a turn depend on the turn's index, so the
+order in which tool results arrive has no effect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Interaction:
     host: Host
     call_format: CallFormat
     stops: tuple[str, ...] = ()
-    """Texts that end a turn, because a tool call ends there."""
+    """Texts that end a turn of the policy, because they end a tool call."""
     max_turns: int
     """Maximum number of the policy's turns in an episode."""
     max_calls: int
@@ -51,10 +51,10 @@ class Interaction:
     max_tokens: int
     """Maximum number of tokens of the whole conversation."""
     noted: bool = False
-    """Whether the run has logged that the chat template rewrites history."""
+    """Whether the user was already notified that the chat template rewrites history."""
 
     def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Return notes for the user about these rollouts, once in a run."""
+        """Return notes for the user about these rollouts; each note is returned once in a run."""
         if self.noted or all(len(rollout.segments) == 1 for rollout in rollouts):
             return []
         self.noted = True
@@ -76,7 +76,7 @@ class _Growing:
     kept: list[str] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logp: Sequence[float] | None) -> tuple[int, int]:
-        """Append tokens, with log-probabilities if sampled; return their start and stop."""
+        """Append tokens, with log-probabilities if sampled; return their start and stop index."""
         start = len(self.tokens)
         self.tokens += tokens
         self.trained += [logp is not None] * len(tokens)
@@ -146,7 +146,7 @@ class _Conversation:
         self.turns[-1] = replace(self.turns[-1], reward=reward)
 
     def add_context(self, context: Context, messages: Sequence[Message]) -> None:
-        """Add the policy's next context: to the last segment, or as a new segment."""
+        """Append the policy's next context to the last segment, or begin a new segment with it."""
         self.context = context
         first = not self.segments
         start = stop = 0
@@ -196,11 +196,11 @@ class MultiTurnEpisodes:
     """Called with the prompt's index and the rollout as soon as the rollout ends."""
     conversations: Conversations = field(init=False)
     waiting: dict[int, _Conversation] = field(default_factory=dict)
-    """Episodes that wait for the environment, by key."""
+    """Episodes that wait for the environment, by the key of the episode."""
     running: dict[int, _Conversation] = field(default_factory=dict)
     """Episodes that wait for the engine, by the index of their request."""
     numbers: int = 0
-    """Number of requests so far."""
+    """Number of requests that were made so far."""
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class MultiTurnEpisodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits for the engine: one request per episode at a time, with a growing prompt."""
+        """Limits for the engine, which gets one request per episode at a time."""
         episodes = len(self.prompts) * self.sampling.group_size
         return Limits(
             sampling=self.sampling,
@@ -239,7 +239,7 @@ class MultiTurnEpisodes:
         return max(1, most - self.sampling.max_tokens)
 
     def take(self) -> Sequence[Request]:
-        """Return requests for the turns that are ready; wait for one if the engine is idle."""
+        """Return requests for the turns that are ready; if the engine is idle, wait for a turn."""
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running
@@ -253,7 +253,7 @@ class MultiTurnEpisodes:
         return _sharing(ready)
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Pass the policy's turns to the environment."""
+        """Pass the finished turns of the policy to the environment."""
         texts = self.model.decode_many([completion.tokens for completion in completions])
         form, prefill = self.interaction.call_format, self.conversations.renderer.template.prefill
         for completion, text in zip(completions, texts, strict=True):
@@ -275,7 +275,7 @@ class MultiTurnEpisodes:
         host.end(key)
 
     def _continue(self, episode: _Conversation, reply: Reply) -> Request | None:
-        """Process a reply of the environment; return the next turn, or None if not ready."""
+        """Process a reply of the environment; return the policy's next request, if any."""
         if reply.reward is not None:
             episode.rewarded(reply.reward)
         episode.messages += reply.messages
@@ -303,7 +303,7 @@ class MultiTurnEpisodes:
         return self._request(episode, context)
 
     def _fitting(self, episode: _Conversation) -> Context | None:
-        """Return the policy's next context, or None if it leaves no room for a turn."""
+        """Return the policy's next context, or None if the context is too long for another turn."""
         context = self._context(episode)
         size = len(context.tokens)
         if size <= self.longest:
@@ -358,7 +358,7 @@ class MultiTurnEpisodes:
 
 
 def _sharing(requests: Sequence[Request]) -> list[Request]:
-    """Give equal prompts, such as a group's first turns, the same number in all requests."""
+    """Set the same prompt number for requests with equal prompts, such as a group's first turns."""
     numbers: dict[tuple[int, ...], int] = {}
     shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
     return sorted(shared, key=lambda request: request.prompt)

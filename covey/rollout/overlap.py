@@ -1,14 +1,15 @@
 """Overlap: generation of rollouts ahead of training, by a bounded number of steps.
 
-There are two modes, with a staleness of k:
+Overlap has two modes, where k is the staleness in steps:
 
     ahead   the trainer's weights generate the rollouts of k + 1 steps in one call: steps s to s + k
             with the weights of step s - 1. A large call decodes more tokens per second.
     copy    an engine with a copy of the weights generates in the background: step s with the
             weights of step s - 1 - k, while the trainer trains on step s - k.
 
-Which weights generate a step depends only on the step's number, never on timing. So a run repeats
-and resumes bit for bit. The exception is `in_flight`, which loads weights as soon as they exist.
+The number of a step decides which weights generate its rollouts; timing has no influence. Repeated
+and resumed runs are therefore bit-identical. The exception is the setting `in_flight`, with which
+the engine loads new weights at once, even during generation.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ CLOSE_SECONDS = 10.0
 class CopySource:
     """Collects groups in a thread, with an engine that has its own copy of the weights.
 
-    Tickets are processed one by one. Each uses the weights that were published last before it was
-    started. Snapshots store these weights until the engine loads them. There are at most
-    staleness + 1 snapshots.
+    Tickets, which request the rollouts of one step each, are processed one by one. The engine
+    processes a ticket with the weights that were published last before the ticket was queued.
+    Snapshots store published weights until the engine loads them. There are at most staleness + 1
+    snapshots.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -71,13 +73,13 @@ class CopySource:
         self.thread.start()
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Keep the weights; with `in_flight`, the engine continues with them at once."""
+        """Store new weights; with `in_flight`, the engine loads them at once, during generation."""
         self.weights = weights
         if self.in_flight:
             self.parts.engine.load_weights(weights, version)
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Queue tickets, which share one copy of the weights."""
+        """Queue tickets, which all use one copy of the current weights."""
         if not tickets:
             return
         snapshot: Snapshot = {}
@@ -116,7 +118,7 @@ class CopySource:
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Process tickets until the source is closed."""
+        """Generate the rollouts of queued tickets until the source is closed."""
         while True:
             idle = time.perf_counter()
             with self.changed:
@@ -148,19 +150,20 @@ class CopySource:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutQueue:
-    """Decides when the rollouts of a step are started, and which rollouts a checkpoint saves."""
+    """Decides when to start generating a step's rollouts, and which rollouts a checkpoint saves."""
 
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """Rollouts from a checkpoint and of the step in training, by step."""
+    """Rollouts read from a checkpoint, and the rollouts of the step in training, by step."""
     newest: int = 0
-    """The last step that was started."""
+    """The last step whose rollouts were requested."""
     choice: PromptChoice | None = None
-    """The choice of prompts by a curriculum. None if seed and step choose them."""
+    """The choice of prompts by a curriculum. The value is None without a curriculum; then prompts
+    depend only on seed and step."""
 
     def take(self, step: int, share: float) -> StepRollouts:
-        """Start the steps allowed before `step` is trained; return the rollouts of `step`."""
+        """Request the rollouts of `step` and, if allowed, later steps; return those of `step`."""
         policy = self.parts.policy
         self.newest = max(self.newest, step - 1, *self.held)
         tickets = [
@@ -174,14 +177,14 @@ class RolloutQueue:
         return found
 
     def _picks(self, step: int) -> tuple[int, ...]:
-        """Return the prompts that a curriculum draws for a step, including all its refills."""
+        """Return the prompts that a curriculum draws for a step and its refill rounds."""
         config = self.parts.config
         rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
         count = config.rollout.prompts_per_step * rounds
         return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
-        """Return the steps to generate with the weights that `step` starts from."""
+        """Return the steps whose rollouts are generated with the weights before `step`."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":
@@ -191,7 +194,7 @@ class RolloutQueue:
         return range(self.newest + 1, last + 1)
 
     def in_flight(self, after: int) -> list[StepRollouts]:
-        """Wait for the rollouts that were started but not trained on after a step; return them."""
+        """Wait for the started rollouts of later steps, which the step's checkpoint saves."""
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]

@@ -12,7 +12,7 @@ from covey.types import Prompt
 
 
 def step_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int) -> list[Prompt]:
-    """Return the prompts of a step, which depend only on seed and step."""
+    """Return the prompts of a step, which depend only on the seed and the step number."""
     # In a smaller task a step would contain a prompt twice, with the same random numbers.
     if len(prompts) < count:
         raise DataError(
@@ -47,9 +47,9 @@ def prompts_by_id(
     count: int,
     rounds: int,
 ) -> dict[str, Prompt]:
-    """Return prompts by id. Only the prompts of the step and its refills are searched.
+    """Return prompts by id. Only the prompts of the step and of its refill rounds are searched.
 
-    A task may generate its prompts on demand, so a search through all of them would take minutes.
+    A task may generate its prompts on demand, so a search through all prompts would take minutes.
     """
     size, found = len(prompts), dict[str, Prompt]()
     orders = [prompt_indices(seed=seed, step=step - 1, count=count, size=size)] + [

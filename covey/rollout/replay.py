@@ -1,9 +1,9 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
-A replayed group keeps the log-probs and versions of the weights that sampled it. It is treated like
-any stale group: `old_logp` comes from the policy at the start of the step, and the objective's
-correction weights each token by the ratio of old to sampled probability. Statistics of a replayed
-group only include its own rollouts.
+A replayed group keeps the log-probs and versions of the weights that sampled it. A replayed group
+is treated like any group of older weights: `old_logp` comes from the policy at the start of the
+step, and the objective's correction weights each token by the ratio of old to sampled probability.
+Statistics of a replayed group only include its own rollouts.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ReplayBuffer:
     settings: Replay
     seed: int
     groups: list[Group] = field(default_factory=list)
-    """The kept groups, oldest first."""
+    """The groups in the buffer, oldest first."""
 
     def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
-        """Return groups to train on again, sampled by weights that are not too old.
+        """Return groups to train on again, except groups that too old weights sampled.
 
-        `without` has the ids of the step's own prompts. They are excluded, because a step may
-        contain a prompt only once.
+        `without` has the ids of the step's own prompts. The step's own prompts are excluded,
+        because a step may contain a prompt only once.
         """
         order = replay_order(seed=self.seed, step=step, size=len(self.groups))
         found: dict[str, Group] = {}
@@ -53,7 +53,7 @@ class ReplayBuffer:
         return list(found.values())[: self.settings.groups]
 
     def add(self, groups: Sequence[Group], version: int) -> None:
-        """Add the mixed groups of a step; drop groups that are too old at `version` or surplus."""
+        """Add the mixed groups of a step; drop groups that are too old or do not fit."""
         if not self.settings.groups:
             return
         mixed = [group for group in groups if is_mixed(group)]
@@ -66,7 +66,7 @@ class ReplayBuffer:
         self.groups = [*kept, *mixed][-self.settings.size :]
 
     def metrics(self, drawn: Sequence[Group], version: int) -> dict[str, float]:
-        """Return metrics: how many groups were replayed, and their age; empty without replay."""
+        """Return the number and age of replayed groups as metrics, or none without replay."""
         if not self.settings.groups:
             return {}
         ages = [_age(group, version) for group in drawn]

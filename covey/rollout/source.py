@@ -1,4 +1,4 @@
-"""Rollout sources, from which the training loop gets the groups of a step."""
+"""Rollout sources, which provide the groups of each step to the training loop."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Ticket(NamedTuple):
     step: int
     """Number of the step, from 1."""
     version: int
-    """Version of the weights that generate: their number of optimizer steps."""
+    """Version of the weights that generate the rollouts: their number of optimizer steps."""
     share: float
-    """The fraction of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction."""
     picks: tuple[int, ...] = ()
-    """Indices of the prompts that a curriculum drew, those of refills last. Empty if the prompts
-    depend only on seed and step."""
+    """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. The tuple
+    is empty without a curriculum; then prompts depend only on seed and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class StepRollouts:
     selected: Selected
     """The groups to train on."""
     rounds: int
-    """Number of sampling rounds; more than one only with dynamic sampling."""
+    """Number of sampling rounds; dynamic sampling may need more than one."""
     notes: tuple[str, ...] = ()
     """Notes for the user, shown when the step is trained."""
     engine_waited: float = 0.0
-    """Seconds that generation waited for training before these rollouts."""
+    """Seconds that the engine was idle before these rollouts because it waited for training."""
 
     @property
     def used_picks(self) -> tuple[int, ...]:
@@ -58,39 +58,47 @@ class StepRollouts:
 
 
 class RolloutSource(Protocol):
-    """Provides the groups of each step to the training loop. A step of the loop is
+    """Provides the groups of each step to the training loop.
+
+    In each step, the training loop calls the following methods:
 
         publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
 
-    If the source may be k steps ahead, the groups of step s + k are generated with the weights of
-    step s - 1. Every ticket is taken once, in the order of the steps.
+    If the source works k steps ahead of training, the groups of step s + k are generated with the
+    weights of step s - 1. The rollouts of every ticket are taken once, in the order of the steps.
     """
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Offer the trainer's weights to the engine. They may change after this call."""
+        """Offer the trainer's weights to the engine.
+
+        The trainer may change the weights after this call.
+        """
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Request the rollouts of some steps, with the weights published last. Does not wait."""
+        """Request the rollouts of some steps, generated with the weights that were published last.
+
+        Does not wait.
+        """
 
     def take(self, step: int) -> StepRollouts:
-        """Return the rollouts of a step that was started, and wait for them if necessary."""
+        """Return the rollouts of a started step; wait until all are generated and scored."""
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Return the rollouts of all started steps after `after`, and wait for them.
+        """Wait for the rollouts of all started steps later than step `after`, and return them.
 
-        The checkpoint of step `after` contains them, because a resumed run cannot generate them
-        again: the weights that generated them no longer exist.
+        The checkpoint of step `after` contains these rollouts. A resumed run cannot generate these
+        rollouts again, because the weights that generated them no longer exist.
         """
 
     def close(self) -> None:
-        """End background work. The engine stays open."""
+        """End background work. The engine itself stays open."""
 
 
 @dataclass(slots=True)
 class SynchronousSource:
-    """Collects groups when the loop asks for them, with the current weights.
+    """Collects groups with the current weights when the training loop requests them.
 
-    If several steps were started, their prompts are sampled in one call.
+    If several steps were started, one engine call generates the rollouts of all these steps.
     """
 
     parts: Parts
@@ -102,31 +110,34 @@ class SynchronousSource:
     """Rollouts that were collected and not yet taken, by step."""
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Keep the weights, which the engine loads when it has to generate."""
+        """Store the new weights, which the engine loads before it generates."""
         self.weights, self.version = weights, version
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Load the weights into the engine, and keep the tickets."""
+        """Load the weights into the engine, and store the tickets."""
         if tickets:
             self.parts.engine.load_weights(self.weights, self.version)
         self.started = [*tickets]
 
     def take(self, step: int) -> StepRollouts:
-        """Return a step's groups. If not collected yet, collect the groups of all tickets."""
+        """Return the groups of a step.
+
+        If these groups are not collected yet, collect the groups of all tickets.
+        """
         if step not in self.done:
             found = collect_steps(self.parts, self.reporter, self.started)
             self.done |= {one.ticket.step: one for one in found}
         return self.done.pop(step)
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Return the rollouts that were collected and not taken."""
+        """Return the rollouts that were collected and not yet taken."""
         return [self.done[step] for step in sorted(self.done) if step > after]
 
     def close(self) -> None:
         """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Collect the groups of a step with the policy's current weights, and log its notes."""
+        """Collect the groups of a step with the policy's current weights; log the step's notes."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
         self.publish(policy.weights, policy.version)
@@ -144,17 +155,17 @@ class _Filling:
     parts: Parts
     ticket: Ticket
     prompts: list[Prompt]
-    """The prompts of the next round. If empty, the step is complete."""
+    """The prompts of the next round. If the list is empty, the step is complete."""
     collected: Collected = field(default_factory=Collected)
     selected: Selected = field(default_factory=lambda: Selected(groups=()))
     rounds: int = 0
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Collected) -> None:
-        """Add a round, and choose the prompts of the next round if the step needs more groups.
+        """Add the groups of a round; choose the next round's prompts if the step needs more.
 
-        The prompts of a refill depend on (seed, step, round) only, so they do not change the
-        prompts of later steps.
+        The prompts of a refill depend on (seed, step, round) only, so refill rounds do not change
+        the prompts of later steps.
         """
         config, step = self.parts.config, self.ticket.step
         interaction = self.parts.interaction
@@ -222,8 +233,8 @@ class _Filling:
 def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
     """Sample, score, penalize and filter the groups of some steps, with the engine's weights.
 
-    One call generates for the prompts of all steps. With dynamic sampling, each refill round is one
-    call for all steps that still need groups.
+    One engine call generates the completions for the prompts of all steps. With dynamic sampling,
+    each refill round is one engine call for all steps that still need groups.
     """
     config, all_prompts = parts.config, parts.train_prompts
     count = config.rollout.prompts_per_step
@@ -271,13 +282,13 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
 
 
 def _refill_size(missing: int, wanted: int, collected: int) -> int:
-    """Return the number of prompts that fills the step if the fraction of kept groups stays."""
+    """Return how many more prompts fill the step if the fraction of kept groups stays the same."""
     rate = (wanted - missing) / collected
     return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
 
 
 def penalized(group: Group, penalty: LengthPenalty) -> Group:
-    """Add a length penalty to the rewards of a group, as a separate part."""
+    """Add a length penalty to the rewards of a group, as a separate part of the reward."""
     rollouts = [
         rollout
         if rollout.reward is None

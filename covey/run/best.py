@@ -1,6 +1,7 @@
-"""The best step of a run by a named metric, to keep its checkpoint and for early stopping.
+"""The best step of a run by a named metric, for keeping its checkpoint and for early stopping.
 
-The best step is not stored, but computed from the records of a run. So a resumed run knows it too.
+The best step is not stored; it is computed from the records of the run. So a resumed run finds the
+same best step.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Best:
     """A metric of evaluations, such as `greedy` or `pass@4`, or a metric of steps."""
     mode: Literal["highest", "lowest"] = "highest"
     step: int | None = None
-    """The first step that had the best value. None if nothing was measured yet."""
+    """The first step that had the best value. The value is None before the first measurement."""
     value: float = 0.0
     misses: int = 0
-    """Number of measurements since the best step."""
+    """Number of measurements since the best step, none of them better."""
 
     @property
     def of_evaluations(self) -> bool:
@@ -36,7 +37,7 @@ class Best:
         return metric(self.metric) is None
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Add a row of eval.jsonl or steps.jsonl; return whether it is a new best."""
+        """Add a row of eval.jsonl or steps.jsonl; return whether its value is the best so far."""
         value = measured(row, self.metric)
         if value is None:
             return False
@@ -48,12 +49,12 @@ class Best:
         return True
 
     def line(self) -> str:
-        """Return a text with the best step and its value."""
+        """Return one line of text with the best step and its value."""
         return f"step {self.step} with {self.metric} {self.value:.4g}"
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return the value of a row's metric, which is a number or an estimate with an interval."""
+    """Return a metric's value from a row, in which it is a number or an estimate."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None
@@ -85,7 +86,7 @@ def best_checkpoint(run: RunFolder) -> Path | None:
 
 
 def check_metric(name: str, *, samples: int) -> None:
-    """Refuse an unknown metric, or one that depends on the machine."""
+    """Refuse an unknown metric, or a metric that depends on the machine."""
     own = metric(name)
     if own is not None:
         if own.source == MACHINE:

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def episode_row(rollout: Rollout) -> Row:
-    """Return the extra fields of a multi-turn rollout's row; none for a single completion."""
+    """Return the extra fields of a multi-turn rollout's row, or none for a single completion."""
     if rollout.episode is None:
         return {}
     return {
@@ -51,7 +51,7 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield a line for each turn of a row, and whether the turn was trained.
 
-    A rollout of a single completion has no such lines.
+    A single-turn rollout has no turn lines.
     """
     segment = 0
     for turn in row.get("turns", ()):

@@ -15,7 +15,7 @@ def is_reward(name: str) -> bool:
 
 
 def value_text(name: str, value: float) -> str:
-    """Return one value as text, rates in percent.
+    """Return one value as text; rates are in percent.
 
     >>> value_text("greedy", 0.125), value_text("reward", -0.125)
     ('12.5%', '-0.125')

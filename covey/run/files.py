@@ -41,7 +41,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically: under a temporary name, then rename it."""
+    """Write a file atomically: write it under a temporary name, then rename it."""
     with _partial(path) as partial:
         partial.write_bytes(data)
         sync(partial)
@@ -64,7 +64,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. If anything fails, remove the file or folder there."""
+    """Yield a temporary path beside `path`.
+
+    If anything fails, remove the temporary file or folder.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)

@@ -14,7 +14,7 @@
     changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records of later steps that a resume moved away (resume.py)
 
-This module does not import torch, because the web page reads runs on machines without it.
+This module does not import torch, because the web page reads runs on machines without torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from covey.types import Group
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. It only counts the others."""
+"""Maximum number of edited settings that a note names. The note only counts the settings beyond
+this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class RunFolder:
         return self.path / "config.toml"
 
     def environment(self, note: Note = to_stderr) -> dict[str, Any]:
-        """Return environment.json; empty, with a note, if it is damaged."""
+        """Return the content of environment.json; if it is damaged, return {} and write a note."""
         try:
             return records.read_object(self.path / "environment.json", records.ENVIRONMENT)
         except RunError as error:
@@ -110,7 +111,10 @@ class RunFolder:
         append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of a step to name/000012.jsonl. Values without a JSON type become text."""
+        """Write a table of a step to a file such as rollouts/000012.jsonl.
+
+        Values that JSON cannot represent become text.
+        """
         (self.path / name).mkdir(exist_ok=True)
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         file = f"{name}/{step:06d}.jsonl"
@@ -118,7 +122,7 @@ class RunFolder:
         write_text(self.path / file, text)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the readable rows of the evaluation after a step, one per held-out prompt."""
+        """Return the readable rows of a step's evaluation, one for each held-out prompt."""
         rows = usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
         return renamed(rows, records.OLD_ITEM)
 
@@ -143,9 +147,9 @@ class RunFolder:
         advantages: Sequence[Sequence[float | None]],
         replayed: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the rollouts of a step as rows, with the most readable fields first.
+        """Return the rollouts of a step as rows; the most readable fields come first.
 
-        The last `replayed` groups were sampled at earlier steps.
+        The last `replayed` groups were sampled in earlier steps and are replayed.
         """
         rows = []
         for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
@@ -179,16 +183,22 @@ class RunFolder:
         return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step; [] if none were kept. Raise RunError for damaged ones."""
+        """Return the rollouts of a step, or [] if the run did not save them.
+
+        Raise RunError if a rollout is damaged.
+        """
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
     def usable_rollouts(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the readable rollouts of a step. Raise RunError if there are none."""
+        """Return the readable rollouts of a step. Raise RunError if no rollout is readable."""
         rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, note)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step. Raise RunError if one is damaged or there are none."""
+        """Return the rollouts of a step.
+
+        Raise RunError if a rollout is damaged or no rollout was saved.
+        """
         rows = self.rollouts(step)
         if rows:
             return rows
@@ -236,7 +246,10 @@ class RunFolder:
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
-        """Yield a folder to fill. It becomes the checkpoint of `step` once it is complete."""
+        """Yield a folder to fill.
+
+        When the block ends, the complete folder becomes the checkpoint of `step`.
+        """
         with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
             yield folder
             write_digests(folder)
@@ -250,7 +263,8 @@ class RunFolder:
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
         """Return the steps whose checkpoints were saved.
 
-        None if the list is damaged, or missing as in runs of older versions.
+        Return None if the list of checkpoints is damaged or missing; runs of older versions have
+        none.
         """
         problems: list[str] = []
         path = self.path / "checkpoints.jsonl"
@@ -260,7 +274,7 @@ class RunFolder:
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
-        """Remove all checkpoints except the newest `keep` and the one of the best step."""
+        """Remove all checkpoints except the newest `keep` and the checkpoint of the best step."""
         for step, folder in self.checkpoints()[:-keep]:
             if step != best:
                 shutil.rmtree(folder)
@@ -277,7 +291,10 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for this process. The lock is released when the process ends in any way."""
+        """Lock the run for this process.
+
+        The lock is released when the process ends, even if it crashes.
+        """
         path = self.path / ".lock"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -293,7 +310,10 @@ class RunFolder:
 
 
 def check_new_run(path: Path) -> None:
-    """Refuse a folder that already contains files. Commands check it before they load a model."""
+    """Refuse a folder that already contains files.
+
+    Commands call `check_new_run` before they load a model.
+    """
     check_free(path, f"choose another --run, or --resume {path}")
 
 
@@ -315,7 +335,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run as plain data; empty if it cannot be read."""
+    """Return the configuration of a run as plain data; {} if it cannot be read."""
     try:
         return tomllib.loads(run.config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -325,7 +345,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a note on the settings edited since the run was started; None if there are none.
 
-    Runs of older versions do not record the settings they were started with.
+    Runs of older versions do not record the settings at their start.
     """
     if environment.get("config") is None:
         return None

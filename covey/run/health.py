@@ -3,8 +3,8 @@
     for finding in Health(settings).add(row): ...     while training
     timeline(run.steps(), settings)                   afterwards
 
-The checks are in health_checks.py. This module does not import torch, because `covey runs check`
-and the web page read runs on machines without it.
+The health checks themselves are in health_checks.py. This module does not import torch, because
+`covey runs check` and the web page read runs on machines without torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covey.run.history import History
 REPEAT = 50
 """A finding that persists is logged again after this many steps."""
 SILENCE, SILENT_SECONDS = 10, 60.0
-"""A run is stalled if it logs nothing for the time of 10 steps, and for at least 60 seconds."""
+"""A run is stalled if it logs nothing for the duration of 10 steps and at least 60 seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,14 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Lines of the configuration to change. One of them may be enough."""
+    """Lines to change in the configuration. Changing one of these lines may be enough."""
     also: str
-    """A remedy that is not a setting; may be empty."""
+    """A remedy that is not a setting, or an empty text."""
     problem: bool
-    """False if the finding is only information."""
+    """Whether the finding is a problem, and not only information."""
     until: int | None = None
-    """The last step that shows the problem. None if the newest step still shows it."""
+    """The last step that shows the problem. The value is None if the newest step still shows the
+    problem."""
 
     def line(self) -> str:
         """Return the finding as one line."""
@@ -67,7 +68,7 @@ class Health:
     """The step at which each finding was last logged."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Add the metrics of a step; return new findings, and old ones that are to be repeated."""
+        """Add the metrics of a step; return new findings, and earlier ones that are due again."""
         self.history.add(row)
         found = {name: check.find(self.history) for name, check in CHECKS.items()}
         self.active = {
@@ -100,7 +101,7 @@ class Health:
 
 
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
-    """Yield the config lines to change, except those already set or not used by the algorithm."""
+    """Yield the config lines to change; skip lines already set or not used by the algorithm."""
     for key, wanted in check.change:
         section, _, name = key.partition(".")
         now = settings.get(section, {}).get(name)

@@ -1,8 +1,9 @@
-"""Health checks: what can go wrong in training, how the metrics show it, and what to change.
+"""Health checks: problems in training, their symptoms in the metrics, and settings to change.
 
-A check reads the last steps and returns a description of the problem, or None. Its limits are the
-healthy ranges of the metrics registry, where there are any. Rewards of healthy runs are noisy too,
-so a change counts only if it is large compared with the noise of the same run.
+A check reads the last steps and returns a description of the problem, or None. The limits of a
+check are the healthy ranges in the metrics registry, if the metric has one. Rewards of healthy runs
+are noisy too. A change of the reward therefore counts only if it is large compared with the noise
+of the same run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def not_finite(history: History) -> str | None:
 
 
 def reward_falls(history: History) -> str | None:
-    """Find a reward that fell far below its best."""
+    """Find a reward that fell far below its best value."""
     rewards = history.last(REWARD, min(len(history.rows), 20))
     if len(rewards) < 2 * BLOCK or not math.isfinite(history.best):
         return None
@@ -64,7 +65,7 @@ def reward_flat(history: History) -> str | None:
 
 
 def kl_high(history: History) -> str | None:
-    """Find a policy far from its reference."""
+    """Find a policy with a high KL divergence from its reference."""
     values, limit = history.last("objective/kl", 3), high("objective/kl")
     return f"KL to the reference {values[-1]:.3g} nats" if values and min(values) > limit else None
 
@@ -84,7 +85,7 @@ def large_updates(history: History) -> str | None:
 
 
 def ratio_drift(history: History) -> str | None:
-    """Find ratios that stay away from 1."""
+    """Find probability ratios that stay far from 1."""
     values, bounds = history.last("policy/ratio", 5), METRICS["policy/ratio"].healthy
     assert bounds is not None
     low, top = bounds
@@ -96,7 +97,7 @@ def ratio_drift(history: History) -> str | None:
 
 
 def no_signal(history: History) -> str | None:
-    """Find groups whose rewards are all equal, on a task that is not learned."""
+    """Find groups whose rewards are all equal, although the task is not learned yet."""
     return None if history.mean(SUCCESS, 10) > 0.9 else _uniform_groups(history)
 
 
@@ -165,7 +166,7 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str) -> float:
-    """Return a metric's change from one block of steps to the next; 0 if it is only noise."""
+    """Return a metric's change from one block of steps to the next, or 0 if it is only noise."""
     values = history.last(name, 2 * BLOCK)
     if not values:
         return 0.0
@@ -201,7 +202,7 @@ _TIMES = ("time/rollout", "time/score", "time/update", "time/wait_rollouts")
 
 
 def collapse(history: History) -> str | None:
-    """Find a policy that gives one answer whatever the prompt."""
+    """Find a policy that gives the same answer to every prompt."""
     name = "rollout/top_answer_share"
     shares, constants = history.last(name, 2), history.last("rollout/best_constant", 2)
     if not shares or not constants or min(shares) <= high(name) or max(constants) > 0.9:
@@ -235,13 +236,14 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps that the check reads. A problem counts from the first of these steps."""
+    """Number of steps that the check reads. A finding says that the problem began at the first of
+    these steps."""
     why: str
     """Why the problem matters."""
     change: tuple[tuple[str, Any], ...]
-    """Settings to change, each with a new value, or with `Times`, a factor of the current value."""
+    """Settings to change, each with a new value or with a factor of the current value (`Times`)."""
     also: str = ""
-    """A remedy that is not a setting."""
+    """A remedy other than a change of settings."""
     problem: bool = True
     """Whether the finding is a problem, or only information."""
 
@@ -381,4 +383,5 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         ),
     }
 )
-"""Checks by name, in the order of reports: causes come before their consequences."""
+"""Health checks by name. Reports list the checks in this order, in which causes come before
+consequences."""

@@ -21,15 +21,15 @@ REWARD = "objective/scores"
 
 @dataclass(slots=True)
 class History:
-    """The first and the last steps of a run, added one by one."""
+    """The metrics of the first and the last steps of a run."""
 
     rows: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
     first: dict[str, list[float]] = field(default_factory=dict)
-    """The first values of each metric."""
+    """The values of each metric in the first steps."""
     most: dict[str, float] = field(default_factory=dict)
     """The largest absolute value of each metric."""
     best: float = -math.inf
-    """Highest mean reward over a block of steps, without the most recent blocks."""
+    """Highest mean reward over a block of steps, except the most recent blocks."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class History:
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
-        """Return the values of `count` steps that end `before` steps ago; [] if one is missing."""
+        """Return a metric in `count` steps, ending `before` steps ago; [] if a value is missing."""
         stop = len(self.rows) - before
         if stop < count:
             return []
@@ -60,12 +60,12 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of these values; NaN if one is missing, so that comparisons are false."""
+        """Return the mean of a metric in some steps, or NaN if a value is missing."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 
     def start(self, name: str) -> float:
-        """Return the mean of the first values; NaN if there are too few."""
+        """Return the mean of a metric's first values, or NaN if there are too few values."""
         values = self.first.get(name, [])
         return fmean(values) if len(values) == START else math.nan
 

@@ -14,12 +14,12 @@ SFT = "sft"
 MACHINE = "machine"
 SOURCES: Mapping[str, str] = MappingProxyType(
     {
-        RUN: "counted over the run",
-        ROLLOUTS: "all completions of the step, trained on or not",
-        PASSES: "trained tokens in the forward and backward passes of the step",
-        OPTIMIZER: "the optimizer steps of the step",
-        SFT: "the solutions of a step of supervised training",
-        MACHINE: "clock and memory",
+        RUN: "the metric is counted from the start of the run.",
+        ROLLOUTS: "the metric covers all completions of the step, trained on or not.",
+        PASSES: "the metric covers trained tokens in the forward and backward passes of the step.",
+        OPTIMIZER: "the metric covers the optimizer steps of the training step.",
+        SFT: "the metric covers the solutions of an SFT step.",
+        MACHINE: "the metric is a time or an amount of memory.",
     }
 )
 """Sources of metrics, with a description of each."""
@@ -27,15 +27,16 @@ SOURCES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """An entry of the registry."""
+    """An entry of the metrics registry."""
 
     definition: str
     unit: str = ""
-    """The unit. Empty for plain numbers, such as ratios."""
+    """The unit. The unit is empty for plain numbers, such as ratios."""
     source: str = ROLLOUTS
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None means no bound."""
     open_instruct: str = ""
-    """Name in open-instruct, if it differs. Steps log the number under both names."""
+    """Name of the metric in open-instruct, if it differs. Every step logs the number under both
+    names."""
     trl: str = ""
     """Name of the same metric in TRL."""

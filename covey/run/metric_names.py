@@ -1,4 +1,4 @@
-"""Other names of metrics: those of open-instruct, of TRL and of earlier versions."""
+"""Other names of metrics: in open-instruct, in TRL and in earlier versions of Covey."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "warmup/": "sft/",
     }
 )
-"""Prefix of a metric name in version 0.1 -> prefix now."""
+"""Prefix of a metric name in version 0.1 -> current prefix."""
 OPEN_INSTRUCT: Mapping[str, str] = MappingProxyType(
     {entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct}
 )
-"""Metric name in open-instruct -> name in Covey, where they differ."""
+"""Metric name in open-instruct -> name in Covey, for metrics whose names differ."""
 TRL: Mapping[str, str] = MappingProxyType(
     {entry.trl: name for name, entry in METRICS.items() if entry.trl}
 )
@@ -37,7 +37,7 @@ TRL: Mapping[str, str] = MappingProxyType(
 
 
 def current_name(name: str) -> str:
-    """Return the name of a metric that open-instruct or version 0.1 names differently.
+    """Return the current name of a metric, given its name in open-instruct or in version 0.1.
 
     >>> current_name("val/ratio_max"), current_name("objective/entropy")
     ('policy/ratio_max', 'policy/entropy_avg')
@@ -51,12 +51,12 @@ def current_name(name: str) -> str:
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the entry of a metric by any of its names; None if there is no such metric."""
+    """Return a metric's registry entry, by any of its names; None if there is no such metric."""
     return metric(name) or metric(current_name(name)) or metric(TRL.get(name, ""))
 
 
 def with_open_instruct_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step, also under open-instruct's names.
+    """Return the metrics of a step under Covey's and open-instruct's names.
 
     >>> with_open_instruct_names({"policy/ratio": 1.0})
     {'policy/ratio': 1.0, 'val/ratio': 1.0}

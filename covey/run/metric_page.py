@@ -27,7 +27,7 @@ def _row(name: str, entry: Metric) -> str:
 
 
 def healthy(entry: Metric) -> str:
-    """Return the healthy range in words; empty if there is none.
+    """Return the healthy range in words; an empty text if there is none.
 
     >>> healthy(Metric("", healthy=(None, 15.0))), healthy(Metric("", healthy=(0.9, 1.1)))
     ('at most 15', '0.9 to 1.1')

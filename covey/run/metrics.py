@@ -1,9 +1,9 @@
 """Registry of all metrics: name, definition, unit, source, healthy range and aliases.
 
-docs/metrics.md, the health checks (health.py), trackers and tests read this table. A metric that
-open-instruct also has is named as there. Means over tokens include only trained tokens. They are
-pooled as (sum, count) over all micro-batches and optimizer steps of a training step, so they are
-never means of means. A name with `*` covers several metrics.
+The page docs/metrics.md, health checks, trackers and tests read this registry. Metrics that
+open-instruct also has are named as in open-instruct. Means over tokens include only trained tokens.
+Such a mean is one sum over one count, over all micro-batches and optimizer steps of a training
+step, and never a mean of means. A name with `*` stands for several metrics.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Hub names of models that have a short name here."""
+"""Hub names of the models that have a short name in Covey."""
 UNKNOWN = "unknown"
-"""Shown for a setting that was removed from an edited configuration."""
+"""The text shown for a setting that was removed from an edited configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Exported:
 
 
 def model_card(exported: Exported, run: RunFolder | None) -> str:
-    """Return README.md for a model, with the records of its run if it has one."""
+    """Return README.md for a model, with the records of the run that trained it, if any."""
     merged = " Its adapter is merged into the weights." if exported.merged else ""
     if run is None:
         origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
@@ -101,7 +101,7 @@ def _use(exported: Exported, model: Mapping[str, Any]) -> str:
 
 
 def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
-    """Return a table of the first, best and last evaluation, and of the exported step's."""
+    """Return a table of the first, best and last evaluation, and that of the exported step."""
     if not evaluations:
         return "## Results\n\nThe run was not evaluated."
     best = max(evaluations, key=lambda row: row["greedy"]["value"])

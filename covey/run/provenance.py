@@ -1,4 +1,4 @@
-"""Provenance of a run: versions, machine, git state and command, enough to repeat it."""
+"""Provenance of a run: versions, machine, git state and command, enough to repeat the run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Read the records of a run, which a disk, a crash or an editor may have damaged.
+"""Read the records of a run, which may be damaged by a disk, a crash or an editor.
 
-An unreadable line is left out, and one note names its file and line. A reader that needs every line
-calls `read_lines`, which raises an error instead. The classes below list the fields that readers
-need.
-This module does not import torch.
+Readers leave out unreadable lines and write one note with the file and the line numbers. Code that
+needs every line calls `read_lines`, which raises an error for an unreadable line. The classes of
+this module list the fields that readers need. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ class _Row(BaseModel):
 
 
 class _Step(_Row):
-    """A line of steps.jsonl. All fields are numbers, except the reward's name."""
+    """A line of steps.jsonl.
+
+    All fields of steps.jsonl are numbers, except the name of the reward.
+    """
 
     step: Count
     reward_id: str | None = None
@@ -46,7 +48,7 @@ class _Estimate(_Row):
 
 
 class _Evaluation(_Row):
-    """A line of eval.jsonl. Fields that are not named here are estimates, such as `pass@4`."""
+    """A line of eval.jsonl. Further fields of eval.jsonl are estimates, such as `pass@4`."""
 
     step: Count
     prompts: Count
@@ -113,7 +115,7 @@ class _Item(_Row):
 
 
 class _Environment(_Row):
-    """environment.json. Every field may be missing."""
+    """environment.json. Every field of environment.json may be missing."""
 
     kind: str | None = None
     config: str | None = None
@@ -166,7 +168,7 @@ def to_stderr(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file: its row, or why it cannot be read."""
+    """A line of a file: the parsed row, or the reason why it cannot be read."""
 
     raw: bytes
     row: Row | None
@@ -179,14 +181,17 @@ def is_missing(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file. Raise RunError if it is not regular, such as a pipe."""
+    """Return the content of a file.
+
+    Raise RunError if the path is not a regular file (for example, a pipe).
+    """
     with open_file(path) as file:
         return file.read()
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file. Raise RunError if it is not a regular file or cannot be read."""
+    """Open a regular file. Raise RunError if the path is not a regular file or cannot be read."""
     try:
         if path.is_file():
             with path.open("rb") as file:
@@ -237,7 +242,10 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 
 
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
-    """Read JSON lines, except an unfinished last one. Raise RunError if another line is bad."""
+    """Read JSON lines; ignore an unfinished last line.
+
+    Raise RunError if any other line is invalid.
+    """
     rows = []
     for line in scan_lines(path, shape):
         if line.row is None:
@@ -247,7 +255,7 @@ def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
 
 
 def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
-    """Read the valid lines, and report the others in one note."""
+    """Read the valid lines, and report all invalid lines in one note."""
     try:
         lines = scan_lines(path, shape)
     except RunError as error:
@@ -261,7 +269,10 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
-    """Return rows sorted by step without duplicates. Write a note if the file was not so."""
+    """Return rows sorted by step without duplicates.
+
+    Write a note if rows were unsorted or duplicated.
+    """
     last = {row["step"]: row for row in rows}
     ordered = [last[step] for step in sorted(last)]
     if ordered != rows:
@@ -270,7 +281,7 @@ def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
 
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
-    """Read a file with one JSON object. Raise RunError if it contains anything else."""
+    """Read a file with one JSON object. Raise RunError if the file contains anything else."""
     data = read_bytes(path)
     try:
         return _checked(data, shape)

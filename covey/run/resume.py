@@ -1,7 +1,7 @@
-"""Choose the checkpoint from which a run resumes, and move its later records away.
+"""Choose the checkpoint from which a run resumes, and move the records of later steps away.
 
-A run resumes from the newest checkpoint that it saved, and deletes no records. If that checkpoint
-is missing or damaged, the resume stops and names the step from which `--step` can resume. Records
+A run resumes from the newest checkpoint that it saved, and never deletes records. If the newest
+checkpoint is missing or damaged, the command stops and prints the step to pass as `--step`. Records
 of later steps move to superseded/1, superseded/2 and so on, under the same names. This module does
 not import torch.
 """
@@ -35,12 +35,13 @@ RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
 """Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders with one file or folder per step, with its suffix. Only version 0.1 had "review"."""
+"""Folders with one file or folder per step, and the suffix of their names. Only version 0.1 had the
+folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run starts or resumes."""
+    """The step and checkpoint from which a run starts or resumes."""
 
     step: int = 0
     checkpoint: Path | None = None
@@ -48,10 +49,11 @@ class Start:
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
-    """Return where a run resumes: after the given step, or after its newest checkpoint.
+    """Return the point from which a run resumes: the given step, or its newest checkpoint.
 
-    Raise RunError, which says what to do, if that checkpoint is missing or damaged. `save_every` is
-    the number of steps between checkpoints, for runs of versions without checkpoints.jsonl.
+    If the checkpoint is missing or damaged, raise RunError, which says what to do. `save_every` is
+    the number of steps between checkpoints; it is only used for runs of older versions, which have
+    no checkpoints.jsonl.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -71,9 +73,10 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return a line about a missing checkpoint, e.g. on an unmounted disk; None if none is missing.
+    """Return a line about a missing checkpoint, e.g. on an unmounted disk; None if all exist.
 
-    checkpoints.jsonl lists the saved checkpoints. Without it, other records show which were saved.
+    checkpoints.jsonl lists the saved checkpoints. Without this file, other records show which
+    checkpoints were saved.
     """
     saved, recorded = run.saved_steps(), _last_recorded(run)
     last = max(saved or [], default=0)
@@ -97,7 +100,7 @@ def _last_recorded(run: RunFolder) -> int:
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
-    """Return the newest undamaged checkpoint, or the newest before the step `before`.
+    """Return the newest undamaged checkpoint; if `before` is given, the newest before that step.
 
     Commands that only read a run pass a `note`, which reports damaged checkpoints.
     """
@@ -129,7 +132,7 @@ def resume_command(run: RunFolder) -> str:
 
 
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
-    """Move all records after the start to superseded/N, and return that folder or None.
+    """Move all records of steps after `start` to superseded/N; return that folder, if any.
 
     A run that starts again from step 0 also repeats the evaluation of step 0.
     """
@@ -159,9 +162,9 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 
 
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
-    """Return a file's bytes in three versions: all, the lines that stay, and the lines to move.
+    """Return three texts of a file as bytes: all lines, the lines that stay, the lines to move.
 
-    Lines up to step `keep` and unreadable lines stay. An unfinished last line moves.
+    Lines up to step `keep` and unreadable lines stay. An unfinished last line is moved too.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

@@ -1,7 +1,7 @@
 """Index of a rollout file: the offset of each line, and the fields that lists and filters need.
 
-A file may have a gigabyte. Each request reads some more lines, for a fraction of a second. The full
-rollout is read from its offset when the page shows it.
+A rollout file may have a gigabyte. Each request of the web page indexes further lines for a
+fraction of a second. A full rollout is read from its offset in the file when the page shows it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from covey.run.records import OLD_ROLLOUT, ROLLOUT, Row, open_file, parse_line, 
 LONGEST = 2**26
 """Maximum length of a line in bytes; longer lines are not shown."""
 HEAD = 160
-"""Number of characters of each text that lists show."""
+"""Number of characters of each text that a list shows."""
 KEPT = 4
 """Number of files whose index stays in memory."""
 
 
 class Entry(NamedTuple):
-    """The fields of a line that the index keeps."""
+    """The fields of a rollout that the index stores."""
 
     line: int
     """Line number, from 1."""
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. `target` and `text` are shortened too."""
+    """The beginning of the prompt. The fields `target` and `text` are shortened too."""
     target: str
     text: str
     sample: int
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of one file, up to the line that was read last."""
+    """The index of one rollout file, up to the last line that was read."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
@@ -67,7 +67,7 @@ class RolloutIndex:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def update(self, seconds: float) -> None:
-        """Read more lines, for at most this many seconds."""
+        """Read and index further lines for at most this many seconds."""
         until = time.monotonic() + seconds
         with self._lock:
             with open_file(self.path) as file:
@@ -115,7 +115,7 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return the lines with `words` in prompt, target or text, and if all were searched."""
+        """Return lines with `words` in prompt, target or text, and whether all were searched."""
         until = time.monotonic() + seconds
         found: set[int] = set()
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.
@@ -167,7 +167,7 @@ def _entry(row: Row, line: int, offset: int, size: int) -> Entry:
 
 
 class RolloutIndexes:
-    """The indexes of the most recently used files."""
+    """The indexes of the most recently used rollout files."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Path, int, int], RolloutIndex] = {}

@@ -16,7 +16,7 @@ from covey.types import Group, Prompt, Rollout
 def samples_page(step: int, groups: Sequence[Group], count: int) -> str:
     """Return Markdown with the `count` highest and the `count` lowest scored completions.
 
-    Completions with the same reward are ordered by a hash: an arbitrary but fixed choice.
+    Completions with the same reward are ordered by a hash, so the order is arbitrary but fixed.
     """
     scored = [(g.prompt, r) for g in groups for r in g.rollouts if r.reward is not None]
     scored.sort(key=lambda pair: (pair[1].reward, _hash(pair[1])))
@@ -58,7 +58,7 @@ def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
 
 
 def quoted(text: str) -> list[str]:
-    """Return text as an indented Markdown block, which the text itself cannot end."""
+    """Return text as an indented Markdown block; no content of the text can end the block."""
     return [f"    {printable(line)}" for line in text.splitlines()] or ["    (nothing)"]
 
 

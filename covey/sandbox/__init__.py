@@ -1,4 +1,5 @@
-"""Isolation of untrusted programs and of text that models wrote. Does not import torch."""
+"""Isolation of untrusted programs and of text that models wrote. The package does not import
+torch."""
 
 from covey.sandbox.limits import Case, Limits, Outcome
 from covey.sandbox.program import require_isolation, run_program

@@ -1,10 +1,10 @@
 """A control group (cgroup v2) for each sandbox, if the machine allows it.
 
 With a cgroup, the kernel counts all memory of a sandbox, including kernel memory for pipes, sockets
-and files. Without a cgroup, the harness polls the memory that it can see.
+and files. Without a cgroup, the harness polls the memory of the processes that it can see.
 
 A cgroup needs a writable directory in the cgroup hierarchy, with the memory and pids controllers
-delegated. Root has one; other users get one in a delegated scope (`systemd-run --user
+delegated. Root has such a directory; other users get one in a delegated scope (`systemd-run --user
 --scope -p Delegate=yes covey ...`).
 """
 
@@ -29,16 +29,17 @@ _MAIN = "covey-main"
 _OVERHEAD = 64 << 20
 """Bytes for the harness, the interpreter's files and the kernel's bookkeeping."""
 _HELPERS = 4
-"""Processes in a group besides the program's: bubblewrap, the harness, and a child of each."""
+"""Number of processes in a cgroup that are not the program's: bubblewrap, the harness, and one
+child of each."""
 _REMOVE_SECONDS = 1.0
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
 def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
-    """Make a group for one sandbox, and remove it afterwards with all its processes.
+    """Make a cgroup for one sandbox; on exit, remove it with all its processes.
 
-    Raises RewardError if that fails.
+    Raises RewardError if the cgroup cannot be made.
     """
     if parent is None:
         yield None
@@ -64,7 +65,7 @@ def _limit(folder: Path, limits: Limits) -> None:
 
 
 def settings(limits: Limits) -> dict[str, str]:
-    """Return the contents of each control file of a group."""
+    """Return the content of each control file of a cgroup."""
     return {
         "memory.max": str(limits.memory_bytes + limits.file_bytes + _OVERHEAD),
         "memory.swap.max": "0",
@@ -75,7 +76,7 @@ def settings(limits: Limits) -> dict[str, str]:
 
 @cache
 def parent_here() -> Path | None:
-    """Return the directory for groups on this machine, or None if there is none."""
+    """Return the directory for cgroups on this machine, or None if there is none."""
     try:
         found = find_parent(
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
@@ -90,10 +91,10 @@ def parent_here() -> Path | None:
 
 
 def find_parent(mountinfo: str, membership: str) -> Path | None:
-    """Find a directory where groups with limits can be made, from our own group upwards.
+    """Find a directory where cgroups with limits can be made, from our own cgroup upwards.
 
-    A parent group is used only if no group between it and ours has limits, because a process that
-    leaves a group escapes its limits.
+    A process that leaves a cgroup escapes its limits. So a parent cgroup is used only if our own
+    cgroup, and every cgroup between the two, has no limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -108,7 +109,7 @@ def find_parent(mountinfo: str, membership: str) -> Path | None:
 
 
 def own_folder(mountinfo: str, membership: str) -> tuple[Path, Path] | None:
-    """Return the mount point of the hierarchy and the directory of our own group."""
+    """Return the mount point of the hierarchy and the directory of our own cgroup."""
     paths = [line[3:] for line in membership.splitlines() if line.startswith("0::")]
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -128,9 +129,10 @@ def _is_limited(folder: Path) -> bool:
 
 
 def _enable_controllers(folder: Path) -> bool:
-    """Delegate controllers to groups below. After that only the root group may contain processes.
+    """Delegate controllers to the children of a cgroup.
 
-    So the processes of the group are moved to a group below, if all belong to our session.
+    After that, only the root cgroup may contain processes. So the processes of this cgroup move to
+    a child cgroup, if all belong to our session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):
@@ -161,7 +163,10 @@ def _move_down(folder: Path) -> bool:
 
 
 def _is_of_our_session(pid: str) -> bool:
-    """Return whether a process is in our session, or has ended. Pid 0 is outside our namespace."""
+    """Return whether a process belongs to our session or has ended.
+
+    A process with pid 0 is outside our namespace.
+    """
     try:
         return pid != "0" and os.getsid(int(pid)) == os.getsid(0)
     except ProcessLookupError:
@@ -169,7 +174,7 @@ def _is_of_our_session(pid: str) -> bool:
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """Make a group. A lock on the directory shows that its owner is alive."""
+    """Make a group. A lock on the cgroup's directory shows that its owner is alive."""
     while True:
         folder = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}-{time.monotonic_ns()}"
         folder.mkdir()
@@ -184,7 +189,7 @@ def _make(parent: Path) -> tuple[Path, int]:
 
 
 def sweep(parent: Path) -> list[str]:
-    """Remove the groups of dead owners, and return their names."""
+    """Remove the cgroups whose owner process is dead, and return their names."""
     swept = []
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
         try:
@@ -203,7 +208,10 @@ def sweep(parent: Path) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """Kill all processes of a group and remove it. If that fails, a later sweep does it."""
+    """Kill all processes of a cgroup and remove the cgroup.
+
+    If the removal fails, a later `sweep` removes the cgroup.
+    """
     deadline = time.monotonic() + _REMOVE_SECONDS
     with contextlib.suppress(OSError):
         _set(folder / "cgroup.kill", "1")
@@ -221,7 +229,7 @@ def remove(folder: Path) -> None:
 
 
 def _set(file: Path, text: str) -> None:
-    """Write to a control file. Files of optional controllers may be missing."""
+    """Write to a control file of a cgroup. Files of optional controllers may be missing."""
     optional = ("cpu.max", "memory.swap.max", "cgroup.kill")
     if file.name in optional and not file.exists():
         return

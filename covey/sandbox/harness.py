@@ -1,12 +1,12 @@
 """The harness: the first process in the sandbox, which runs the program in one child per case.
 
-It is compiled outside the sandbox and sent in with the job, so it cannot import the package. It
-imports only fast modules (hence `_json` and `_signal`), because every program gets its own sandbox.
-It never runs the program itself. It does not know the expected results, so a program cannot steal
-them here.
+The harness is compiled outside the sandbox and sent into it with the job, so it cannot import
+covey. The harness imports only fast modules (hence `_json` and `_signal`), because every program
+gets its own sandbox. The harness never runs the program itself. The harness does not know the
+expected results, so a program cannot read them there.
 
-As process 1 of its namespace, it receives no signals from other processes in the namespace, and all
-of them die with it.
+As process 1 of its namespace, the harness gets no signals from other processes in the namespace,
+and these processes die with the harness.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run every case, and report each as a line of numbers followed by its outputs."""
+    """Run every case, and report each case as a line of numbers followed by its outputs."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
@@ -80,7 +80,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 class Watch:
-    """The pipes of a child. Writes its input, and keeps its outputs up to the limit."""
+    """The pipes of a child, which feed its input and store its outputs up to the limit."""
 
     def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
         (reads, self.stdin), *outputs = pipes
@@ -99,7 +99,7 @@ class Watch:
         self.poll.register(self.stdin, select.POLLOUT)
 
     def step(self, milliseconds: float) -> bool:
-        """Wait for data and move it; return whether there was any."""
+        """Wait for data and transfer it; return whether there was any data."""
         events = self.poll.poll(milliseconds)
         for file, _ in events:
             if file == self.report:
@@ -173,7 +173,7 @@ def supervise(
 
 
 def reap(child: int) -> int | None:
-    """Reap dead processes, including orphans; return the child's status if it is among them."""
+    """Reap dead processes, including orphans; return the status of `child` if it was reaped."""
     found = None
     for _ in range(64):  # many dying orphans must not block the harness
         try:
@@ -188,7 +188,7 @@ def reap(child: int) -> int | None:
 
 
 def end_all(child: int, isolated: bool) -> int:
-    """Kill all processes of the case; return the child's status, or 0 if it was reaped before."""
+    """Kill all processes of the case; return the child's status, or 0 if it was already reaped."""
     found = 0
     # Without isolation, -1 would mean every process of the user.
     targets = (-1,) if isolated and os.getpid() == 1 else (-child, child)
@@ -207,7 +207,7 @@ def end_all(child: int, isolated: bool) -> int:
 
 
 def uses_too_much(job: dict[str, Any]) -> bool:
-    """Return whether all processes together use too much memory; rlimits count per process."""
+    """Return whether all processes together use too much memory; an rlimit counts one process."""
     disk = os.statvfs(job["place"])
     if disk.f_files - disk.f_ffree > FILES:
         return True
@@ -220,10 +220,9 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 
 
 def held_by(process: str) -> tuple[int, int]:
-    """Return a process's memory in bytes and the number of all sockets; (0, 0) if it has ended.
+    """Return a process's memory in bytes and the number of sockets; (0, 0) if it has ended.
 
-    All threads report the same numbers, except a thread that has ended, which may be the main
-    thread.
+    All running threads of a process report the same numbers, and ended threads report none.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -235,7 +234,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return a column of the lines with these starts; empty if the file is gone."""
+    """Return one column of numbers from the lines with these starts; [] if the file is gone."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -244,7 +243,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 
 
 def empty(place: str) -> None:
-    """Remove the files of a case before the next one.
+    """Remove the files of a case before the next case.
 
     Nested directories are moved up first, because paths to deep directories can be too long to use.
     """
@@ -261,7 +260,7 @@ def empty(place: str) -> None:
 
 
 def remove_files(folder: str) -> list[str]:
-    """Remove the files of a directory; return its subdirectories, made accessible."""
+    """Remove the files of a directory; return its subdirectories, after making them accessible."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -274,7 +273,7 @@ def remove_files(folder: str) -> list[str]:
 
 
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
-    """Run a case in this process and exit like the interpreter, but without its slow cleanup."""
+    """Run a case in this process and exit like the interpreter, without its slow cleanup."""
     code = 0
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
@@ -301,7 +300,7 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
-    """Run the program, then evaluate the call, if any, and send its value."""
+    """Run the program, then evaluate the case's call, if any, and send its value."""
     if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
         os.chdir(str(number))
@@ -330,7 +329,7 @@ def exit_code(argument: object) -> int:
 
 
 def set_limits(job: dict[str, Any]) -> None:
-    """Limit the harness, and so all processes that it starts."""
+    """Set resource limits of the harness, which all processes that it starts inherit."""
     limits = {
         "AS": job["memory_bytes"],
         "FSIZE": job["file_bytes"],
@@ -349,7 +348,7 @@ def set_limits(job: dict[str, Any]) -> None:
 
 
 def lower(kind: int, soft: int, hard: int) -> None:
-    """Lower a limit, unless it is already lower."""
+    """Lower a resource limit, unless it is already lower."""
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)
@@ -357,7 +356,7 @@ def lower(kind: int, soft: int, hard: int) -> None:
 
 
 def encode(value: object) -> str:
-    """Encode plain data as JSON; types that JSON lacks become `[kind, ...]`."""
+    """Encode plain data as JSON; types that JSON does not have become `[kind, ...]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

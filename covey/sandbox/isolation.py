@@ -1,11 +1,11 @@
 """The bubblewrap command line that isolates a process.
 
-For an ordinary user, bubblewrap creates a user namespace, in which processes are counted
+For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
 separately. Process limits do not apply to root, even in a user namespace. So root gets no user
-namespace. bubblewrap keeps only the right to change users, and the harness uses that right to
-switch to a separate user id. The id must be unique, because the limit counts all processes of a
-user on the machine. If root can switch to no other id, as in some containers, it is treated as an
-ordinary user.
+namespace. For root, bubblewrap keeps only the right to change users, and the harness uses this
+right to switch to a separate user id. The user id must be unique, because the limit counts all
+processes of a user on the machine. In some containers root cannot switch to another user id; there,
+root is treated as an ordinary user.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ ENVIRONMENT = {
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
-"""/dev/zero is missing, because its shared mappings are memory that no limit counts."""
+"""Device files in the sandbox. /dev/zero is missing, because its shared mappings are memory that no
+limit counts."""
 _LAST_PIECE = 64 << 10
-"""Maximum bytes that a socket takes beyond its buffer, which accepts data until it is full."""
+"""Maximum bytes that a socket may store beyond the size of its buffer."""
 _ENTER = """
 { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
 [ -z "$1" ] || echo $$ >"$1/cgroup.procs" || exit 1
@@ -58,12 +59,12 @@ def package_folders() -> list[str]:
 
 
 def package_places() -> list[str]:
-    """Return the paths of these directories inside the sandbox, in the same order."""
+    """Return the paths inside the sandbox of the directories in `package_folders`, in order."""
     return [f"/packages/{number}" for number in range(len(package_folders()))]
 
 
 def command(file_bytes: int) -> list[str]:
-    """Return the start of the command line; the command to isolate follows.
+    """Return the beginning of the command line, to which the command to isolate is appended.
 
     The seccomp filter is not included: bubblewrap reads it from an open file descriptor.
     """
@@ -72,10 +73,10 @@ def command(file_bytes: int) -> list[str]:
 
 
 def entering(group: Path | None) -> list[str]:
-    """Return a command prefix that enters a control group before the command starts.
+    """Return a command prefix that enters a cgroup before the command starts.
 
-    It also makes the sandbox the OOM killer's first choice. Programs cannot undo this: /proc is
-    read-only in the sandbox.
+    The prefix also makes the sandbox the first choice of the OOM killer. Programs cannot change
+    this priority, because /proc is read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
@@ -89,9 +90,9 @@ def socket_bytes() -> int:
 
 
 def own_uid() -> int | None:
-    """Return a user id that no other sandbox has while this process lives; None if not root.
+    """Return a user id that no other sandbox has while this process lives; None for ordinary users.
 
-    `uids.leased` is for a sandbox that ends sooner.
+    For a sandbox that ends before this process, use `uids.leased`.
     """
     taken = uids.take()
     return None if taken is None else taken[0]
@@ -113,7 +114,7 @@ def _namespaces() -> list[str]:
 
 @cache
 def _file_system() -> tuple[str, ...]:
-    """Mount the files that Python needs, read-only, and no others."""
+    """Mount only the files that Python needs, read-only."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in _SYSTEM_LINKS:
         path = Path("/", name)

@@ -1,4 +1,4 @@
-"""Resource limits of a sandboxed program, its cases, and how they ended."""
+"""Resource limits of a sandboxed program, its test cases, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 class Limits:
     """Resource limits.
 
-    Limits on time and output apply to each case. The other limits apply at any moment.
+    Limits on time and output apply to each case. Limits on memory, processes and files apply at
+    every moment.
     """
 
     cpu_seconds: int = 4
     """The limit on CPU time of each process."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """The time limit of all cases together; cases that do not start count as timed out."""
+    """The time limit of all cases together; a case that cannot start in time counts as timed
+    out."""
     memory_bytes: int = 512 << 20
-    """The memory limit of each process; in isolation, also of all processes and sockets."""
+    """The memory limit of each process; with isolation, also of all processes and sockets
+    together."""
     processes: int = 32
-    """Maximum number of processes and threads, enforced only in isolation."""
+    """Maximum number of processes and threads, enforced only with isolation."""
     file_bytes: int = 16 << 20
-    """The size limit of each file; in isolation, also of all files together."""
+    """The size limit of each file; with isolation, also of all files together."""
     output_bytes: int = 1 << 20
     """The size limit of each output: standard output, standard error and the value of a call."""
 
@@ -42,7 +45,7 @@ class Limits:
 class Case:
     """One run of a program: its standard input, and an expression to evaluate afterwards.
 
-    Without `call`, the program runs as `__main__`; with it, as an imported module.
+    Without `call`, the program runs as `__main__`; with `call`, it runs as an imported module.
     """
 
     stdin: str = ""
@@ -51,15 +54,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a case ended."""
+    """The outcome of a case."""
 
     ended: Ended
     exit_code: int = 0
-    """The exit code; if a signal ended the process, minus the signal number."""
+    """The exit code, or minus the signal number if a signal ended the process."""
     stdout: bytes = b""
     stderr: bytes = b""
     value: bytes = b""
-    """The value of the call as untrusted JSON, for `covey.sandbox.values`."""
+    """The value of the call as untrusted JSON, which `covey.sandbox.values` compares."""
     seconds: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Runs an untrusted program: one sandbox per program, and in it one process per case."""
+"""Runs an untrusted program: each program in its own sandbox, each case in its own process."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _BOOTSTRAP = (
     "names['main'](job)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
-"""Options of the interpreter. -I is missing, because with it Python ignores PYTHONHASHSEED,
-which fixes the order of sets."""
+"""Options of the interpreter. The option -I is missing, because it makes Python ignore
+PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""Extra time for the harness to end all processes itself."""
+"""Extra seconds in which the harness may end all processes itself."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )
@@ -48,8 +48,8 @@ def run_program(
 ) -> list[Outcome]:
     """Run a Python program once per case, and return how each case ended.
 
-    `unsafe` runs it as an ordinary process with all rights of its user. Then only the limits on
-    time and the limits of each single process apply.
+    `unsafe` runs the program as an ordinary process with all rights of its user. With `unsafe`,
+    only the limits on time and on each single process apply.
 
     Raises RewardError if the sandbox itself cannot start.
     """
@@ -72,7 +72,7 @@ def run_program(
 
 
 def mark() -> str:
-    """Return the marker in the command line of every sandbox that this process starts."""
+    """Return the text that marks the command line of every sandbox of this process."""
     return f"covey-sandbox-of-{os.getpid()}"
 
 
@@ -89,7 +89,7 @@ def require_isolation() -> None:
 
 @cache
 def isolation_problem() -> str:
-    """Return why programs cannot be isolated on this machine; empty if they can."""
+    """Return why this machine cannot isolate programs; an empty text if it can."""
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):
@@ -112,7 +112,7 @@ def _harness_code() -> Any:
 def _started(
     job: dict[str, Any], limits: Limits, unsafe: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the harness with its job. On exit, all its processes are dead."""
+    """Start the harness with its job. On exit, all processes of the harness are dead."""
     with contextlib.ExitStack() as stack:
         place = isolation.PLACE
         prefix: list[str] = []
@@ -148,7 +148,7 @@ def _started(
 
 @contextlib.contextmanager
 def _filter_file() -> Iterator[int]:
-    """Yield a file descriptor that holds the seccomp filter."""
+    """Yield a file descriptor from which bubblewrap reads the seccomp filter."""
     reads, writes = os.pipe()
     try:
         os.write(writes, filter_program() or b"")
@@ -159,7 +159,7 @@ def _filter_file() -> Iterator[int]:
 
 
 def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tuple[bytes, bytes]:
-    """Return stdout and stderr of the harness: at most `most` bytes, for `seconds` once ready."""
+    """Return stdout and stderr of the harness, limited to `most` bytes and `seconds`."""
     assert process.stdout
     assert process.stderr
     received: dict[IO[bytes], bytearray] = {
@@ -185,7 +185,7 @@ def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tup
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the sandbox. All processes of the sandbox die with the first one."""
+    """Kill the sandbox. All processes of the sandbox die with its first process."""
     for pipe in (process.stdout, process.stderr):
         if pipe:
             pipe.close()  # makes a harness that is still alive exit

@@ -1,7 +1,7 @@
 """A persistent sandbox for scorers that evaluate text and are slow to import.
 
-`run_program` starts a sandbox for each program. Here, one sandbox imports the scorer once and forks
-a child for each text (see `server.py`), which takes milliseconds.
+`run_program` starts a sandbox for each program. This module's sandbox imports the scorer once and
+forks a child for each text, which takes milliseconds (see `server.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from covey.sandbox.program import _FLAGS, _end, _filter_file
 LIMITS = Limits(
     cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20
 )
-"""Limits of one text. CPU time is the tightest limit, so that machine load changes no score."""
+"""Limits for scoring one text. CPU time is the tightest limit, so that the machine's load does not
+change scores."""
 LONGEST = LIMITS.wall_seconds + 1.0
-"""Maximum seconds for one text."""
+"""Maximum seconds to score one text."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Huge pages of 2 MiB make a fork faster, because it copies the page table, which is then smaller.
-Only glibc's own allocator requests them. On a machine without huge pages this has no effect."""
+"""A setting for huge pages of 2 MiB. Huge pages make a fork faster, because the page table that the
+fork copies is smaller. Only the allocator of glibc requests huge pages. On a machine without huge
+pages, the setting has no effect."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """
@@ -63,10 +65,11 @@ class _GoneError(Exception):
 class Sandboxed:
     """A scoring function in its own sandbox, which starts with the first text.
 
-    The last of `modules` has three functions. `load()` imports slow packages. `prepare(trusted)`
-    turns the trusted part of a request into the input of `score(prepared, text)`. Only `score` sees
-    the text, in its own process, and returns a number from 0 to 1. The sandbox hides this package,
-    so the modules are sent into it. Each may import the modules before it, and installed packages.
+    The last module in `modules` defines the functions `load`, `prepare` and `score`. `load()`
+    imports slow packages. `prepare(trusted)` turns the trusted part of a request into the input of
+    `score(prepared, text)`. Only `score` reads the text, in a separate process, and returns a
+    number from 0 to 1. The sandbox hides the package covey, so the source of `modules` is sent into
+    the sandbox. Each module may import the modules before it and installed packages.
     """
 
     modules: tuple[str, ...]
@@ -79,7 +82,7 @@ class Sandboxed:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def score(self, trusted: Any, text: str) -> float | None:
-        """Return the score of a text; None if it exceeded its time or memory, or crashed.
+        """Return the score of a text; None if scoring exceeded a limit or crashed.
 
         Raises RewardError if the sandbox cannot start, or if `prepare` fails.
         """
@@ -188,7 +191,10 @@ def _code(name: str) -> Any:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the next line, or empty bytes after a timeout. Raises _GoneError at end of file."""
+    """Return the next line of the reply, or empty bytes after a timeout.
+
+    Raises _GoneError at end of file.
+    """
     assert process.stdout
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)

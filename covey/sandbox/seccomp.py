@@ -1,8 +1,9 @@
-"""The seccomp filter (classic BPF): which system calls a sandboxed program may make.
+"""The seccomp filter (classic BPF), which limits the system calls of a sandboxed program.
 
-The filter closes gaps that namespaces and limits leave open. It is an allow-list: every other call
-fails. This blocks memory that no limit counts (memfd, System V objects, message queues, anonymous
-shared memory), network sockets, and the parts of the kernel that programs do not need.
+The filter blocks what namespaces and resource limits do not block. The filter is an allow-list:
+every system call that is not on the list fails. The allow-list excludes memory that no limit counts
+(memfd, System V objects, message queues, anonymous shared memory), network sockets, and the parts
+of the kernel that programs do not need.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ _NUMBER, _ARCHITECTURE = 0, 4
 _NEW_NAMESPACES = 0x7E020080
 _ANONYMOUS, _KIND_AND_HUGE, _PRIVATE = 0x20, 0x4000F, 0x02
 _TERMINAL_AND_FILE = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
-"""TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2."""
+"""The allowed ioctl requests are TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX,
+FIOCLEX, TCGETS2."""
 _OWN_NAME_AND_STATE = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
-"""PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), GET_SECCOMP, CAPBSET_READ, NO_NEW_PRIVS
-(set, get), SET_VMA. SET_DUMPABLE is missing, because it hides a process from the harness."""
+"""The allowed prctl options are PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), GET_SECCOMP,
+CAPBSET_READ, NO_NEW_PRIVS (set, get), SET_VMA. The option SET_DUMPABLE is not allowed, because it
+hides a process from the harness."""
 _AF_UNIX, _PRIO_PROCESS, _HARNESS = 1, 0, 1
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
 
 
 @cache
 def filter_program(machine: str = "") -> bytes | None:
-    """Return the filter for an architecture (default: this machine's), or None if unknown."""
+    """Return the filter for an architecture (default: this machine's), or None if it is unknown."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
@@ -58,7 +61,10 @@ def filter_program(machine: str = "") -> bytes | None:
 
 
 def _checks() -> dict[str, list[Step]]:
-    """Return the argument checks of each call. Every branch ends with a return."""
+    """Return the filter's argument checks for each system call.
+
+    Every branch of the checks ends with a return instruction.
+    """
     for_others = [_argument(0), *_unless(_HARNESS)]
     return {
         # No new namespaces, because a program has capabilities there and could attack the kernel.
@@ -95,23 +101,26 @@ def _checks() -> dict[str, list[Step]]:
 
 
 def _argument(number: int) -> Step:
-    """Load the low 32 bits of an argument. The checked calls use no other bits."""
+    """Load the low 32 bits of a system call's argument.
+
+    The checked system calls use only these bits.
+    """
     return (_LOAD, 0, 0, 16 + 8 * number)
 
 
 def _only(*values: int) -> list[Step]:
-    """Allow the call for these values."""
+    """Allow the system call only for the given argument values."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [*tests, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _unless(value: int) -> list[Step]:
-    """Allow the call for all other values."""
+    """Allow the system call except for the given argument values."""
     return [(_EQUAL, 1, 0, value), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
 
 
 def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and last number of each consecutive run."""
+    """Return the first and last number of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][1] + 1:

@@ -1,11 +1,12 @@
 """The scoring server: the first process in a scoring sandbox, with one child per text.
 
-`Sandboxed` (see `scorer.py`) sends it into the sandbox with the modules that it needs. It imports
-slow packages once. For each request it forks: the child scores one text and ends. So every text is
-scored in the same fresh state, and changes that a text makes to its process end with the process.
+`Sandboxed` (see `scorer.py`) sends the server into the sandbox, with the modules that the server
+needs. The server imports slow packages once. For each request, the server forks a child, which
+scores one text and ends. So every text is scored in the same fresh state, and no text can change
+how later texts are scored.
 
-The server itself never reads a text. A child cannot reach the server: it is process 1 of its
-namespace, its directory in /proc is hidden, and the child has only the pipe for its own score.
+The server itself never reads a text. A child cannot reach the server. The server is process 1 of
+its namespace, its directory in /proc is hidden, and the child has only the pipe for its own score.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ READY = b"ready\n"
 NO_SCORE = b"none\n"
 FAILED = b"failed "
 MOST_REPLY = 64
-"""Maximum bytes of a score, more than any float between 0 and 1 needs."""
+"""Maximum bytes of a score; every float between 0 and 1 needs fewer."""
 
 
 def main(job: dict[str, Any]) -> None:
@@ -89,7 +90,7 @@ def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: in
 
 
 def listen(file: int, deadline: float, replies: int) -> bytes:
-    """Return a child's output; empty bytes if it is too long or too late."""
+    """Return a child's output, or empty bytes if the output is too long or too late."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     poll.register(replies, 0)

@@ -1,8 +1,8 @@
-"""The system calls that sandboxed programs may make; all others are refused.
+"""The allow-list of system calls for sandboxed programs.
 
-These calls suffice for Python with threads, child processes, pipes, files, timers, numpy and sympy.
-Each entry is a name with its number on x86-64 and in the kernel's generic table (arm64, riscv64);
-"-" means that the architecture does not have it.
+The allowed calls suffice for Python with threads, child processes, pipes, files, timers, numpy and
+sympy. Each entry is the name of a system call, with its number on x86-64 and in the kernel's
+generic table (arm64, riscv64). The sign "-" means that the architecture does not have the call.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ clone=56/220 mmap=9/222 ioctl=16/29 prctl=157/167 prlimit64=302/261 setpriority=
 sched_setaffinity=203/122 sched_setattr=314/274 sched_setparam=142/118 sched_setscheduler=144/119
 socketpair=53/199
 """
-"""Calls that are allowed with some arguments only; see `covey.sandbox.seccomp`."""
+"""System calls that are allowed only with some arguments; see `covey.sandbox.seccomp`."""
 MISSING = """
 clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/450
 """
-"""Calls that C libraries try first.
+"""System calls that C libraries try first.
 
-These calls fail with ENOSYS, so that the libraries use older calls.
+These system calls fail with ENOSYS, so that the libraries use older ones.
 """
 NEWER = 453
-"""Calls with this number or a higher one are newer than this table; they fail with ENOSYS too."""
+"""System calls from this number on are newer than this table and fail with ENOSYS."""
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """Parse a table for one column of numbers: 0 is x86-64, 1 is generic.
+    """Return the call numbers of a table for one column: 0 is x86-64, 1 is generic.
 
     >>> numbers("open=2/- close=3/57", 1)
     {'close': 57}

@@ -1,8 +1,9 @@
-"""A unique user id for each sandbox that root starts, because process limits count per user.
+"""A unique user id for each sandbox that root starts, because process limits apply per user.
 
 Workers do not communicate, so a worker reserves an id by locking a byte of a shared file. The
-kernel releases the lock however the holder ends. Containers that share user ids but no
-files cannot see each other's locks; a random choice among many ids makes collisions unlikely.
+kernel releases the lock when the worker ends, even if it crashes. Containers that share user ids
+but no files cannot see each other's locks. A random choice among many ids makes collisions
+unlikely.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FOLDERS = ("/run", "/tmp")
 
 @contextlib.contextmanager
 def leased() -> Iterator[int | None]:
-    """Yield a user id that no other sandbox has at the same time, or None if there are no ids."""
+    """Yield a user id that no other sandbox has at the same time, or None without user ids."""
     taken = take()
     if taken is None:
         yield None
@@ -44,9 +45,9 @@ def leased() -> Iterator[int | None]:
 
 
 def take() -> tuple[int, int] | None:
-    """Take a user id, and return it with the file descriptor that holds its lock.
+    """Reserve a user id; return the id and the file descriptor of its lock.
 
-    Raises RewardError if all ids are taken, or if no lock file can be opened.
+    Raises RewardError if all user ids are reserved, or if no lock file can be opened.
     """
     span = span_here()
     if span is None:
@@ -65,12 +66,12 @@ def take() -> tuple[int, int] | None:
 
 
 def span_here() -> range | None:
-    """Return the user ids for sandboxes, or None if we cannot change the user."""
+    """Return the user ids for sandboxes, or None if this process cannot change its user."""
     return None if os.geteuid() != 0 else span_of(_uid_map())
 
 
 def span_of(uid_map: str) -> range | None:
-    """Return the ids for sandboxes among the mapped ids. A container may map only a few.
+    """Return the user ids for sandboxes, among the ids that a container maps.
 
     >>> span_of("0 0 4294967295").start, span_of("0 100000 65536"), span_of("0 1000 1")
     (1073741824, range(60000, 65000), None)
@@ -93,7 +94,7 @@ def _uid_map() -> str:
 
 
 def _open_locks(folders: Sequence[str]) -> int:
-    """Open the lock file in the first directory where that is possible."""
+    """Open the lock file in the first directory that allows it."""
     for folder in folders:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,7 +1,8 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
-A result is untrusted JSON. The comparison follows the structure of the expected value, so it builds
-nothing larger or deeper than that. It uses no object of the program.
+A program's result is untrusted JSON. The comparison follows the structure of the expected value, so
+its work is limited by the size of the expected value. The comparison uses no Python object of the
+program.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from fractions import Fraction
 from typing import Any
 
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
-"""Tolerances for an expected float: the relative one, and the absolute one if 0 is expected.
+"""Tolerances for an expected float: relative, and absolute if 0 is expected.
 
-With an absolute tolerance for other values, a result of 0 would equal every small number.
+An absolute tolerance for other expected values would accept 0 for every small number.
 """
 _MOST_BITS = 4096
-"""Maximum bits of a numerator or denominator, because reducing fractions is quadratic."""
+"""Maximum bits of a numerator or denominator, because reducing a fraction takes quadratic time."""
 _MOST_IN_A_KEY = 1000
 """Maximum items of a set, because building a set takes quadratic time if hashes collide."""
 
 
 def read_expected(text: str) -> object:
-    """Parse a Python literal. The literal comes with the prompt, so it is trusted.
+    """Parse a Python literal. The literal is trusted, because it comes from the prompt's data.
 
     Raises ValueError if the text is not a literal.
     """
@@ -38,9 +39,9 @@ def read_expected(text: str) -> object:
 def matches(expected: object, reply: bytes) -> bool:
     """Return whether the value of a call, as JSON from its process, equals the expected value.
 
-    Equality is Python's, so a list is not a tuple. For an expected float, any number within a
-    relative 1e-6 is equal; for 0.0, any within 1e-12. A numpy array equals the list or tuple of its
-    items, and a Fraction or Decimal equals its number.
+    Values are equal as in Python, so a list does not equal a tuple. A number equals an expected
+    float within a relative tolerance of 1e-6; it equals 0.0 within 1e-12. A numpy array equals the
+    list or tuple of its items, and a Fraction or Decimal equals its number.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)
@@ -89,7 +90,7 @@ def _same_dict(expected: dict[Any, Any], reply: list[Any]) -> bool:
 
 
 def _key(reply: Any) -> Any:
-    """Return a hashable value. Raises ValueError for any other."""
+    """Return a hashable value. Raises ValueError for a value that cannot be hashed."""
     if isinstance(reply, list) and reply[:1] == ["tuple"]:
         return tuple(map(_key, reply[1:]))
     if isinstance(reply, list) and reply[:1] == ["set"]:

@@ -1,6 +1,7 @@
-"""Scoring of completions: in this process for quick rewards, otherwise in worker processes.
+"""Scoring of completions: in this process for quick rewards, in worker processes for other rewards.
 
-If a reward raises, hangs or crashes, only the completion that it was scoring loses its reward.
+If a reward raises an error, hangs or crashes, only the completion that it was scoring loses its
+reward.
 """
 
 from covey.rewards.score import Call

@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that only learns the best constant answer reaches the accuracy of that answer. Its reward
-curve rises as if it learned the task.
+A policy that only learns the best constant answer reaches the accuracy of that answer. The reward
+curve of such a policy rises as if the policy learned the task.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from covey.scoring.job import Job, Scorer
 from covey.types import Prompt
 
 FLAGGED = 0.2
-"""A baseline with a higher success rate is a shortcut that a policy will find."""
+"""Success rate above which a baseline is flagged as a shortcut that a policy will find."""
 FEWEST = 16
-"""With fewer prompts, frequent successes may be chance, and are not flagged."""
+"""Minimum number of prompts for a flag; with fewer prompts, successes may be chance."""
 LONGEST_TARGET = 64
 """Maximum length of a target that counts as a final answer, in characters."""
 CANDIDATES = 3
@@ -37,13 +37,13 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The mean score of the same completion for every prompt."""
+    """The mean score of one fixed completion over all prompts."""
 
     success: float
     reward: float | None = None
-    """Mean reward. None if nothing was scored and only targets were counted."""
+    """Mean reward. The mean reward is None if targets were only counted and not scored."""
     answer: str = ""
-    """The constant answer, if the baseline is one."""
+    """The constant answer, if the baseline is a constant answer."""
     prompts: int
     """Number of prompts on which the baseline was scored."""
 
@@ -58,10 +58,10 @@ class Baselines:
     """Scores that a policy reaches without skill. A baseline is None if it could not be scored."""
 
     constant: Baseline | None = None
-    """The best constant answer among the most frequent targets."""
+    """The baseline of the best constant answer among the most frequent targets."""
     empty: Baseline | None = None
     copy: Baseline | None = None
-    """A copy of the prompt's text."""
+    """The baseline that copies the prompt's text as its completion."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""
@@ -72,7 +72,7 @@ class Baselines:
         }
 
     def named(self) -> dict[str, Baseline]:
-        """Return the known baselines, by a name for use in a sentence."""
+        """Return the known baselines, by names that fit into a sentence."""
         answer = self.constant.answer if self.constant else ""
         named = {
             f"always answering {answer!r}": self.constant,
@@ -95,9 +95,9 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether a reward may score baselines: not if a part is a user's own or an LLM judge.
+    """Whether a reward may score baselines; a user's function and an LLM judge may not.
 
-    A call of these may cost money or have side effects.
+    Calling a user's function or a judge may cost money or have side effects.
     """
     return all(
         type(part).__module__.startswith("covey.")
@@ -117,7 +117,7 @@ def _all(reward: Any) -> Iterator[Any]:
 
 
 def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None) -> Baselines:
-    """Score the baselines of a task; with `most`, on at most this many prompts."""
+    """Score the baselines of a task, on at most `most` prompts."""
     some = prompts if most is None else prompts[:: math.ceil(len(prompts) / most)]
     return Baselines(
         constant=_best_constant(prompts, scorer) if most is None else constant_by_targets(prompts),
@@ -155,7 +155,7 @@ def _best_constant(prompts: Sequence[Prompt], scorer: Scorer) -> Baseline | None
 
 
 def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
-    """Return the format in which the targets themselves score best."""
+    """Return the answer format in which the targets themselves get the best score."""
 
     def score(form: Format) -> tuple[float, float]:
         texts = [form.render(THINKING, str(p.info.get("solution", p.target))) for p in prompts]
@@ -168,7 +168,7 @@ def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
 def _scored(
     scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str], answer: str = ""
 ) -> Baseline | None:
-    """Return the mean score of a text for each prompt; None if none could be scored."""
+    """Return the mean score of a text for each prompt; None if no prompt could be scored."""
     pending = [
         scorer.submit(Job(prompt=prompt, texts=(text,), progress=1.0))
         for prompt, text in zip(prompts, texts, strict=True)

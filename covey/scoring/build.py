@@ -1,4 +1,5 @@
-"""Make the scorer of a reward: inline for quick rewards, a pool of worker processes for others."""
+"""Make the scorer of a reward: inline for quick rewards, a pool of worker processes for other
+rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from covey.scoring.pool import Pool
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Finished results. A Future's locks would cost as much time as a quick reward."""
+    """Finished results.
+
+    The class replaces a Future, whose locks would cost as much time as a quick reward.
+    """
 
     results: list[ScoreResult]
 
@@ -35,7 +39,7 @@ class InlineScorer:
         return bool(getattr(self.reward, "whole_groups", False))
 
     def submit(self, job: Job) -> Pending:
-        """Score a job and return its results."""
+        """Score a job at once and return its results."""
         return _Done(score_job(self.reward, job))
 
     def events(self) -> list[str]:
@@ -49,10 +53,10 @@ class InlineScorer:
 def make_scorer(
     name: str, reward: Reward, *, workers: int = 0, timeout: float = 30.0, gigabytes: float = 8.0
 ) -> Scorer:
-    """Return an inline scorer for a quick reward, and a pool of workers for any other.
+    """Return an inline scorer for a quick reward, or a pool of workers for any other reward.
 
-    With 0 workers the pool has one per core. The pool starts at once, so that a reward that
-    workers cannot load is reported early.
+    If `workers` is 0, the pool has one worker per core. The pool starts at once, so that a reward
+    that workers cannot load is reported early.
     """
     reward_identity = identity(name, reward)
     if reward.quick:
@@ -65,7 +69,7 @@ def make_scorer(
 
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
-    """Refuse a time limit below the reward's own, because a timeout would replace a score of 0."""
+    """Refuse a scoring time limit that is shorter than the reward's own time limit."""
     if timeout < max_seconds(reward):
         raise ConfigError(
             f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} "

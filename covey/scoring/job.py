@@ -1,4 +1,4 @@
-"""Scoring jobs: completions to score, their results, and calling the reward."""
+"""Scoring jobs: completions to score, their results, and calls of the reward function."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The fraction of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction."""
     call: Call = NO_CALL
     """Other arguments that a user's function may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """A score, or the error that prevented it. Both are None if the reward skips a completion."""
+    """The score of a completion, or the error that prevented scoring.
+
+    Score and error are both None if the reward skips a completion.
+    """
 
     score: Score | None = None
     error: str = ""
@@ -39,14 +42,14 @@ class ScoreResult:
 
 
 class Pending(Protocol):
-    """Results that arrive later, such as a Future."""
+    """Results of a job that arrive later, such as a Future."""
 
     def result(self) -> list[ScoreResult]:
         """Wait for the results, one for each completion of the job."""
 
 
 class Scorer(Protocol):
-    """Takes jobs as completions finish, and returns results later."""
+    """Receives jobs as completions finish, and returns their results later."""
 
     @property
     def identity(self) -> str:
@@ -57,7 +60,7 @@ class Scorer(Protocol):
         """Whether a job must contain all completions of a group."""
 
     def submit(self, job: Job) -> Pending:
-        """Start or queue a job."""
+        """Start or queue a scoring job."""
 
     def events(self) -> list[str]:
         """Return a line for each worker process that was replaced since the last call."""
@@ -85,7 +88,10 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 
 
 def _takes_groups(reward: Any) -> bool:
-    """Whether a reward scores a list of completions. Only `whole_groups` says so for a class."""
+    """Whether a reward scores a list of completions in one call.
+
+    For a class, the attribute `whole_groups` decides.
+    """
     return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 
 
@@ -103,7 +109,7 @@ def _arguments(reward: Any, job: Job) -> tuple[Any, ...]:
 
 
 def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> list[ScoreResult]:
-    """Check the scores of a group one by one, so that an invalid one does not affect the others."""
+    """Check the scores of a group one by one, so that an invalid score affects no other score."""
     texts, skips = job.texts, getattr(reward, "skips_none", False)
     if len(scores) != len(texts):
         raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
@@ -136,12 +142,12 @@ def checked(score: Score | None) -> ScoreResult:
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return a result with the error and its place in the code for each completion."""
+    """Return a result with the error and its line of code for each completion."""
     trace = "".join(traceback.format_exception(error))
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward at this point of the run, because its weights may follow a schedule."""
+    """Return the reward with its weights at this point of the run, if they follow a schedule."""
     at = getattr(reward, "at", None)
     return reward if at is None else at(progress)

@@ -1,9 +1,9 @@
 """The scoring pool: worker processes, which are killed if they exceed the time limit.
 
-One thread manages each process. It sends a few jobs at a time, receives the results, and replaces
-the process when a job takes too long or the process dies. The job that caused this gets no reward;
-jobs queued behind it go back to the front of the queue. If jobs ran concurrently, the cause is
-unknown, and each job is tried again alone.
+One thread manages each process. The thread sends a few jobs at a time, receives the results, and
+replaces the process when a job takes too long or the process dies. The job that caused the
+replacement gets no reward; the jobs behind it return to the front of the queue. If jobs ran
+concurrently, the cause is unknown, so each job is scored again alone.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GRACE_SECONDS = 1.0
 """Extra time for a process to cancel its own concurrent jobs after the time limit."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""A process gets jobs for about this many seconds at once: many quick jobs, or one slow job."""
+"""Seconds of work that a process gets at once: many quick jobs, or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
 
 class Worker:
-    """A worker process, seen from the pool."""
+    """The pool's handle of a worker process."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Worker:
         self._setup = (sys.path, payload, gigabytes, timeout)
 
     def load(self) -> None:
-        """Wait until the process has loaded the reward; raise if it cannot."""
+        """Wait until the process has loaded the reward; raise an error if it cannot."""
         try:
             self.connection.send(self._setup)
             loaded = self.connection.poll(START_SECONDS)
@@ -109,7 +109,7 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs whose process was killed from outside. They are tried again once."""
+        """Jobs whose process was killed from outside. Each of these jobs is scored again once."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
@@ -117,7 +117,10 @@ class Pool:
         return self._again()
 
     def start(self) -> None:
-        """Start the processes and wait for the first. Raise if it cannot load the reward."""
+        """Start the processes and wait for the first process.
+
+        Raise an error if this process cannot load the reward.
+        """
         with self._changed:
             if self._threads or self._closed:
                 return
@@ -187,7 +190,10 @@ class Pool:
         worker.kill()
 
     def _take(self, most: int) -> list[QueuedJob]:
-        """Wait for jobs and take a fair share of them. Return no jobs if the pool is closed."""
+        """Wait for jobs, and take this worker's share of the queue.
+
+        Return no jobs if the pool is closed.
+        """
         with self._changed:
             while not (self._queue or self._suspects or self._closed):
                 self._changed.wait()
@@ -208,7 +214,11 @@ class Pool:
             self._changed.notify_all()
 
     def _serve(self, ready: Future[None]) -> None:
-        """Manage one process. This thread starts it, because it dies with its parent thread."""
+        """Manage one process.
+
+        This thread also starts the process, because the process dies with the thread that started
+        it.
+        """
         worker: Worker | None = None
         try:
             worker = self._new_worker()
@@ -269,7 +279,10 @@ class Pool:
             self._happened.append(f"a scoring process ended {how}, and was replaced")
 
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
-        """Handle the jobs of a dead process. If it was killed from outside, blame no job yet."""
+        """Handle the jobs of a dead process.
+
+        If the process was killed from outside, each job is scored again once before it fails.
+        """
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
             self._killed.add(first[1])
@@ -279,7 +292,7 @@ class Pool:
         self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
-        """Fail the job that ended its process, and queue the others again."""
+        """Fail the job that ended its process, and queue the other jobs again."""
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
             self._put_back(jobs, self._suspects)

@@ -1,7 +1,7 @@
-"""A worker process of a scoring pool: `python -m covey.scoring.pool_worker FD`.
+"""A worker process of a scoring pool. The command is `python -m covey.scoring.pool_worker FD`.
 
-It receives the reward once and then lists of jobs. It sends the result of each job when the job is
-done. Text that a reward prints goes to stderr, away from the connection.
+The worker receives the reward once, and then lists of jobs. The worker sends the result of each job
+as soon as the job is done. Text that a reward prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def loaded(
 ) -> tuple[Any, float]:
     """Receive the pickled object and the time limit of this process, and set its memory limit.
 
-    `then` prepares the object. An exception in it, or in loading the object, is reported.
+    The function `then` prepares the object. An exception in `then`, or in loading the object, is
+    reported to the pool.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

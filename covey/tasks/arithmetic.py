@@ -1,9 +1,10 @@
 """The `arithmetic` task: chains of additions and subtractions, such as `47+8-6?`.
 
-A problem starts with a two-digit number and adds or subtracts single digits (3 to 9); every partial
-result lies between 0 and 99. One sum in six is held out: no training problem contains it at any
-step, and held-out problems contain only held-out sums. So held-out accuracy measures arithmetic on
-number pairs that no training problem contains. The embedded model was trained for this task.
+A problem starts with a two-digit number and adds or subtracts single digits (3 to 9). Every partial
+result is between 0 and 99. One sum in six is held out. No training problem contains a held-out sum
+at any step, and held-out problems contain only held-out sums. So held-out accuracy measures
+arithmetic on number pairs that no training problem contains. The embedded model was trained for
+this task.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ HELD_OUT_ONE_IN = 6
 DIGITS = range(3, 10)
 """The digits that are added or subtracted.
 
-Smaller digits rarely cause a carry, and carries are the hard part.
+Smaller digits are excluded because they rarely cause a carry, which is the hard part of a sum.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """One step of a problem: `left`, an operator and `right`."""
+    """One step of a problem, which has a number `left`, an operator and a number `right`."""
 
     left: int
     operator: str
@@ -47,13 +48,13 @@ class Sum:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum belongs to the held-out problems, for every seed."""
+        """Whether the sum is held out, which does not depend on the seed."""
         return zlib.crc32(f"{self.left}{self.operator}{self.right}".encode()) % HELD_OUT_ONE_IN == 0
 
 
 @cache
 def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
-    """Return all sums with a result between 0 and 99, grouped by their left operand."""
+    """Return all sums with a result between 0 and 99, grouped by left operand."""
     table = {}
     for left in range(100):
         sums = (Sum(left, operator, right) for operator in "+-" for right in DIGITS)
@@ -75,13 +76,13 @@ def chain(random: Random, operations: int, held_out: bool) -> list[Sum]:
 
 
 def prompt_text(sums: Sequence[Sum]) -> str:
-    """Write a problem as the prompt shows it."""
+    """Return the text of a problem in the prompt."""
     tail = "".join(f"{s.operator}{s.right}" for s in sums)
     return f"{sums[0].left:02d}{tail}?"
 
 
 def format_sum(sum: Sum, result: int) -> str:
-    """Write one sum with a given result, which may be wrong.
+    """Return one sum as text, with a given result that may be wrong.
 
     >>> format_sum(Sum(47, "+", 8), 55)
     '47+8=55'
@@ -104,7 +105,10 @@ def parse_prompt(text: str) -> list[Sum]:
 
 
 def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
-    """Return problem `index` of a split. The problem depends only on the three arguments."""
+    """Return problem `index` of a split.
+
+    The problem depends only on the arguments of this function.
+    """
     low, high = operations
     name = f"arithmetic/{split}/{low}-{high}/{index}"
     random = Random(name)

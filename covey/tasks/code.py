@@ -17,7 +17,7 @@ INSTRUCTION = (
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """Write the prompt of a problem: the problem, the required form of a solution, and examples."""
+    """Return the prompt of a problem: its text, the required form of a solution, and examples."""
     if row["signature"]:
         examples = "\n".join(f"    {e['call']} -> {e['expected']}" for e in row["examples"])
         form = f"Write it as a Python function:\n\n    {row['signature']}"
@@ -40,9 +40,9 @@ def _indented(text: str) -> str:
 class Code:
     """48 small programming problems; a fixed quarter is held out.
 
-    `info["tests"]` is a list of {call, expected} for functions, with expected as a Python literal,
-    or of {stdin, stdout} for programs. The examples in the prompt are not among the tests. The
-    target is the name of the function or of the problem.
+    `info["tests"]` is a list of tests. A test of a function is {call, expected}, where `expected`
+    is a Python literal. A test of a program is {stdin, stdout}. The examples in the prompt are not
+    in the list of tests. The target is the name of the function or of the problem.
     """
 
     system: str = ""

@@ -1,10 +1,11 @@
 """The `countdown` task: reach a target with given numbers, such as 27 = 12 + 5 * 3.
 
-Every problem has a solution, because it is generated from one. The generator joins pairs of numbers
-with + - * / until one number is left, which is the target. All results are positive integers.
+Every problem has a solution, because it is generated from a solution. The generator joins pairs of
+numbers with + - * / until one number is left, which is the target. All intermediate results are
+positive integers.
 
-A hash of the sorted numbers and the target decides the split. So training and held-out problems
-never share both numbers and target.
+A hash of the sorted numbers and the target decides the split. So no held-out problem has the same
+numbers and the same target as a training problem.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""Pairs of an operator and an operator that needs parentheses on its right side."""
+"""Pairs of operators (first, second). An expression with the second operator needs parentheses as
+the right operand of the first operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """An integer with an expression for it, and the operator at the top of that expression."""
+    """An expression as text, with its integer value and its outermost operator."""
 
     value: int
     text: str
@@ -57,7 +59,7 @@ def join(left: Term, right: Term, operator: str) -> Term | None:
 
 
 def solved(random: Random, numbers: Sequence[int]) -> Term:
-    """Join all numbers in random order by random operators that give positive integers."""
+    """Join all numbers into one term, in random order and with random operators."""
     terms = [Term(n, str(n)) for n in numbers]
     while len(terms) > 1:
         left = terms.pop(random.randrange(len(terms)))
@@ -74,7 +76,7 @@ def solved(random: Random, numbers: Sequence[int]) -> Term:
 
 
 def prompt_text(numbers: Sequence[int], target: int) -> str:
-    """Write a problem as the prompt shows it."""
+    """Return the text of a problem in the prompt."""
     listed = ", ".join(map(str, numbers[:-1]))
     return (
         f"Write an arithmetic expression whose value is {target}. Use each of the numbers "
@@ -87,21 +89,21 @@ def prompt_text(numbers: Sequence[int], target: int) -> str:
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
     """Return whether a problem is held out.
 
-    The result does not depend on the seed or on the order of the numbers.
+    The split of a problem does not depend on the seed or on the order of the numbers.
     """
     return hash_fraction(f"{sorted(numbers)} {target}") < HELD_OUT_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Countdown(GeneratedTask):
-    """Make `target` out of `numbers` by + - * / and parentheses, using each number once.
+    """Problems that ask for an expression of given numbers that equals a target.
 
-    Problems with more numbers are harder. `template`, if given, is the prompt's text, with
-    {numbers} and {target}; `system` is the system message.
+    Problems with more numbers are harder. `template`, if given, is the text of the prompt, with the
+    placeholders {numbers} and {target}. `system` is the system message.
 
-    A dataset can replace the generator: the tasks `jsonl` and `hub` read rows of `nums` and
-    `target` with the options columns = {nums = "numbers", target = "target"} and
-    template = "Make {target} out of {nums} ...".
+    To use a dataset instead of the generator, use the task `jsonl` or `hub`. For rows of `nums` and
+    `target`, set the options columns = {nums = "numbers", target = "target"} and template = "Make
+    {target} out of {nums} ...".
     """
 
     min_numbers: int = 3

@@ -14,7 +14,7 @@ from covey.tasks.task import hash_fraction
 from covey.types import Prompt
 
 NAME = "dataset"
-"""The `task.name` of a run whose data was passed in Python."""
+"""The value of `task.name` in a run whose data was passed from Python."""
 HELD_OUT_SHARE = 0.1
 
 Rows = Iterable[Mapping[str, Any]]
@@ -22,12 +22,13 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class DatasetTask:
-    """Prompts that were passed in Python."""
+    """A task of prompts that were passed from Python."""
 
     training: Sequence[Prompt]
     evaluation: Sequence[Prompt]
     conversational: bool = False
-    """Whether prompts are lists of messages. Reward functions then get completions as messages."""
+    """Whether prompts are lists of messages. For such prompts, reward functions also get
+    completions as messages."""
     name: str = NAME
 
     def train(self) -> Sequence[Prompt]:
@@ -35,17 +36,17 @@ class DatasetTask:
         return self.training
 
     def held_out(self) -> Sequence[Prompt]:
-        """The prompts of evaluations."""
+        """The prompts for evaluations only."""
         return self.evaluation
 
 
 def dataset_task(
     dataset: Rows | str | Path, held_out: Rows | str | Path | None = None
 ) -> DatasetTask:
-    """Make a task of rows with `prompt` (text or messages), optionally `target`, and other columns.
+    """Make a task of rows with a `prompt` (text or messages), and maybe `target` and other columns.
 
-    Without `held_out`, one row in ten is held out, and at least one. A hash of the row's index
-    decides, so the choice does not depend on the other rows.
+    Without `held_out`, one row in ten is held out, but at least one row. A hash of the row's index
+    decides whether a row is held out, so the choice does not depend on other rows.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
     prompts, conversational = _read("train", rows), _is_conversational(rows)
@@ -78,7 +79,7 @@ def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
 
 
 def _with_target(numbered: NumberedRow | tuple[int, str, Mapping[str, Any]]) -> NumberedRow:
-    """Give a row without a target an empty target, because a reward may not need one."""
+    """Add an empty target to a row without a target, because a reward may not need targets."""
     number, where, row = numbered
     if not isinstance(row, Mapping):
         what = row if isinstance(row, str) else f"is not a dict but {type(row).__name__}"

@@ -15,13 +15,14 @@ from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""Options of `load_dataset`: in CSV only an empty cell is a missing value; NA and None are text."""
+"""Options of `load_dataset` by format. In CSV, only an empty cell is a missing value; NA and None
+are text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
     """Load all splits of a Hub dataset, a folder or a file, as {name: rows}.
 
-    A single .csv, .parquet, .json or .jsonl file is one split, `train`.
+    A single .csv, .parquet, .json or .jsonl file becomes one split, `train`.
     """
     local = Path(path)
     if not local.exists():
@@ -60,9 +61,10 @@ def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Numb
 class Hub(RowReader):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
-    `RowReader` documents the columns. For a dataset with one split, leave `held_out_split` empty:
-    the fraction `held_out_share` is then held out. A hash of the prompt decides, so the same
-    prompts are always held out. Equal prompts are in the same split.
+    The class `RowReader` documents the column options. For a dataset with one split, leave
+    `held_out_split` empty; the fraction `held_out_share` of its rows is then held out. A hash of
+    the prompt decides whether it is held out, so the same prompts are always held out. Equal
+    prompts are in the same split.
     """
 
     path: str

@@ -1,9 +1,9 @@
-"""The `instructions` task: a request to write something, with verifiable instructions (IFEval).
+"""The `instructions` task: a writing request with verifiable instructions (IFEval).
 
-A prompt asks for a text about a topic and gives one to `most` instructions of the 25 that IFEval
-publishes (arXiv 2311.07911), in our words. `info` has the columns of google/IFEval: the names of
-the instructions in `instruction_id_list`, and their arguments in `kwargs`. Held-out prompts have
-other topics than training prompts.
+A prompt asks for a text about a topic, and gives between one and `most` instructions. The
+instructions are of the 25 kinds that IFEval defines (arXiv 2311.07911), in our own words. `info`
+has the columns of google/IFEval: the names of the instructions in `instruction_id_list`, and their
+arguments in `kwargs`. Held-out prompts have other topics than training prompts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORDS = ("simple", "careful", "river", "market", "light", "story", "friend", "ga
 ENDINGS = ("That is all for today.", "Let me know what you think.", "And so it goes on.")
 
 Made = tuple[str, dict[str, Any]]
-"""An instruction as written in the prompt, and its arguments."""
+"""The text of an instruction in the prompt, and the instruction's arguments."""
 
 
 def _relation(chance: Random, low: int, high: int) -> tuple[str, int]:
@@ -170,8 +170,9 @@ MAKERS: Mapping[str, Callable[[Random], Made]] = MappingProxyType(
         "punctuation:no_comma": _plain("Use no commas."),
     }
 )
-"""The instructions that can be combined with any request. The other three need a special request: a
-choice between answers, another language, and the request repeated."""
+"""Generators of the instructions that can be combined with any request. The three other
+instructions of IFEval need a special request: a choice between answers, another language, or a
+repetition of the request."""
 
 APART: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
@@ -226,7 +227,7 @@ class Instructions(GeneratedTask):
 
 
 def _together(chance: Random, count: int) -> list[str]:
-    """Return names of instructions that do not contradict each other."""
+    """Return the names of randomly drawn instructions that do not contradict each other."""
     names: list[str] = []
     for name in chance.sample(list(MAKERS), len(MAKERS)):
         if len(names) < count and not any(name in s and s & set(names) for s in APART):

@@ -16,9 +16,10 @@ from covey.types import Prompt
 class Jsonl(RowReader):
     """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
 
-    With one file, leave `held_out_file` empty: the fraction `held_out_share` of `train_file` is
-    then held out. A hash of the prompt decides, so the same prompts are always held out, and equal
-    prompts are in the same split. `RowReader` documents the other options.
+    With a single file, leave `held_out_file` empty; the fraction `held_out_share` of `train_file`
+    is then held out. A hash of the prompt decides whether it is held out, so the same prompts are
+    always held out, and equal prompts are in the same split. The class `RowReader` documents the
+    other options.
     """
 
     train_file: str
@@ -52,7 +53,7 @@ class Jsonl(RowReader):
 def json_lines(path: Path) -> Iterator[NumberedRow]:
     """Read a file of JSON objects.
 
-    Blank lines are skipped. For a line that is not an object, an error text is returned.
+    Blank lines are skipped. A line that is not a JSON object is returned as an error text.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -64,7 +65,7 @@ def json_lines(path: Path) -> Iterator[NumberedRow]:
 
 
 def json_object(line: str) -> Row | str:
-    """Parse one line, or return an error text that says what is wrong with it.
+    """Parse one line as a JSON object, or return an error text that says what is wrong.
 
     >>> json_object('{"a": 1}'), json_object("[1]")
     ({'a': 1}, 'is not an object but list')

@@ -1,8 +1,9 @@
-"""The `library` task: questions about an invented country, answered only by its documents.
+"""The `library` task: questions about an invented country, which only its documents can answer.
 
 The country has towns, each with a building, and people, each born in a town. A document describes
 one town or one person. A one-hop question needs one document. A two-hop question needs two
-documents: the first names the subject of the second. No model can know the answers.
+documents; the first document names the subject of the second. A model cannot know the answers,
+because the country is invented.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Town:
 
 @cache
 def towns() -> tuple[Town, ...]:
-    """Return the towns of the country, always the same."""
+    """Return the towns of the country, which are always the same."""
     random = Random("library")
     pick = random.choice
     names = random.sample([a + b + c for a in _STARTS for b in _MIDDLES for c in _TOWN_ENDS], TOWNS)
@@ -100,7 +101,7 @@ def documents() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of towns is held out.
+    """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of the towns is held out.
 
     `info["sources"]` lists the documents that contain the answer.
     """

@@ -1,4 +1,4 @@
-"""The `mixed` task: several tasks at once, by weight."""
+"""The `mixed` task: a mixture of several tasks, in proportion to weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ LONGEST_BLOCK = 1000
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Return how many prompts of each part a block contains.
+    """Return the number of prompts of each task part in a block.
 
-    The block is the shortest one with exact proportions. If that would exceed 1000 prompts, the
-    block has about 1000 prompts; each count is then rounded and at least 1.
+    The block is the shortest block with exact proportions of the weights. If the shortest block
+    would exceed 1000 prompts, the block has about 1000 prompts. In such a block, each count is
+    rounded, and is at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -34,9 +35,10 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a block as a list of (part, rank), where rank counts the part's prompts in the block.
+    """Return a block as a list of (part, rank); rank counts the prompts of this part in the block.
 
-    Each part is spread evenly: prompt r of its n prompts is at position (r + 1/2) / n.
+    The prompts of each part are spread evenly: prompt r of n has the relative position (r + 1/2) /
+    n.
 
     >>> pattern([3, 1])
     [(0, 0), (0, 1), (1, 0), (0, 2)]
@@ -53,13 +55,14 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 class Mixed:
     """Several tasks, mixed by weight: `parts` is {KEY: {name, weight, options of that task}}.
 
-    `name` defaults to the key, `weight` to 1. Training prompts come in blocks that contain the
-    parts in proportion to their weights. There are enough blocks for every prompt of every part. A
-    part that runs out of prompts earlier starts again, and its ids then end in `~1`, `~2` and so
-    on. The held-out prompts are those of all parts, one part after the other.
+    `name` defaults to the key, and `weight` to 1. Training prompts come in blocks that contain the
+    parts in proportion to their weights. The number of blocks is large enough to use every prompt
+    of every part. A part that runs out of prompts earlier repeats its prompts. The ids of repeated
+    prompts end in `~1`, `~2` and so on. The held-out prompts are the held-out prompts of all parts,
+    one part after the other.
 
-    Prompts keep the name of their task, so rewards can depend on it. Their ids get the part's key
-    as a prefix, unless they already have it.
+    Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt gets
+    the part's key as a prefix, unless the id already has this prefix.
     """
 
     parts: Mapping[str, Mapping[str, Any]]
@@ -77,7 +80,7 @@ class Mixed:
 
     @property
     def bad_rows(self) -> dict[str, list[str]]:
-        """The rows that the parts skipped, by part and split."""
+        """The bad rows that the parts skipped, by part and split."""
         return {
             f"{key}/{split}": lines
             for key, task in self.tasks.items()
@@ -106,7 +109,7 @@ class Mixed:
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """The held-out prompts of every part, one after the other."""
+        """The held-out prompts of all parts, one part after the other."""
         return [_of_part(p, key) for key, task in self.tasks.items() for p in task.held_out()]
 
 

@@ -1,4 +1,5 @@
-"""Finds held-out prompts that are training prompts too, which would measure memorization."""
+"""Finds held-out prompts that are also training prompts; evaluations on them measure
+memorization."""
 
 from __future__ import annotations
 
@@ -14,5 +15,5 @@ def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[
 
 
 def _text(prompt: Prompt) -> str:
-    """Return the text of all messages, ignoring whitespace and case."""
+    """Return the text of all messages, with whitespace and case normalised."""
     return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())

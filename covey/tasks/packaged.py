@@ -1,4 +1,5 @@
-"""Problems that ship with the package, one JSON object per line, split into train and held out."""
+"""Problems that ship with the package, one JSON object per line, split into training and held-out
+problems."""
 
 from __future__ import annotations
 

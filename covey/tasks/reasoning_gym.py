@@ -1,12 +1,12 @@
 """The `reasoning_gym` task: procedural datasets of the reasoning_gym package and their scorers.
 
-A hash of the question decides the split of a problem, so that training and held-out problems never
-overlap, even if a dataset has few questions. If problem i belongs to the other split, it is
-generated again with another seed.
+A hash of the question decides the split of a problem. So training and held-out problems never
+overlap, even if a dataset has few questions. If a generated problem belongs to the other split, the
+task generates another problem with another seed.
 
 Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set. If it is not set, Covey refuses these datasets. The prompt also
-contains the dataset entry, so scores are correct in every process.
+unless PYTHONHASHSEED is set. If PYTHONHASHSEED is not set, Covey refuses these datasets. The prompt
+also contains the dataset entry, so scores are correct in every process.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ HELD_OUT_SHARE = 0.25
 MAX_SIZE = 10_000_000
 FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
-"""How many seeds to try.
+"""Number of seeds to try.
 
-Seeds are MAX_SIZE apart, because entry i uses seed + i. All seeds are below 2**32.
+Two seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are below 2**32.
 """
 
 EXAMPLES = {
@@ -48,7 +48,7 @@ EXAMPLES = {
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
 }
-"""Datasets with many correct answers, and the metadata field that gives one of them."""
+"""Datasets with many correct answers, and the metadata field that contains one correct answer."""
 
 HASH_DEPENDENT = frozenset(
     {
@@ -65,7 +65,7 @@ HASH_DEPENDENT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The arguments that a dataset was created with."""
+    """The arguments with which a dataset was created."""
 
     dataset: str
     seed: int
@@ -93,7 +93,7 @@ def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> An
 
 
 def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the dataset and the entry of a prompt, in any process."""
+    """Return the dataset and the entry of a prompt; this works in any process."""
     origin = info.get("reasoning_gym")
     if origin is None:
         raise ValueError("the prompt has no info['reasoning_gym']: it comes from another task")
@@ -102,7 +102,7 @@ def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
-    """Generate an entry, the same one on every call."""
+    """Generate an entry of a dataset, which is the same on every call."""
     state = random.getstate()
     random.seed(f"{seed}/{index}")  # list_functions draws from the global generator
     try:
@@ -115,9 +115,9 @@ def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Copy plain Python data, with numpy's numbers and strings converted to Python's.
+    """Copy plain Python data; convert numpy's numbers and strings to Python's.
 
-    Raises TypeError for anything else.
+    Raises TypeError for data of any other type.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -136,9 +136,9 @@ def plain(value: Any) -> Any:
 class ReasoningGym(GeneratedTask):
     """Problems of one dataset of reasoning_gym, such as chain_sum.
 
-    `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. `instruction`
-    follows each prompt. The target is the dataset's answer, or empty if many answers are correct.
-    The reward `reasoning_gym` calls the dataset's scorer.
+    `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
+    `instruction` is appended to each prompt. The target is the dataset's answer; it is empty if
+    many answers are correct. The reward `reasoning_gym` calls the dataset's scorer.
     """
 
     dataset: str

@@ -56,8 +56,8 @@ def is_user_task(name: str) -> bool:
 def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task], dict[str, Any]]:
     """Return the constructor of a task, and the options that the name itself sets.
 
-    A name is one of TASKS, `reasoning_gym:chain_sum` for one of its datasets, or the import path
-    `my_package.module:function` of a user's task.
+    A name is one of TASKS, a dataset of reasoning_gym such as `reasoning_gym:chain_sum`, or the
+    import path `my_package.module:function` of a user's task.
 
     >>> find_task("reasoning_gym:chain_sum")[1]
     {'dataset': 'chain_sum'}

@@ -1,4 +1,4 @@
-"""Turns rows of data into prompts: the meaning of each column, and the report of bad rows."""
+"""Turns rows of data into prompts: options for the meaning of columns, and reports of bad rows."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ from covey.types import Message, Prompt
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
-"""Columns that are tried by default; the first one that a row has is used."""
+"""Default columns of the target; the first column that a row has is used."""
 EXACT_FLOAT = 2**53
 """Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""Matches in a template: a doubled brace, a column in braces, or `{}`, which is not replaced."""
+"""A pattern for the parts of a template: a doubled brace, a column in braces, or `{}`."""
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
-"""A row's index, its location for messages, and the row itself or an error text."""
+"""The index of a row, its location for error messages, and the row itself or an error text."""
 
 
 class BadRow(Exception):
-    """Raised if a row cannot become a prompt. The message says why: `has no 'target'`."""
+    """Raised if a row cannot become a prompt.
+
+    The message of the exception says why, for example `has no 'target'`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
     """Turns rows into prompts. The options define the meaning of each column.
 
-    `prompt` names the column with the prompt: text, or a list of {role, content} messages. By
-    default this column is the first of `prompt`, `question` and `messages` that a row has.
-    `template`, if given, replaces it: the template is the prompt's text, with every `{column}`
-    filled in. In a template `{{` and `}}` are braces, and `{}` is not replaced. `target` names the
-    column with the expected answer; by default `target` or `answer`. All other columns are kept in
-    `info`. `columns` gives columns other names in `info`, and keeps every column that it names.
-    `system`, if given, is the system message, unless the row's messages have one. `instruction`
-    follows each prompt. `only` is {column: values}: rows with another value in that column are left
-    out, and do not count as bad rows.
+    `prompt` names the column with the prompt, which is a text or a list of {role, content}
+    messages. By default this column is the first of `prompt`, `question` and `messages` that a row
+    has. `template`, if given, is used instead of this column. The template is the text of the
+    prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
+    `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
+    answer; the default is `target` or `answer`. All other columns are kept in `info`. `columns`
+    maps columns to other names in `info`, and every column in this mapping is kept. `system`, if
+    given, is the system message, unless the row's messages have one. The text `instruction` is
+    appended to each prompt. `only` is {column: values}. Rows with another value in that column are
+    left out, and do not count as bad rows.
 
-    A bad row raises an error. With `skip_bad_rows` a bad row is left out instead, and listed in
+    By default, a bad row raises an error. With `skip_bad_rows` bad rows are left out and listed in
     `bad_rows` by split.
     """
 
@@ -75,7 +79,7 @@ class RowReader:
             raise ConfigError(f"task: columns gives one name to two columns: {names}")
 
     def read(self, split: str, rows: Iterable[NumberedRow], source: str) -> list[Prompt]:
-        """Return the prompts of a split, and fill `bad_rows[split]`."""
+        """Return the prompts of a split, and write its bad rows to `bad_rows[split]`."""
         prompts: list[Prompt] = []
         skipped = self.bad_rows[split] = []
         for number, where, row in rows:
@@ -95,7 +99,7 @@ class RowReader:
         return prompts
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
-        """Split the rows of a single source; return the training or the held-out prompts."""
+        """Split the rows of a single source, and return its training or its held-out prompts."""
         held_out = split == "held_out"
         chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
         if not chosen:
@@ -154,7 +158,7 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _present(row: Row, column: str, defaults: tuple[str, ...]) -> str:
-    """Return the configured column, else the first default column that the row has."""
+    """Return the configured column, or else the first default column that the row has."""
     choices = (column,) if column else defaults
     for name in choices:
         if name in row:
@@ -175,7 +179,10 @@ def _replacement(match: re.Match[str], row: Row) -> str:
 
 
 def _written(value: Any) -> str:
-    """Write a value as text. 4.0 becomes 4, because an empty cell turns a column into floats."""
+    """Return a value as text.
+
+    The float 4.0 becomes `4`, because an empty cell turns a column of integers into floats.
+    """
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOAT:
         return str(int(value))
     return str(value)

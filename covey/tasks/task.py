@@ -16,20 +16,20 @@ THINK_THEN_ANSWER = (
     "Think it through between <think> and </think>, then give the final answer, and nothing else, "
     "between <answer> and </answer>."
 )
-"""The instruction of tasks whose reward reads the answer tags."""
+"""The instruction for tasks whose reward reads the answer between answer tags."""
 
 MOST_PROMPTS = 10**9
 """The largest size of a generated split."""
 
 
 class Task(Protocol):
-    """Training prompts and held-out prompts: two disjoint sequences.
+    """A task: two disjoint sequences of prompts, for training and held out for evaluation.
 
-    Each prompt depends only on its index. `info["solution"]`, where a task has it, is a correct
-    answer: the text between the answer tags, the code or the tool call itself. `info["worked"]` is
-    the reasoning that leads to it.
+    Each prompt depends only on its index in the sequence. `info["solution"]`, which only some tasks
+    have, is a correct answer: the text between the answer tags, the code or the tool call itself.
+    `info["worked"]` is the reasoning that leads to the solution.
 
-    A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
+    A task that skips bad rows lists these rows in `bad_rows`; see `bad_rows_of`.
     """
 
     @property
@@ -50,7 +50,7 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """For a mixed task, the part that each prompt of a block comes from. Blocks repeat."""
+        """For a mixed task, the task part of each prompt in a block. Blocks repeat."""
 
     def __len__(self) -> int:
         return self.size
@@ -113,7 +113,7 @@ def bad_rows_of(task: Task) -> list[str]:
 
 
 def with_instruction(text: str, instruction: str) -> str:
-    """Append the instruction to a prompt's text."""
+    """Append an instruction to the text of a prompt."""
     return f"{text}\n\n{instruction}" if instruction else text
 
 

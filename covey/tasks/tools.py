@@ -1,4 +1,4 @@
-"""The `tools` task: a request, and the one tool call that fulfils it."""
+"""The `tools` task: a user request, and the single tool call that fulfils it."""
 
 from __future__ import annotations
 

@@ -11,12 +11,13 @@ from covey.tasks.task import Task
 from covey.types import Prompt
 
 FIRST = 8
-"""How many prompts are checked if they are generated on access. A list is checked in full."""
+"""Number of prompts that are checked if prompts are generated on access. If the prompts are a list,
+all of them are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserTask:
-    """A user's task: yields its prompts, or raises an error that says what is wrong with one."""
+    """A user's task that checks each prompt; for an invalid prompt, an error says what is wrong."""
 
     task: Task
     path: str
@@ -29,7 +30,7 @@ class UserTask:
 
     @property
     def bad_rows(self) -> Mapping[str, Sequence[str]]:
-        """Rows that the task skipped, if it lists them."""
+        """The bad rows that the task skipped, if the task has a list of them."""
         found: Mapping[str, Sequence[str]] = getattr(self.task, "bad_rows", {})
         return found
 

@@ -14,9 +14,10 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers:
-    """The rows of a package's `load_environment()`; its evaluation rows are held out.
+    """The rows of a package's `load_environment()`; the package's evaluation rows are held out.
 
-    Use it with the environment `verifiers` of the same package and with the reward `environment`.
+    Use this task with the environment `verifiers` of the same package and with the reward
+    `environment`.
     """
 
     package: str

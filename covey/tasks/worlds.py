@@ -12,7 +12,8 @@ from covey.types import Prompt
 class Worlds(GeneratedTask):
     """Prompts that differ in `info["world"]`, the seed of the environment's world.
 
-    No held-out world is used for training. The environment adds its rules to the text.
+    No held-out world is used for training. The environment adds its rules to the text of the
+    prompt.
     """
 
     text: str = "Let us play a game. Use the tools to act."

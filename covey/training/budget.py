@@ -1,10 +1,10 @@
 """The length of a run: a number of training steps, or a budget of tokens or optimizer steps.
 
-The cost of a training step differs between algorithms: dynamic sampling samples several times, and
-long completions have more tokens. To compare algorithms fairly, a run may end at the first step
-that reaches a number of sampled tokens or of optimizer steps. Schedules that count steps (learning
-rate, evaluations, reward weights) then follow the fraction of the budget that is used. They treat
-the whole budget as `train.steps` steps.
+The cost of a training step differs between algorithms. For example, dynamic sampling may sample
+several times per step, and longer completions cost more. To compare algorithms fairly, a run may
+end at the first step that reaches a number of sampled tokens or of optimizer steps. With such a
+budget, schedules that count steps (learning rate, evaluations, reward weights) follow the used
+fraction of the budget. Schedules treat the whole budget as `train.steps` steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """The steps, tokens and optimizer steps that a run has used so far."""
+    """The training steps, tokens and optimizer steps that a run has used so far."""
 
     steps: int = 0
     tokens: int = 0
@@ -36,7 +36,7 @@ class Budget:
 
     @property
     def amount(self) -> int:
-        """The number of training steps, tokens or optimizer steps."""
+        """The size of the budget: a number of training steps, tokens or optimizer steps."""
         return self.settings.amount
 
     def spent(self, used: Used) -> float:
@@ -59,7 +59,7 @@ class Budget:
         return False
 
     def passed(self, every: int, before: Used, after: Used) -> bool:
-        """Whether progress went past a multiple of `every` steps between `before` and `after`."""
+        """Whether a multiple of `every` steps lies between the progress `before` and `after`."""
         worth = every * self.amount
         marks = [self._count(u) * self.settings.steps // worth for u in (before, after)]
         return marks[1] > marks[0]

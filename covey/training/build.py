@@ -68,18 +68,20 @@ class Components:
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer of evaluations. It is the same object as `scorer`, unless evaluate.reward names
-    another reward, or several runs must be evaluated with the same reward."""
+    """The scorer of evaluations. The evaluation scorer is the same object as `scorer`, except if
+    evaluate.reward names another reward or if several runs must be evaluated with the same
+    reward."""
     baselines: Baselines | None = None
-    """Baselines on the held-out prompts. None if they cannot be computed."""
+    """Baselines on the held-out prompts. The value is None if the baselines cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """A lock, held from loading weights into the engine until generation with them ends."""
+    """A lock for the engine, from loading its weights to the end of generation with these
+    weights."""
     sampling: Sampling
     interaction: Interaction | None = None
-    """The interaction with an environment. None if every rollout is one completion."""
+    """The interaction with an environment. The value is None if every rollout is one completion."""
     world: World = field(default_factory=World)
 
     def close(self) -> None:
@@ -93,7 +95,7 @@ class Components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(Components):
-    """The parts of a run of reinforcement learning."""
+    """The parts of a reinforcement learning run."""
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
@@ -103,7 +105,7 @@ class Parts(Components):
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
-        """Return the learner of the training step that begins at `state`."""
+        """Return the learner for the training step that begins at `state`."""
         base = Learner(
             policy=self.policy,
             objective=self.objective,
@@ -123,7 +125,7 @@ def assemble(
     world: World = World(),  # noqa: B008 - without state
     environment: Factory | None = None,
 ) -> Parts:
-    """Build all parts of a run; objects passed from Python replace those named in the config."""
+    """Build all parts of a run; objects passed from Python replace the ones in the config."""
     check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = _prompts(config, task)
@@ -204,7 +206,7 @@ def reference_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Reference | None:
-    """Build the reference policy, if the objective needs one."""
+    """Build the reference policy, if the objective needs a reference."""
     if "reference" not in objective.needs:
         return None
     if config.cluster.address and config.cluster.reference_actor:
@@ -220,7 +222,7 @@ def teacher_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Reference | None:
-    """Load the teacher, if the objective needs one."""
+    """Load the teacher model, if the objective needs a teacher."""
     if "teacher" not in objective.needs:
         return None
 
@@ -239,7 +241,7 @@ def critic_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Critic | None:
-    """Load the critic, if the objective trains one."""
+    """Load the critic, if the objective trains a critic."""
     if "values" not in objective.needs:
         return None
     if world.size > 1:
@@ -260,7 +262,7 @@ def critic_of(
 def _load_frozen(
     config: Config, policy: LanguageModel, world: World, *, offload: bool
 ) -> LanguageModel:
-    """Load a frozen model beside the policy, sharded over the ranks if the policy is."""
+    """Load a frozen model in addition to the policy; shard it if the policy is sharded."""
     found = load_model(config, world.device(config.model.device))
     if not policy.sharded:
         return found
@@ -345,19 +347,24 @@ def step_settings_of(
 ) -> StepSettings:
     """Return the settings that turn a batch into optimizer steps, with their learning rates.
 
-    The engine declares `exact_logp`: whether its log-probs may be used as old_logp. The log-probs
-    of stale rollouts may be used too, if the objective's ratio has to correct for staleness.
+    `exact_logp` is declared by the engine, and says whether its log-probs may be used as old_logp.
+    The engine's log-probs of stale rollouts may be used too, if the objective's ratio has to
+    correct for staleness.
     """
     source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file
     exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
+    from_sampler = sampled and (source == "sampler" or (source == "auto" and exact))
+    once = config.train.mini_batches * config.train.epochs == 1 and not config.adapter.dropout
+    in_pass = once and source == "auto" and not from_sampler and objective.corrects_by_row
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
-        old_logp_from_sampler=sampled and (source == "sampler" or (source == "auto" and exact)),
+        old_logp_from_sampler=from_sampler,
+        old_logp_in_pass=in_pass,
         sampled=sampled,
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
@@ -369,7 +376,7 @@ def step_settings_of(
 
 
 def learner_at(base: Learner, config: Config, state: State) -> Learner:
-    """Return a learner with the beta and the learning rate of the step that begins at `state`."""
+    """Return a learner with the KL weight and learning rate of the step that begins at `state`."""
     rate = schedule_of(config, state.used(base.policy))
     return replace(
         base,

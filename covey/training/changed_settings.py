@@ -1,8 +1,8 @@
-"""Which settings may change when a run is resumed, and why others may not.
+"""Rules for changed settings when a run is resumed: which may change, and which may not.
 
-A setting may change if the checkpoint can still be loaded, and if the steps already trained would
-have had the same data and policy. So the length of the run, learning rate, limits, evaluations and
-saving may change.
+A setting may change if the checkpoint can still be loaded, and if the change would not have
+affected the data and policy of the steps already trained. So the settings of run length, learning
+rate, limits, evaluations and saving may change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from covey.run.folder import RunFolder
 from covey.training.resolve import resolve
 
 CHANGES = "changes.jsonl"
-"""File with a line for each resume that changed settings: the step, and each old and new value."""
+"""Name of the file with a line for each resume that changed settings. A line has the step, and each
+old and new value."""
 OTHER_RUN = "start a new run from the checkpoint, with --model"
 FIXED: Mapping[str, str] = {
     "seed": f"it decides which prompts and random numbers all steps draw; {OTHER_RUN}",
@@ -44,7 +45,7 @@ FIXED: Mapping[str, str] = {
     "sft.file": f"steps would draw other solutions; {OTHER_RUN}",
     "sft.template": f"steps would draw other solutions; {OTHER_RUN}",
 }
-"""Settings and sections that may not change. All others may."""
+"""Settings and sections that may not change on resume, each with the reason. All others may."""
 
 Change = tuple[Any, Any]
 
@@ -52,7 +53,7 @@ Change = tuple[Any, Any]
 def resumed_config(
     run: RunFolder, overrides: Iterable[str] = (), **options: Any
 ) -> tuple[Config, dict[str, Change]]:
-    """Return the resolved settings of a run with overrides, and the changed settings.
+    """Return the resolved settings of a run after overrides, and the changed settings.
 
     Raise ConfigError for a setting that may not change. `options` are arguments of `resolve`.
     """

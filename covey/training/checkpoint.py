@@ -4,10 +4,11 @@
     optimizer.safetensors                          AdamW's moments
     covey.json                                     the state of the run and the policy version
 
-With an adapter, the first line is adapter_config.json and adapter_model.safetensors in peft's
-format instead, because frozen weights are not saved again. Moving references and rollouts in flight
-(in_flight.jsonl) add files. With sharded parameters, the folder `state` replaces
-optimizer.safetensors (sharded_state.py). Any number of ranks can load either.
+With an adapter, the folder contains adapter_config.json and adapter_model.safetensors in peft's
+format instead of the model, because frozen weights are not saved again. Moving references and
+rollouts in flight (in_flight.jsonl) add further files. With sharded parameters, the folder `state`
+replaces optimizer.safetensors (sharded_state.py). Any number of ranks can load a checkpoint of
+either kind.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """The state that training steps pass on, beside the policy and the reference."""
+    """The state of a run between training steps, apart from the policy and the reference."""
 
     step: int = 0
     episode: int = 0
@@ -56,7 +57,7 @@ class State:
     beta: float = 0.0
     """Weight of the KL penalty, which an objective may adapt during the run."""
     evaluation_due: bool = False
-    """Whether the evaluation that is due after this step still has to run."""
+    """Whether an evaluation is due after this step and has not run yet."""
 
     def used(self, policy: Policy) -> Used:
         """Return the steps, tokens and optimizer steps that the run has used."""
@@ -73,10 +74,10 @@ def save(
     more: Callable[[Path], None] = lambda folder: None,
     world: World = World(),  # noqa: B008 - without state
 ) -> None:
-    """Write the checkpoint of a step atomically; keep only the newest `keep` and the best one.
+    """Write the checkpoint of a step atomically; keep only the newest `keep` and the best.
 
-    Rank 0 writes it. With sharded parameters, each rank writes its own part into the same folder.
-    `more` is called on every rank, and adds files to the checkpoint.
+    Rank 0 writes the checkpoint. With sharded parameters, each rank writes its own part into the
+    same folder. The function `more` is called on every rank, and adds files to the checkpoint.
     """
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
@@ -124,7 +125,7 @@ def resume(
     note: Note,
     world: World = World(),  # noqa: B008 - without state
 ) -> State:
-    """Restore a run at `start`: return the state of its checkpoint, or `fresh` without one.
+    """Restore a run at `start`; return the state in its checkpoint, or `fresh` for a new run.
 
     Records of later steps are moved away, because these steps are computed again.
     """
@@ -145,8 +146,8 @@ def save_policy(
 ) -> None:
     """Write policy, optimizer and `state` into an existing folder.
 
-    With a sharded policy, all ranks call this; the rank where `writes` is true saves the model.
-    The optimizer's state is then in the folder already.
+    With a sharded policy, all ranks call this function, and the rank with `writes` saves the model.
+    If the policy is sharded, the folder already contains the optimizer's state.
     """
     try:
         if policy.model.adapter is None:
@@ -177,7 +178,7 @@ def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 
 
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the model's weights at the optimizer's precision; without `keep`, only gather them."""
+    """Return the model's weights in the optimizer's precision; without `keep`, return {}."""
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
     # A tied weight has two names, but only one master copy.
     names = {id(p): n for n, p in policy.optimizer.parameters.items()}
@@ -190,9 +191,9 @@ def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.T
 
 
 def _whole(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return full tensors in main memory; without `keep`, only take part in gathering them.
+    """Gather full tensors, and return them in main memory; without `keep`, return {}.
 
-    Tensors are gathered one at a time, because a device may have no memory for all of them.
+    Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
     """
     found: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
@@ -221,7 +222,7 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
 def _load_whole(
     optimizer: Optimizer, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load full tensors, which all ranks have read, into whole or sharded masters."""
+    """Copy full tensors, which all ranks have read, into whole or sharded master weights."""
     masters = optimizer.masters
     placed = {name: placed_like(weights[name].detach(), masters[name]) for name in masters}
     state = {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()}

@@ -34,7 +34,8 @@ def collate(
 ) -> Batch:
     """Stack the segments of all rollouts of all groups in order, one row per segment.
 
-    `parts` names the reward parts to include; empty means all, and None means no parts.
+    `parts` names the reward parts to include; an empty list means all parts, and None means no
+    parts.
     """
     numbered = enumerate(
         (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
@@ -106,7 +107,7 @@ def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.
 
 
 def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
-    """Return turn, turn_reward and state of each token; empty if no rollout has an episode."""
+    """Return turn, turn_reward and state of each token, or {} if no rollout has an episode."""
     if all(row.of.episode is None for row in rows):
         return {}
     shape = len(rows), max(len(row.segment.tokens) for row in rows)
@@ -128,7 +129,10 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
-    """Return each token's kept set, None if there are none. Refuse a set that lacks its token."""
+    """Return each token's kept set, or None if no token has one.
+
+    Refuse a kept set without its own token.
+    """
     if not any(row.segment.kept for row in rows):
         return None
     tokens = _padded([row.segment.tokens for row in rows], np.int64).numpy()
@@ -149,7 +153,10 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
-    """Refuse log-probs that are not finite. The CPU checks, so no device is synchronized."""
+    """Refuse log-probs that are not finite.
+
+    The check runs on the CPU, so that it does not wait for a GPU.
+    """
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():
         first = rollouts[int(wrong.any(dim=1).int().argmax())]

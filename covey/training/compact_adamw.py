@@ -6,9 +6,9 @@
     sum of gradients      4         4      float32
     moments               8         4      compact: bfloat16, rounded at random (compact_step.py)
 
-Weights lose no precision: both halves together are the float32 master, bit for bit. A float32
-parameter stays in float32, and only its moments are compact. Random rounding depends only on (seed,
-storage, step, element), so a resumed run gives the same results.
+Weights lose no precision, because the two 16-bit halves together are the exact float32 master. A
+float32 parameter stays in float32, and only its moments are compact. Random rounding depends only
+on (seed, storage, step, element), so a resumed run gives the same results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from covey.training.optimizer import AdamWSettings, Stepped
 Step = Callable[..., None]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the moments in torch's AdamW, so that either state can be loaded into the other."""
+"""Names of the moments in torch's AdamW, so that each optimizer can load the other's state."""
 
 
 class CompactAdamW:
-    """AdamW with compact state. It updates bfloat16 or float32 parameters in place."""
+    """AdamW with compact state. The optimizer updates bfloat16 or float32 parameters in place."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CompactAdamW:
         self._kept = {name: kept for store in self.stores for name, kept in store.split().items()}
 
     def step(self, rate: float) -> Stepped:
-        """Clip, step and clear the gradients."""
+        """Clip the gradients, take an optimizer step, and clear the gradients."""
         found = [(s, grad) for s in self.stores if (grad := s.gradient()) is not None]
         norm = float(torch.nn.utils.get_total_norm([grad for _, grad in found]))
         finite = math.isfinite(norm)
@@ -72,7 +72,7 @@ class CompactAdamW:
         return _Masters(self.parameters, self._kept)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the sums of gradients since they were last cleared."""
+        """Return the gradients accumulated since they were last cleared."""
         return {name: _holder(p).grad for name, p in self.parameters.items()}
 
     def zero_grad(self) -> None:
@@ -92,7 +92,7 @@ class CompactAdamW:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore weights and moments; moments of a float32 state are rounded to nearest."""
+        """Restore weights and moments; float32 moments are rounded to nearest."""
         for name, parameter in self.parameters.items():
             kept = self._kept[name]
             if "low" in kept:
@@ -108,7 +108,10 @@ class CompactAdamW:
 
 
 class _Store:
-    """The parameters in one storage, with their optimizer state. One call updates all of them."""
+    """The parameters in one storage, with their optimizer state.
+
+    One call updates all parameters of a storage.
+    """
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
         self.number, self.names, self.parameters = number, list(names), list(parameters)
@@ -118,7 +121,7 @@ class _Store:
         self.moments = torch.zeros_like(blank), torch.zeros_like(blank)
 
     def weight(self) -> torch.Tensor:
-        """Return all parameters as one tensor; bfloat16 parameters as int16 bits."""
+        """Return all parameters as one tensor; bfloat16 parameters are returned as int16 bits."""
         found = fused_view(self.parameters)
         assert found is not None, "parameters were moved apart"
         return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
@@ -130,7 +133,7 @@ class _Store:
         return grad
 
     def step(self, grad: torch.Tensor, numbers: Numbers, seed: int) -> None:
-        """Take a step in place, on the device of the tensors."""
+        """Take an optimizer step in place, on the device of the tensors."""
         first, second = self.moments
         with torch.no_grad():
             _step_for(grad.device)(
@@ -199,7 +202,7 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
 
 
 def _holder(parameter: nn.Parameter) -> Any:
-    """Return the tensor whose `.grad` is used: the parameter, or its master in a gradient sink."""
+    """Return the tensor whose `.grad` is used: the parameter, or its float32 master."""
     sink: GradSink | None = getattr(parameter, "grad_sink", None)
     part: int = getattr(parameter, "grad_part", 0)
     return parameter if sink is None else sink.masters[part]
@@ -214,7 +217,7 @@ def _step_for(device: torch.device) -> Step:
 
 
 def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
-    """Write float32 values as two halves, a chunk at a time."""
+    """Write float32 values as two 16-bit halves, a chunk at a time."""
     bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
     for start in range(0, len(bits), CHUNK):
         part = slice(start, start + CHUNK)

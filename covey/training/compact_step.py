@@ -1,11 +1,11 @@
-"""AdamW step on a compact state, in torch operations. Its results equal the Triton kernel's.
+"""AdamW step on a compact state, in torch operations. The Triton kernel gives the same results.
 
-A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16, which
-the model computes with. The lower half is the difference between the bits of the two, so together
-they are the exact weight. Moments are bfloat16 with stochastic rounding: up or down at random, and
-correct on average. Rounding to nearest would freeze the second moment: with beta2 = 0.999 a step
-reduces it by at most a thousandth, while neighbouring bfloat16 numbers differ by 1/256 to 1/128.
-The kernel is covey/accel/kernels/adamw.py.
+A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16 number,
+with which the model computes. The lower half is the difference between the bits of the weight and
+of this bfloat16 number, so the two halves give the exact weight. Moments are stored in bfloat16
+with stochastic rounding, which is correct on average. Rounding to nearest would freeze the second
+moment. With beta2 = 0.999 a step reduces the moment by at most a thousandth, while neighbouring
+bfloat16 numbers differ by 1/256 to 1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ CHUNK = 1 << 17
 
 
 class Numbers(NamedTuple):
-    """Scalars that all elements of a step share, in the order of the kernel's arguments."""
+    """Scalars of a step that are the same for all elements, in the order of kernel arguments."""
 
     clip: float
-    """Factor that clips gradients within the step, so that clipping needs no separate pass."""
+    """Factor by which the step multiplies gradients, so that clipping needs no separate pass."""
     beta1: float
     rest1: float
     """1 - beta1."""
     beta2: float
     rest2: float
     keep: float
-    """Factor that weights are multiplied by: 1 - rate * weight_decay."""
+    """Factor by which weights are multiplied: 1 - rate * weight_decay."""
     size: float
-    """The rate, divided by the first moment's bias correction."""
+    """The learning rate, divided by the first moment's bias correction."""
     inverse_root: float
     """The second moment's bias correction, as a factor of the moment's square root."""
     eps: float
@@ -58,9 +58,9 @@ def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) 
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 values as two int16 halves: the nearest bfloat16, and the rest of the bits.
+    """Return float32 values as two int16 halves: the nearest bfloat16, and the remaining bits.
 
-    Ties are rounded away from 0. A NaN stays a NaN, and its other bits are dropped.
+    Ties are rounded away from 0. A NaN stays a NaN, but its other bits are lost.
     """
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -71,7 +71,7 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of two halves."""
+    """Return the float32 values that two int16 halves represent."""
     return (upper.int() << 16).add_(lower).view(torch.float32)
 
 
@@ -85,7 +85,7 @@ def keys_of(seed: int, number: int, step: int) -> tuple[int, int]:
 def random_bits(
     start: int, count: int, keys: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
-    """Return 32 random bits for each of `count` elements from `start` on, as int32."""
+    """Return 32 random bits as int32 for `count` elements, beginning at element `start`."""
     signed = (start + 2**31) % 2**32 - 2**31
     bits = torch.arange(count, dtype=torch.int32, device=device).add_(signed)
     for key in keys:
@@ -105,8 +105,9 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random`, from 0 to 2 ** 16 - 1 for each value, is added to the bits that are cut off. Larger
-    bits carry more often, so values are rounded up with the right probability.
+    `random`, from 0 to 2 ** 16 - 1 for each value, is added to the lower 16 bits, which are then
+    dropped. The larger the lower bits are, the more often the sum carries, so values are rounded up
+    with the right probability.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -121,10 +122,10 @@ def adamw(
     numbers: Numbers,
     keys: tuple[int, int],
 ) -> None:
-    """Take an AdamW step in place on flat tensors. Moments are bfloat16 bits as int16.
+    """Take an AdamW step in place on flat tensors.
 
-    With `low`, weights are int16 halves; without it, they are float32. The step uses the moments
-    before they are rounded.
+    Moments are bfloat16 numbers, stored as int16 bits. With `low`, weights are two int16 halves;
+    without `low`, weights are float32. The step uses the moments before rounding.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

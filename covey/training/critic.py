@@ -1,9 +1,9 @@
 """The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
 The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
-mix the two gradients, whose scales are unrelated. A head on detached hidden states could only use
-information that the policy already represents. The cost is a second model in training, which
-`covey plan` counts.
+mix the gradients of policy and critic, whose scales are unrelated. A head on detached hidden states
+could only use information that the policy already represents. The cost of a separate critic is a
+second model in training, which `covey plan` counts.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Critic:
     warmup_steps: int = 0
 
     def warms_up(self, step: int) -> bool:
-        """Whether training step number `step`, from 1, trains the critic alone."""
+        """Whether training step number `step`, counted from 1, trains only the critic."""
         return step <= self.warmup_steps
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the value before every trained token [B, T], 0 elsewhere; in float32 or better."""
+        """Return the critic's value before every trained token [B, T], and 0 for other tokens."""
         hidden, _, cells = predicting_hidden(self.model, batch)
         values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         blank = values.new_zeros(batch.mask.numel())
         return blank.index_copy(0, cells, values).view_as(batch.mask)
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer into a checkpoint."""
+        """Write the critic's weights and optimizer state into a checkpoint."""
         masters = {k: v.detach().contiguous() for k, v in self.optimizer.masters.items()}
         moments = {k: v.contiguous() for k, v in self.optimizer.state().items()}
         try:
@@ -72,7 +72,7 @@ class Critic:
             raise OSError(str(error)) from None
 
     def load(self, folder: Path) -> None:
-        """Restore the weights and optimizer that `save` wrote."""
+        """Restore the critic's weights and optimizer state from a checkpoint."""
         try:
             weights, moments = load_file(folder / WEIGHTS_FILE), load_file(folder / OPTIMIZER_FILE)
             if weights.keys() != self.optimizer.masters.keys():
@@ -89,7 +89,10 @@ def make_critic(
     load: Callable[[str], LanguageModel],
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
 ) -> Critic:
-    """Build the critic. `load` loads its model, which must have the policy's tokenizer."""
+    """Build the critic.
+
+    The function `load` loads the critic's model, which must have the policy's tokenizer.
+    """
     section = config.critic
     model = load(section.path or config.model.path)
     if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
@@ -142,7 +145,7 @@ def critic_step(
 
 
 def critic_metrics(batch: Batch) -> dict[str, float]:
-    """Return how well the critic predicted the values of this step before training on them."""
+    """Return metrics of the critic's predictions in this step, before the critic trains on it."""
     assert batch.values is not None
     assert batch.targets is not None
     explained = explained_variance(batch.values, batch.targets, batch.mask)

@@ -1,4 +1,5 @@
-"""Entry point of an engine process: `python -m covey.training.engine_worker FD FD`."""
+"""Entry point of an engine process. The command is `python -m covey.training.engine_worker FD
+FD`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Checks for log-probabilities that are not finite, before a step trains on them.
 
-Ratios and penalties are clamped, and the gradient of a clamp at NaN is 0. A NaN in ref_logp would
-silently remove the KL penalty of its token. A NaN in the log-probs of the policy that sampled would
-remove the token from the loss. So values that are not finite are counted before they are used.
+Probability ratios and penalties are clamped, and the gradient of a clamp is 0 for NaN. A NaN in
+ref_logp would silently remove the KL penalty of its token. A NaN in the log-probs of the sampling
+policy would remove its token from the loss. So values that are not finite are counted before they
+are used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CAUSES = {
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
-"""Each field's source, and the advice to the user if its values are not finite."""
+"""The source of each batch field, and advice to the user if its values are not finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:

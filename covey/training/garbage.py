@@ -1,8 +1,8 @@
 """Exclude long-lived objects from Python's garbage collection, for speed.
 
 Torch, transformers and Triton create about four hundred thousand objects when they are imported. A
-full collection visits all of them, which takes a fifth of a second. The thousands of rollouts of a
-step trigger many such collections while a GPU waits.
+full garbage collection visits all these objects, which takes a fifth of a second. The thousands of
+rollouts in a step trigger many full collections while the GPU waits.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ def interaction_of(
 ) -> Interaction | None:
     """Build the environment's host and limits; a class passed from Python replaces the named one.
 
-    Return None if the configuration names no environment, so that a rollout is one completion.
+    Return None if the configuration names no environment, in which case a rollout is one
+    completion.
     """
     section = config.environment
     if factory is None:
@@ -62,7 +63,7 @@ def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
 
 
 def call_format_of(model: LanguageModel) -> str:
-    """Return the tool-call format that the chat template describes, or hermes by default."""
+    """Return the tool-call format that the chat template describes; the default is hermes."""
     renderer = model.renderer
     template = renderer.tokenizer.get_chat_template() if renderer and renderer.chat else ""
     is_llama = "<tool_call>" not in template and "ipython" in template

@@ -2,11 +2,12 @@
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
-An error saves the last complete step.
+After an error, the loop saves the last complete step.
 
-The step of reinforcement learning is in rl.py, the step of supervised training in sft.py. Random
-numbers depend only on an address such as (seed, step), so the loop has little state beside the
-policy. Checkpoints contain both, so a resumed run gives the same results as an uninterrupted one.
+The step of reinforcement learning is in rl.py, and the step of supervised training is in sft.py.
+Random numbers depend only on an address such as (seed, step), so the loop has little state apart
+from the policy. Checkpoints contain the policy and the state of the loop, so a resumed run gives
+the same results as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -100,14 +101,14 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return all trackers of a run: the run folder's, the caller's and the configured ones."""
+    """Return all trackers of a run: of its folder, of the caller and of the configuration."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Loop:
-    """A run in progress."""
+    """The loop of a run in progress."""
 
     trainer: Trainer
     run: RunFolder
@@ -117,8 +118,8 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last complete step, which is logged already. None if there is nothing to
-    save, for example because the policy has changed since that step."""
+    """The state of the last complete step, whose metrics are already logged. The value is None if
+    this step cannot be saved, for example because the policy has changed since that step."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state

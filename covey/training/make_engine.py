@@ -28,7 +28,7 @@ Load = Callable[[Config], LanguageModel]
 
 
 def check_engine(config: Config) -> None:
-    """Refuse an engine or a cluster that is not available, before a model is loaded."""
+    """Before a model is loaded, refuse an engine or a cluster that is not available."""
     if config.engine.kind == "vllm":
         from covey.engines.vllm.check import check_vllm
 
@@ -91,7 +91,10 @@ def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
 
 
 def native_engine(policy: Policy) -> NativeEngine:
-    """Return the engine in this process. It has a full model copy if the policy is sharded."""
+    """Return the engine in this process.
+
+    If the policy is sharded, the engine has a full copy of the model.
+    """
     return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
 
 
@@ -115,7 +118,7 @@ def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
 
 
 def _changed(config: Config, **model: Any) -> dict[str, Any]:
-    """Return the settings with changes to [model], and without gradient checkpointing."""
+    """Return the settings with changes in [model], and with gradient checkpointing turned off."""
     data = config.model_dump()
     return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
 

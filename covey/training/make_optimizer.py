@@ -21,7 +21,7 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
 def adamw_of(
     config: Config, parameters: Iterable[tuple[str, nn.Parameter]], *, sharded: bool
 ) -> Optimizer:
-    """Build AdamW over named parameters."""
+    """Build an AdamW optimizer for named parameters."""
     settings = config.optimizer
     options: AdamWSettings = {
         "betas": (settings.beta1, settings.beta2),

@@ -1,4 +1,4 @@
-"""Evaluate the policy of a run, and report the results to its trackers."""
+"""Evaluate the policy of a run, and report the results to the run's trackers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """AdamW over float32 master weights, with gradient clipping.
 
-There are two implementations: MasterAdamW here, and CompactAdamW (compact_adamw.py), which keeps
-less state.
+The two implementations are MasterAdamW in this module, and CompactAdamW (compact_adamw.py),
+which needs less memory.
 
-If the model computes in bfloat16, the engine and the forward pass use its bfloat16 parameters, and
-each parameter has a float32 master. Gradients are summed in the master's precision as soon as they
-are computed, so accumulation over micro-batches loses no precision. After a step, parameters are
+If the model computes in bfloat16, the engine and the forward pass use bfloat16 parameters, and each
+parameter has a float32 copy, its master. Gradients are summed in float32 as soon as they are
+computed, so accumulation over micro-batches loses no precision. After a step, parameters are
 rounded from the masters in place, so the engine has the new weights without a transfer.
 """
 
@@ -23,7 +23,7 @@ from covey.training.parallel.shard import whole_tensor
 
 
 class AdamWSettings(TypedDict):
-    """Options of AdamW beside the learning rate, for both implementations."""
+    """Options of AdamW except the learning rate, for both implementations."""
 
     betas: tuple[float, float]
     eps: float
@@ -48,13 +48,13 @@ class Optimizer(Protocol):
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The exact weights by name, in float32; they may be computed on access."""
+        """The exact weights by name, in float32; an implementation may compute them on access."""
 
     def step(self, rate: float) -> Stepped:
-        """Clip, step and clear the gradients."""
+        """Clip the gradients, take an optimizer step, and clear the gradients."""
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the sums of gradients since they were last cleared."""
+        """Return the gradients accumulated since they were last cleared."""
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -63,11 +63,11 @@ class Optimizer(Protocol):
         """Return the moments and step counts by parameter name."""
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore weights and moments, whichever implementation saved them."""
+        """Restore weights and moments, which either implementation may have saved."""
 
 
 class MasterAdamW:
-    """AdamW on float32 masters of the given parameters, which are updated in place."""
+    """AdamW on float32 master weights of the given parameters, which are updated in place."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class MasterAdamW:
         )
 
     def step(self, rate: float) -> Stepped:
-        """Clip, step and clear the gradients."""
+        """Clip the gradients, take an optimizer step, and clear the gradients."""
         masters = list(self._masters.values())
         norm = float(whole_tensor(torch.nn.utils.clip_grad_norm_(masters, self.max_grad_norm)))
         finite = math.isfinite(norm)
@@ -110,7 +110,7 @@ class MasterAdamW:
         return self._masters
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the sums of gradients since they were last cleared."""
+        """Return the gradients accumulated since they were last cleared."""
         return {name: master.grad for name, master in self.masters.items()}
 
     def zero_grad(self) -> None:
@@ -126,7 +126,7 @@ class MasterAdamW:
         return tensors
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore masters and moments."""
+        """Restore master weights and moments."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(weights[name])

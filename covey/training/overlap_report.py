@@ -1,4 +1,4 @@
-"""Notes and metrics of overlap: age of rollouts, waiting times, restarts, active correction."""
+"""Notes and metrics of overlap: age of rollouts, waiting times, restarts and the correction."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "token_mask": "masked importance sampling, as in IcePop",
     }
 )
-"""Common names of corrections."""
+"""Common names of importance-weight corrections."""
 
 
 def overlap_note(parts: Parts) -> str:
-    """Return a note about the maximum age of rollouts and the correction for it."""
+    """Return a note about the maximum age of rollouts and the correction for their age."""
     overlap, options = parts.config.overlap, parts.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
     if parts.step_settings.old_logp_from_sampler:

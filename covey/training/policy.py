@@ -24,32 +24,34 @@ class Policy:
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature. Training uses it too, so both have the same distribution."""
+    """The sampling temperature. Training uses the same temperature, so sampling and training have
+    the same distribution."""
     logits_megabytes: float
     version: int = 0
-    """Number of optimizer steps taken."""
+    """Number of optimizer steps taken so far."""
     graphs: bool = True
-    """Whether to use CUDA graphs if the model and its device allow it."""
+    """Whether to use CUDA graphs where the model and its device support them."""
     passes: TrainGraphs | None = None
     """The CUDA graphs of forward and backward passes."""
     whole: LanguageModel | None = None
     """The engine's full copy of a sharded model, from which checkpoints are written."""
     sums: GradientSums | None = None
-    """Sums gradients over ranks. None if no sum is needed."""
+    """The object that sums gradients over ranks. The value is None if gradients need no sum."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the trained weights by name, to update an engine's copy.
+        """Yield the trained weights by name, to update an engine's copy of the model.
 
-        Sharded weights are gathered one by one, and all ranks must take part.
+        Sharded weights are gathered one by one, so all ranks must call this function.
         """
         named = self.model.model.named_parameters()
         return ((name, whole_tensor(w.detach())) for name, w in named if w.requires_grad)
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token, with gradient if enabled.
+        """Return log-probability and entropy of every trained token, with gradient unless disabled.
 
-        Call backward before the next call, because CUDA graphs of the passes share their memory
-        (accel/train_graph.py). Gradients are written where the optimizer reads them.
+        Call `backward` before the next call of `logp`, because CUDA graphs of the passes share
+        their memory (accel/train_graph.py). Gradients are written directly to the tensors that the
+        optimizer reads.
         """
         if self.graphs and self.passes is None:
             self.passes = train_graphs_for(
@@ -85,7 +87,10 @@ class Policy:
             self.sums.expect()
 
     def step(self, rate: float) -> Stepped:
-        """Take an optimizer step with the gradients accumulated so far. All ranks call this."""
+        """Take an optimizer step with the gradients accumulated so far.
+
+        All ranks must call this method.
+        """
         if self.sums is not None:
             self.sums.finish()
         self.version += 1

@@ -1,8 +1,8 @@
-"""Pairs from a preference file instead of sampled groups, for offline DPO and IPO.
+"""Preference pairs from a file instead of sampled groups, for offline DPO and IPO.
 
 A row of the file has `prompt` (text or messages), `chosen` and `rejected`. A pair becomes a group
 of two rollouts with rewards 1 and 0, so that the rest of the training step is the same as with
-sampled groups. Only evaluations on the task's held-out prompts generate completions.
+sampled groups. Completions are generated only in evaluations on the task's held-out prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
 
 def read_pairs(file: str) -> list[Prompt]:
-    """Read the prompts of a preference file, each with both completions in `info`."""
+    """Read the prompts of a preference file; `info` of each prompt has both completions."""
     reader = RowReader(target="chosen", name="preferences")
     prompts = reader.read("train", json_lines(Path(file)), file)
     for prompt in prompts:
@@ -44,7 +44,7 @@ def read_pairs(file: str) -> list[Prompt]:
 
 @dataclass(slots=True)
 class PairSource:
-    """A rollout source that returns the pairs of each step, drawn by seed and step alone."""
+    """A rollout source that returns each step's pairs, which depend only on seed and step."""
 
     parts: Parts
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
@@ -53,11 +53,11 @@ class PairSource:
         """Do nothing, because no completions are generated."""
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Remember the tickets until `take` asks for their steps."""
+        """Store the tickets until `take` is called for their steps."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
     def take(self, step: int) -> StepRollouts:
-        """Return the pairs of a step, without those that are too long."""
+        """Return the pairs of a step, except pairs that are too long."""
         config, ticket = self.parts.config, self.started.pop(step)
         drawn = step_prompts(
             self.parts.train_prompts,
@@ -78,7 +78,7 @@ class PairSource:
         )
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Return nothing, because a resumed run reads the pairs again."""
+        """Return an empty list, because a resumed run reads the pairs again."""
         return []
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class PairSource:
         )
 
     def _group(self, prompt: Prompt, version: int) -> Group:
-        """Return a pair as a group: the chosen completion has the larger reward."""
+        """Return a pair as a group, in which the chosen completion has the larger reward."""
         model, prefill = self.parts.policy.model, self.parts.config.model.prefill
         texts = {"chosen": prompt.target, "rejected": str(prompt.info["rejected"])}
         rollouts = []

@@ -1,7 +1,8 @@
 """The maximum length of prompts. Longer prompts are refused, left out or truncated.
 
-Prompts are checked before a run begins. A task that makes its prompts on demand may have millions.
-Of these, only the prompts of the first steps are checked, unless long prompts are to be left out.
+Prompts are checked before a run begins. A task that generates its prompts on demand may have
+millions of prompts. For such a task, only the prompts of the first steps are checked, except if
+long prompts are to be left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MOST_DRAWN = 2048
 
 
 def longest_prompt(config: Config, context: int) -> int:
-    """Return the maximum number of tokens of a prompt, so that a completion fits the context."""
+    """Return the maximum prompt length in tokens that leaves room for a completion."""
     room = context - config.rollout.max_tokens
     if config.environment.name != NONE:
         room = min(room, config.environment.max_tokens - config.rollout.max_tokens)
@@ -102,7 +103,7 @@ def _checked(config: Config, prompts: Sequence[Prompt], *, everything: bool) -> 
 def _too_long(
     model: LanguageModel, prompts: Iterable[tuple[int, Prompt]], limit: int
 ) -> dict[int, int]:
-    """Return the number of tokens of each prompt that has more than `limit`, by index.
+    """Return the number of tokens of each prompt with more than `limit` tokens, by index.
 
     A token has at least one byte, so a prompt with few bytes need not be tokenized.
     """

@@ -10,7 +10,10 @@ from covey.training.make_engine import actor_needs
 
 
 def ray_starts_ranks(config: Config) -> bool:
-    """Return whether Ray has to start the ranks. It need not if this process is a rank already."""
+    """Return whether Ray has to start the trainer ranks.
+
+    The result is False if this process is already a rank.
+    """
     return bool(config.cluster.address and config.cluster.trainers) and "RANK" not in os.environ
 
 

@@ -1,4 +1,4 @@
-"""Mean advantages of the rollouts of a step, for its records."""
+"""Mean advantages of the rollouts of a step, for the records of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def mean_advantages(
 ) -> list[list[float | None]]:
     """Return the mean advantage of every rollout, by group; None for rollouts not trained on.
 
-    `trained` has the groups of the batch. Rows of the batch refer to their rollouts by index.
+    `trained` are the groups in the batch. Rows of the batch refer to their rollouts by index.
     """
     found: dict[int, float] = {}
     if batch is not None:

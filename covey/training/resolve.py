@@ -1,7 +1,7 @@
 """Check the names and options of a configuration, and build task, reward, objective and sampling.
 
-This module loads no model. It imports torch only to build an objective or a distribution, so a
-misspelled name is reported within a second.
+This module loads no model. This module imports torch only to build an objective or a distribution,
+so a misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 STALE_CORRECTION = "token_truncate"
-"""The default of objective.correction if rollouts are older than the trained weights. It is
-truncated importance sampling; with a recomputed old_logp, that is decoupled PPO."""
+"""The default of objective.correction for rollouts that older weights sampled. The default is
+truncated importance sampling; with a recomputed old_logp, it is decoupled PPO."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
     """Fill in the default options of the task, reward, length penalty and objective.
 
     All names are checked first, before anything imports torch. Without `imports`, no user code is
-    loaded, and its options stay as given. `passed` names the sections (task, reward) whose objects
-    come from Python, so that their names are not looked up.
+    loaded, and the options of user code stay as given. `passed` names the sections (task, reward)
+    whose objects come from Python, so that these names are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -82,7 +82,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
 
 
 def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration; `train.stop_after.epochs`, if set, decides `train.steps`."""
+    """Return the configuration; if set, `train.stop_after.epochs` determines `train.steps`."""
     train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
     return config if train is config.train else config.model_copy(update={"train": train})
 
@@ -152,7 +152,7 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether sampling is truncated while training uses the whole distribution."""
+    """Return whether sampling is truncated, but training uses the whole distribution."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 
@@ -183,8 +183,8 @@ def _check_watching(config: Config) -> None:
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Reject the engine's log-probs as old_logp if they differ from the trainer's.
 
-    Also reject stale rollouts without a correction. With old_logp from the trainer, the ratio
-    starts at 1 however old the rollouts are. Objectives of pairs have no ratio.
+    Stale rollouts without a correction are rejected too. With old_logp from the trainer, the ratio
+    starts at 1, even for old rollouts. Objectives that compare pairs have no ratio.
     """
     if objective.pairs:
         return
@@ -215,7 +215,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return defaults, derived from rollout.max_tokens, for options that are lengths."""
+    """Return the defaults of options that are lengths, derived from rollout.max_tokens."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 
@@ -270,7 +270,8 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "objective": _objective_options,
     }
 )
-"""How to resolve the options of each section. The objective is last, because it imports torch."""
+"""Functions that resolve the options of each section. The section objective is last, because
+resolving it imports torch."""
 
 
 def task_of(config: Config) -> Task:
@@ -285,7 +286,7 @@ def reward_of(config: Config) -> RewardFunction:
 
 
 def evaluation_config(config: Config) -> Config:
-    """Return the configuration whose [reward] scores evaluations: evaluate.reward, if given."""
+    """Return the configuration for evaluations, in which evaluate.reward replaces [reward]."""
     apart = config.evaluate.reward
     if not apart.name:
         return config

@@ -1,6 +1,6 @@
-"""A step of reinforcement learning: collect and filter groups, train on them, log.
+"""A step of reinforcement learning: collect groups, filter them, train on them, and log metrics.
 
-Collecting is in rollout/source.py, training on the groups in training/step.py.
+Groups are collected in rollout/source.py, and trained on in training/step.py.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ EARLY = 3
 
 @dataclass(slots=True)
 class Reinforcement:
-    """Reinforcement learning for the loop: collect and filter groups, and train on them."""
+    """The reinforcement learning step for the training loop."""
 
     parts: Parts
     queue: RolloutQueue = field(init=False)
     choice: PromptChoice = field(init=False)
     replay: ReplayBuffer = field(init=False)
     seconds: float | None = None
-    """Seconds of all steps so far, read from the records of the run. Checkpoints contain no times,
-    so that equal runs have equal checkpoints."""
+    """Total seconds of all steps so far, read from the records of the run. Checkpoints contain no
+    times, so that equal runs have equal checkpoints."""
 
     @property
     def budget(self) -> Budget:
@@ -57,7 +57,7 @@ class Reinforcement:
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts in a step, without refills."""
+        """Number of rollouts in a step, without refill rounds."""
         return self.parts.config.rollout.prompts_per_step * self.parts.config.rollout.group_size
 
     @property
@@ -66,11 +66,11 @@ class Reinforcement:
         return self.parts.config.evaluate.every
 
     def fresh(self) -> State:
-        """Return the state of a new run, with the objective's beta."""
+        """Return the state of a new run, with the objective's initial KL weight."""
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Load the checkpoint's critic and rollouts, and report the correction for their age."""
+        """Load the critic and rollouts of a checkpoint; report the correction for rollout age."""
         if checkpoint is not None and self.parts.critic is not None:
             self.parts.critic.load(checkpoint)
         prompts, config = self.parts.train_prompts, self.parts.config
@@ -95,7 +95,7 @@ class Reinforcement:
             log.note(overlap_note(self.parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Save the critic, and the rollouts that were generated ahead."""
+        """Save the critic, and the rollouts that were generated ahead of training."""
         if self.parts.critic is not None:
             self.parts.critic.save(folder)
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
@@ -111,7 +111,7 @@ class Reinforcement:
         self.parts.engine.close()
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
-        """Collect and filter groups, train on them, and log."""
+        """Collect and filter groups, train on them, and log metrics."""
         parts, started = self.parts, time.perf_counter()
         learner = parts.learner_at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
@@ -155,7 +155,7 @@ class Reinforcement:
         log.step(with_open_instruct_names(metrics))
 
     def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
-        """Log the events during generation of a step, and return the metrics of restarts."""
+        """Log the events that happened during generation; return the metrics of restarts."""
         events, deaths = restarts(self.parts)
         for note in (*rollouts.notes, *(f"step {step}: {event}" for event in events)):
             log.note(note)
@@ -164,7 +164,7 @@ class Reinforcement:
     def _replayed(
         self, step: int, rollouts: StepRollouts, log: Tracker
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the replayed groups that this step also trains on, and metrics of its data."""
+        """Return the replayed groups that this step also trains on, and metrics of the data."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
         drawn = self.replay.draw(step=step, version=version, without=ids)
@@ -174,7 +174,7 @@ class Reinforcement:
         return drawn, data
 
     def _so_far(self, run: RunFolder, seconds: float) -> float:
-        """Add the time of a step to the time of the earlier steps."""
+        """Add the duration of a step to the total duration of earlier steps."""
         if self.seconds is None:
             self.seconds = sum(row["time/total"] for row in run.steps())
         self.seconds += seconds
@@ -224,6 +224,6 @@ def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str
 
 
 def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
-    """Write the page of the highest and lowest rewards every save.samples_every steps."""
+    """Write the page of completions with the highest and lowest rewards, if it is due."""
     if save.samples_every and step % save.samples_every == 0:
         run.write_samples(step, samples_page(step, groups, save.samples_shown))

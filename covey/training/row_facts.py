@@ -1,4 +1,4 @@
-"""Per-row facts about a batch on the CPU, for totals, mini-batches and the row filter."""
+"""Per-row values of a batch on the CPU, for totals, mini-batches and the row filter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """Facts about the rows of a batch that optimizer steps need, each [B] on the CPU.
+    """Values [B] about the rows of a batch, on the CPU, which optimizer steps need.
 
-    Reading from a device waits for all the work that is queued there. So these tensors are copied
-    once, before the first optimizer step. The CPU then chooses the rows of each step.
+    Reading a value from a GPU waits for all the work that is queued there. So the tensors of this
+    class are copied once, before the first optimizer step. The CPU then chooses the rows of each
+    optimizer step.
     """
 
     group: torch.Tensor
@@ -28,16 +29,18 @@ class RowFacts:
     tokens: torch.Tensor
     """Number of trained tokens in the row."""
     useful: torch.Tensor
-    """bool: whether the row takes part in forward passes. Without the row filter, all rows do. With
-    it, the rows of a rollout do if any of its trained tokens has a nonzero advantage."""
+    """Whether forward passes compute the row. Without the row filter, forward passes compute all
+    rows. With the row filter, forward passes compute the rows of a rollout if any of its trained
+    tokens has a nonzero advantage."""
     one_row_each: bool
     """Whether every rollout is one row."""
     whole_groups: bool = False
-    """Whether an optimizer step takes all rollouts of a group, which are compared in pairs."""
+    """Whether an optimizer step must contain all rollouts of a group, because pairs are
+    compared."""
 
     @staticmethod
     def of(batch: Batch, *, skip: bool, whole_groups: bool = False) -> RowFacts:
-        """Build the facts from a batch with advantages; `skip` turns the row filter on."""
+        """Read the values from a batch with advantages; `skip` turns the row filter on."""
         assert batch.advantage is not None, "with_advantage comes first"
         useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
         whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
@@ -55,20 +58,23 @@ class RowFacts:
         )
 
     def totals(self, index: torch.Tensor) -> Totals:
-        """Return the totals of the given rows: their groups, rollouts and tokens."""
+        """Return the totals of the given rows: numbers of groups, rollouts and tokens."""
         rollout = None if self.one_row_each else self.rollout[index]
         return Totals.counted(self.group[index], self.tokens[index], rollout)
 
     def pair_counts(self) -> dict[str, float]:
-        """Return how many groups have a pair and how many do not. The row filter must be on."""
+        """Return the number of groups with a pair, and of groups without a pair.
+
+        The row filter must be on.
+        """
         groups, paired = len(self.group.unique()), len(self.group[self.useful].unique())
         return {"pairs/count": paired, "pairs/ties": groups - paired}
 
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the positions in `index` of the rows that take part in forward passes.
+        """Return the positions in `index` of the rows that forward passes compute.
 
         Token weights are already fixed, so leaving out the other rows does not change the gradient.
-        At least one row stays, so that a gradient exists even if it is zero.
+        At least one row is kept, so that a gradient exists, even if it is zero.
         """
         useful = self.useful[index].clone()
         useful[0] |= ~useful.any()

@@ -1,4 +1,4 @@
-"""The start of a run: rank 0 creates and locks its folder."""
+"""The start of a run: rank 0 creates and locks the run folder."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """The learning rate schedule: a pure function from the progress of a run to a rate.
 
-The rate of optimizer step v of a run is
+The learning rate of optimizer step v is given by the following formulas:
 
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
 A run with a budget of tokens does not know its number of optimizer steps in advance. For such a
-run, v is the used fraction of the tokens times the nominal number of optimizer steps.
+run, the optimizer step v is the used fraction of the tokens times the nominal number of optimizer
+steps.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ def learning_rate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate as a function of the policy's version."""
+    """The learning rate as a function of the policy's version, its number of optimizer steps."""
 
     peak: float
     shape: Shape
     warmup_steps: int
     total_steps: int
     start: float = 0.0
-    """Position in the schedule at version `since`. Each later version advances it by one."""
+    """Position in the schedule at version `since`. Each later version advances the position by
+    one."""
     since: int = 0
 
     def __call__(self, version: int) -> float:
-        """Return the rate of the optimizer step that starts from this version."""
+        """Return the learning rate of the optimizer step that starts from this version."""
         return learning_rate(
             self.start + version - self.since,
             peak=self.peak,
@@ -59,7 +61,7 @@ class Schedule:
 
 
 def total_updates(train: Train) -> int:
-    """Return the number of optimizer steps of a run; with a budget of tokens, the nominal one."""
+    """Return the number of optimizer steps of a run; with a token budget, the nominal number."""
     return train.amount if train.budget == "updates" else train.steps * train.updates
 
 
@@ -70,7 +72,7 @@ def warmup_updates(config: Config) -> int:
 
 
 def schedule_of(config: Config, used: Used) -> Schedule:
-    """Return the schedule of the training step that begins after `used`."""
+    """Return the schedule of the training step that begins when the run has used `used`."""
     start, since = 0.0, 0
     if config.train.budget == "tokens":
         spent = Budget(settings=config.train).spent(used)

@@ -1,4 +1,4 @@
-"""Scorers of training and evaluation, and the baselines that evaluations are compared with."""
+"""Scorers of training and evaluation, and baselines, with which evaluations are compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_PROBED, FEW_PROBED = 512, 16
 
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
-    """Build the scorer, and start this rank's share of the machine's worker processes."""
+    """Build the scorer, and start this rank's worker processes."""
     reward = reward_of(config) if reward is None else reward
     reward = with_none(reward, config.scoring.none_rewards)
     name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
@@ -48,7 +48,7 @@ def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
 def baselines_of(
     config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
 ) -> Baselines:
-    """Score the baselines; count targets instead if scoring would call an LLM or a user's code.
+    """Score the baselines; only count targets if scoring would call an LLM or a user's code.
 
     `scorer` is the scorer of evaluations, and `passed` its reward object, if one was passed.
     """

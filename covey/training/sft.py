@@ -2,10 +2,10 @@
 
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
-The training loop is in loop.py. The solutions of a step depend only on seed and step. The
-loss is the mean cross-entropy over all tokens of an optimizer step. As in RL, each token's weight
-in this mean is computed once per step, and the loss is a weighted sum. So the loss does not depend
-on how the step is split into micro-batches.
+The training loop is in loop.py. The solutions of a step depend only on seed and step. The loss is
+the mean cross-entropy over all tokens of an optimizer step. As in RL, token weights are computed
+once per step, and the loss is a weighted sum over tokens. So the loss does not depend on how the
+step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SftParts(Components):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum length of a solution in tokens; longer ones are left out."""
+        """Maximum length of a solution in tokens; longer solutions are left out."""
         return self.config.sft.max_tokens or self.config.rollout.max_tokens
 
     @property
@@ -124,13 +124,13 @@ def run_sft(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train until the configured number of steps or a signal; return the last saved step."""
+    """Train for the configured number of steps or until a signal; return the last saved step."""
     return run_loop(Supervised(parts), run, trackers, stop, start)
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Supervised training for the loop."""
+    """The supervised training step for the training loop."""
 
     parts: SftParts
 
@@ -157,13 +157,13 @@ class Supervised:
         """Do nothing, because each step prepares its own data."""
 
     def save(self, folder: Path, step: int) -> None:
-        """Add nothing to a checkpoint."""
+        """Do nothing, because supervised training adds no files to a checkpoint."""
 
     def close(self) -> None:
         """Do nothing, because there is no background work."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
-        """Train on the solutions of a step, and log."""
+        """Train on the solutions of a step, and log metrics."""
         parts, started = self.parts, time.perf_counter()
         examples, left_out = step_examples(parts, state.step)
         metrics: dict[str, Any] = {"step": state.step}
@@ -197,9 +197,9 @@ class Supervised:
 
 
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
-    """Return the examples of a step (from 1), and the lengths of the solutions left out.
+    """Return the examples of a step, and the lengths of the solutions that are left out.
 
-    Solutions that are too long are left out, so a small step may have no examples.
+    Solutions that are too long are left out, so a step with few solutions may have no examples.
     """
     settings, model = parts.config.sft, parts.policy.model
     start = (step - 1) * settings.solutions
@@ -244,21 +244,21 @@ class SftLearned:
     """The metrics of an optimizer step of supervised training."""
 
     loss: float
-    """Mean cross-entropy of the step's tokens, before the step."""
+    """Mean cross-entropy of the step's tokens, under the weights before the step."""
     entropy: float
-    """Mean entropy of the predictions, before the step."""
+    """Mean entropy of the predictions, under the weights before the step."""
     tokens: int
     grad_norm: float
     skipped: bool
 
 
 def with_token_mean(batch: Batch) -> Batch:
-    """Fill in the token weights of one optimizer step, so that the loss is a mean over tokens."""
+    """Set the token weights of one optimizer step, so that the loss is a mean over tokens."""
     return replace(batch, weight=token_mean(batch, Totals.of(batch)))
 
 
 def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
-    """Return the loss of these rows, which is their contribution to the mean over the step."""
+    """Return the loss of some rows, which is their contribution to the mean over the step."""
     assert batch.weight is not None, "weights come from the whole step"
     return -(logp * batch.weight.to(logp.dtype)).sum()
 
@@ -279,7 +279,7 @@ def learn(
     micro_batch_tokens: int,
     world: World = World(),  # noqa: B008 - without state
 ) -> SftLearned:
-    """Take one optimizer step on a batch; every rank computes some of the rows."""
+    """Take one optimizer step on a batch; each rank computes some of the rows."""
     policy.model.model.train()
     batch = with_token_mean(batch)
     passes = rank_passes(batch, micro_batch_tokens, world)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
 AS_IT_IS = "{answer}"
-"""The template for files, whose completions are used unchanged."""
+"""The template for solutions from files, whose completions are used unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A prompt and the completion to learn."""
+    """A prompt and the completion to train on."""
 
     prompt: Prompt
     text: str
@@ -33,12 +33,13 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solutions:
-    """A sequence of solutions, each written when it is accessed."""
+    """A sequence of solutions; each solution is written when it is accessed."""
 
     prompts: Sequence[Prompt]
     template: str
     prefill: str = ""
-    """The prefill of every completion. It belongs to the prompt, so solutions omit it."""
+    """The prefill of every completion. The prefill belongs to the prompt, so solutions do not
+    contain it."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -52,7 +53,7 @@ class Solutions:
 def write_solution(prompt: Prompt, template: str) -> str:
     """Fill in a template with the reasoning {worked}, the {solution} and the target {answer}.
 
-    {solution} is a correct answer, by default {answer}; {worked} has no default.
+    {solution} is a correct answer, and defaults to {answer}; {worked} has no default.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -71,7 +72,7 @@ def write_solution(prompt: Prompt, template: str) -> str:
 
 
 def solutions_of(config: Config, task: Task) -> Solutions:
-    """Return the solutions of sft.file if it is set, else those of the task."""
+    """Return the solutions of sft.file if it is set, and otherwise the solutions of the task."""
     settings = config.sft
     prefill = config.model.prefill
     if settings.file:
@@ -109,7 +110,7 @@ def encode_example(model: LanguageModel, messages: Sequence[Message], text: str)
 
 
 def _end(model: LanguageModel) -> int:
-    """Return the token that ends a completion: end of turn if it exists, else end of sequence."""
+    """Return the token that ends a completion: end of turn, or end of sequence if there is none."""
     turn_end = None if model.renderer is None else model.renderer.turn_end
     end = model.tokenizer.eos_token_id if turn_end is None else turn_end
     if end is None:

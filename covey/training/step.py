@@ -56,18 +56,20 @@ class StepSettings:
     epochs: int
     micro_batch_tokens: int
     old_logp_from_sampler: bool
+    old_logp_in_pass: bool = False
+    """Whether the training pass computes old_logp, as it can before the only optimizer step."""
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the policy's version, its number of optimizer steps."""
     seed: int
     dropout: bool = False
-    """Whether training passes draw random numbers."""
+    """Whether training passes use dropout, which draws random numbers."""
     skip_zero_gradient: bool = False
     """Whether forward passes leave out rows with advantage 0 if they have no gradient."""
     mask_truncated: bool = False
     sampled: bool = True
-    """Whether an engine sampled the rollouts. If not, they have no engine log-probs."""
+    """Whether an engine sampled the rollouts, so that they have log-probs of the engine."""
     stale: bool = False
-    """Whether rollouts may come from older weights than those at the start of the step."""
+    """Whether older weights than those at the start of the step may have sampled the rollouts."""
 
     @property
     def off_policy(self) -> bool:
@@ -85,15 +87,15 @@ class Learner:
     settings: StepSettings
     reference: Reference | None = None
     teacher: Reference | None = None
-    """The teacher of a distillation."""
+    """The teacher model for distillation."""
     critic: Critic | None = None
     world: World = field(default_factory=World)
 
     @property
     def skips_rows(self) -> bool:
-        """Whether the row filter is on. It is off if a KL or entropy term has a gradient.
+        """Whether the row filter is on. The filter is off if a KL or entropy term has a gradient.
 
-        It is always on if completions are compared in pairs, because most rows are in no pair.
+        The filter is always on for pairwise objectives, because most rows are in no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate
@@ -103,24 +105,24 @@ class Learned(NamedTuple):
     """The result of a training step."""
 
     batch: Batch | None
-    """The batch of the step. None if there were no groups."""
+    """The batch of the step. The value is None if there were no groups."""
     metrics: dict[str, float]
     beta: float
-    """The beta of the next step."""
+    """The KL weight beta of the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One forward and backward pass, reported to a caller that watches the step."""
+    """One forward and backward pass, which is reported to a caller that watches the step."""
 
     number: int
     """Index of the optimizer step within the training step, from 0."""
     rows: torch.Tensor
     """Indices of the rows in the batch."""
     micro: Batch
-    """These rows, with their weights."""
+    """The batch of these rows, with their weights."""
     now: LogProbs
-    """Log-probs under the policy before the optimizer step, without gradients."""
+    """Log-probs under the policy before the optimizer step, without gradient."""
 
 
 Watch = Callable[[Seen], None]
@@ -168,7 +170,7 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
     """Fill in old_logp, entropy, ref_logp and teacher_logp, each only if it is needed."""
     needs, settings = learner.objective.needs, learner.settings
     to_sampler = "sampler_as_old" in needs
-    wanted = settings.off_policy or "old_logp" in needs
+    wanted = not settings.old_logp_in_pass and (settings.off_policy or "old_logp" in needs)
     from_sampler = to_sampler or (wanted and settings.old_logp_from_sampler)
     if "old_entropy" in needs or (wanted and not from_sampler):
         batch = _with_old_policy(learner, batch)
@@ -180,13 +182,10 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
         batch = replace(batch, teacher_logp=_logp_under(learner.teacher, learner, batch))
     if "values" in needs:
         assert learner.critic is not None, "an objective with a critic is given one"
-        (values,) = in_passes(batch, settings.micro_batch_tokens, _only(learner.critic.values))
+        compute = learner.critic.values
+        (values,) = in_passes(batch, settings.micro_batch_tokens, lambda rows: (compute(rows),))
         batch = replace(batch, values=values)
     return batch
-
-
-def _only(compute: Callable[[Batch], torch.Tensor]) -> Callable[[Batch], Sequence[torch.Tensor]]:
-    return lambda batch: (compute(batch),)
 
 
 def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
@@ -244,7 +243,7 @@ def in_passes(
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
 
-    Exactly one rank computes each row, so that the sum over ranks is exact.
+    Each row is computed by exactly one rank, so that the sum over ranks is exact.
     """
     whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
     for index, counts in rank_passes(batch, micro_batch_tokens, world):
@@ -320,7 +319,7 @@ def _train_policy(
 def _train_critic(
     learner: Learner, batch: Batch, facts: RowFacts, step: int, meter: Meter
 ) -> dict[str, float]:
-    """Take the critic's optimizer steps, on the same rows as the policy's."""
+    """Take the critic's optimizer steps, on the same rows as the policy's optimizer steps."""
     assert learner.critic is not None
     for index in facts.mini_batches(learner.settings, step):
         critic_step(
@@ -390,7 +389,7 @@ def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
 
 
 def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
-    """Return the mean KL of a step; NaN if every token is masked or a pass was not finite.
+    """Return the mean KL of a step; NaN if all tokens are masked or a value was not finite.
 
     If the KL is part of the reward, the metrics may lack the rows that the row filter left out.
     """

@@ -29,7 +29,7 @@ class Trainer(Protocol):
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations; 0 means no evaluations."""
+        """Number of steps between evaluations; 0 means no evaluations."""
 
     def fresh(self) -> State:
         """Return the state at the start of a new run."""
@@ -41,7 +41,7 @@ class Trainer(Protocol):
         """Take training step number `state.step`, and log it."""
 
     def save(self, folder: Path, step: int) -> None:
-        """Add the files that a resumed run needs beside the state to a step's checkpoint."""
+        """Add files that a resumed run needs, apart from the state, to a step's checkpoint."""
 
     def close(self) -> None:
-        """End work in the background."""
+        """End all work in the background."""

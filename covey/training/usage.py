@@ -18,7 +18,7 @@ PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
 
 
 def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the KL penalty in units of reward, and the reward minus this penalty."""
+    """Return the KL penalty in units of the reward, and the reward minus this penalty."""
     if "objective/kl" not in metrics:
         return {}
     cost = metrics["objective/beta"] * metrics["objective/kl"]
@@ -31,7 +31,7 @@ def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
 def usage_metrics(
     policy: Policy, groups: Sequence[Group], epochs: int, seconds: float
 ) -> dict[str, float]:
-    """Return GPU memory and utilisation of the optimizer steps; empty without a GPU."""
+    """Return GPU memory and utilisation of the optimizer steps; {} without a GPU."""
     device = policy.model.device
     if device.type != "cuda":
         return {}
@@ -44,7 +44,7 @@ def usage_metrics(
 
 
 def utilisation(device: str, weights: int, tokens: int, seconds: float) -> float | None:
-    """Return the model FLOPs utilisation of training; None on a GPU of unknown speed.
+    """Return the model FLOPs utilisation of training; None if the GPU's peak speed is unknown.
 
     >>> round(utilisation("NVIDIA H200", weights=10**9, tokens=164_834, seconds=2.0), 4)
     0.5

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class Watch(Tracker):
     """A tracker that tells the loop whether to save or stop after a step and its evaluation.
 
-    Each rank has one, because all ranks must save together; only rank 0 stops the others.
+    Each rank has a `Watch`, because all ranks must save together; only rank 0 stops the others.
     """
 
     config: Config
     health: Health = field(init=False)
     best: Best | None = field(init=False, default=None)
     new: list[Finding] = field(default_factory=list)
-    """Findings that were not reported to the user yet."""
+    """Findings that are not reported to the user yet."""
     is_best: bool = False
     """Whether the last step is the best so far."""
 
@@ -39,7 +39,7 @@ class Watch(Tracker):
             self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
 
     def replay(self, run: RunFolder, until: int) -> None:
-        """Add the records of a run that is resumed after step `until`."""
+        """Add the recorded steps and evaluations of a run that is resumed after step `until`."""
         rows = [row for row in run.steps() if row["step"] <= until]
         for row in rows:
             self.health.add(row)
@@ -62,17 +62,17 @@ class Watch(Tracker):
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Compare an evaluation with the best so far."""
+        """Compare an evaluation with the best evaluation so far."""
         if self.best is not None and self.best.of_evaluations:
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _counts(self, step: int) -> bool:
-        """Whether a step may be the best; step metrics count only at steps with a checkpoint."""
+        """Whether a step may be the best; a step metric requires that the step has a checkpoint."""
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
 
     def report(self, log: Tracker, stop: StopSignal) -> None:
-        """Report new findings to the user, and ask the loop to stop if the settings say so."""
+        """Report new findings to the user, and stop the training loop if the settings say so."""
         for finding in self.new:
             log.note(f"health: {finding.line()}")
         self.new.clear()

@@ -1,1 +1,2 @@
-"""The web page of runs: `covey ui`. It does not import torch, so it opens at once anywhere."""
+"""The web page of runs, `covey ui`. The web page does not import torch, so it opens quickly on any
+machine."""

@@ -1,6 +1,6 @@
 """Find runs and comparisons below the folders that a user gave, and describe each in one row.
 
-A folder that looks like a run but lacks files is listed too, with the names of the missing files.
+A folder that has only some files of a run is listed too, with the names of the missing files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from covey.run.metric_names import current_name
 from covey.run.records import ENVIRONMENT, open_file, read_object
 
 DEPTH = 4
-"""Levels of subfolders that are searched, so that comparisons/NAME/runs/ARM/seed-0 is found."""
+"""Maximum depth of subfolders in the search; it reaches comparisons/NAME/runs/ARM/seed-0."""
 MOST = 2000
-"""Maximum number of runs and comparisons that are listed. For more, give a deeper folder."""
+"""Maximum number of runs and comparisons that are listed. To list other runs, start the page with a
+deeper folder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files of a run. A folder with at least one of them counts as a run, complete or not."""
+"""Names of files in a run folder. A folder with at least one of these files counts as a run, even
+if it is incomplete."""
 COMPARISON = "comparison.toml"
 TAIL = 64 * 1024
 """Number of bytes at the end of steps.jsonl in which the last step is searched."""
@@ -34,10 +36,10 @@ TAIL = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A run or a comparison that was found."""
+    """A run or a comparison that the search found."""
 
     id: str
-    """The path relative to the given folder. It is the id in the page's URLs."""
+    """The path relative to the given folder. This path is the id of the run in the page's URLs."""
     path: Path
     kind: str
     """`run` or `comparison`."""
@@ -151,7 +153,7 @@ def last_step(path: Path) -> dict[str, Any]:
 
 
 def _stamp(path: Path) -> str:
-    """Return a text that changes with the file."""
+    """Return a text that changes whenever the file changes."""
     try:
         found = path.stat()
     except OSError:
@@ -167,7 +169,7 @@ def _written(path: Path) -> float | None:
 
 
 def settings_cached(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run, read again only after a change."""
+    """Return the configuration of a run; read the file again only after a change."""
     return _settings(str(run.path), _stamp(run.config_file))
 
 
@@ -177,7 +179,7 @@ def _settings(path: str, stamp: str) -> dict[str, Any]:
 
 
 def evaluations_cached(run: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the evaluations of a run and notes on damaged ones."""
+    """Return the evaluations of a run, and notes on damaged evaluations."""
     return _evaluations(str(run.path), _stamp(run.path / "eval.jsonl"))
 
 
@@ -188,7 +190,7 @@ def _evaluations(path: str, stamp: str) -> tuple[list[dict[str, Any]], list[str]
 
 
 def problems(place: Place) -> list[str]:
-    """Return a line for everything in a run folder that cannot be read."""
+    """Return one line for each file or row in a run folder that cannot be read."""
     found = []
     run = RunFolder(place.path)
     if not run.config_file.is_file():

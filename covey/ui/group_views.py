@@ -106,7 +106,7 @@ def _sort(rows: list[dict[str, Any]], name: str) -> None:
 
 
 def group(site: Site, query: Query) -> dict[str, Any]:
-    """The rollouts of a group with their texts."""
+    """Return the rollouts of a group with their texts."""
     index = site.rollouts[rollouts_file(site, query)]
     index.update(READ_SECONDS)
     mine = [e for e in index.entries if e.prompt_id == query.get("prompt_id")]
@@ -123,7 +123,7 @@ def group(site: Site, query: Query) -> dict[str, Any]:
 
 
 def cut(text: str, most: int = LONGEST) -> dict[str, Any]:
-    """Return the beginning of a text, and how many characters follow."""
+    """Return the beginning of a text, and the number of remaining characters."""
     return {"text": text[:most], "more": max(0, len(text) - most)}
 
 
@@ -201,7 +201,7 @@ def start_explain(site: Site, query: Query) -> dict[str, Any]:
 
 
 def _explain(path: str, step: int) -> dict[str, Any]:
-    """Return the fields of each rollout's tokens, by line number."""
+    """Return the token fields of each rollout, by the rollout's line number in the file."""
     found = covey_json("explain", path, "--step", str(step))
     return {
         str(rollout["line"]): {

@@ -1,8 +1,10 @@
 """Run slow work, and work that needs torch, in other processes, one at a time.
 
-covey runs check RUN --json              health of a run
-covey explain RUN --step N --json        every token of a step, trained again
-python -m covey.analysis.explain.small_step    the step explorer, kept open
+The page starts the following commands:
+
+    covey runs check RUN --json              health of a run
+    covey explain RUN --step N --json        every token of a step, trained again
+    python -m covey.analysis.explain.small_step    the step explorer, kept open
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 from covey.errors import CoveyError
 
 PYTHON = (sys.executable, "-P", "-m")
-"""The option -P prevents imports of modules from the folder in which the page was started."""
+"""The command that starts Python. Its option -P prevents imports from the folder in which the page
+was started."""
 TIME_LIMIT = 900.0
 KEPT = 32
 """Number of results that stay in memory."""
@@ -27,7 +30,7 @@ EXPLORER = "covey.analysis.explain.small_step"
 
 
 class ProcessError(CoveyError):
-    """Another process failed. The message is the last line that it wrote to stderr."""
+    """Another process failed. The message is the last line that the process wrote to stderr."""
 
 
 def covey_json(*arguments: str) -> Any:
@@ -48,14 +51,14 @@ def covey_json(*arguments: str) -> Any:
 
 @dataclass(slots=True)
 class Jobs:
-    """Background jobs, which run one at a time. Results are kept by key."""
+    """Background jobs, which run one at a time. Results of jobs are kept by key."""
 
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _found: dict[tuple[str, ...], Future[Any]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, key: tuple[str, ...], work: Callable[[], Any]) -> None:
-        """Queue a job, unless a job with this key is queued, running or done."""
+        """Queue a job, unless a job with the same key is queued, running or done."""
         with self._lock:
             if key not in self._found:
                 self._found[key] = self._pool.submit(work)
@@ -63,7 +66,7 @@ class Jobs:
                 del self._found[old]
 
     def status(self, key: tuple[str, ...]) -> dict[str, Any]:
-        """Return `state` (none, running, failed or done), with `error` or `result`."""
+        """Return the `state` of a job (none, running, failed, done) and its `error` or `result`."""
         with self._lock:
             future = self._found.get(key)
         if future is None:
@@ -84,7 +87,7 @@ class Jobs:
 
 @dataclass(slots=True)
 class Explorer:
-    """The process that computes small steps with torch. It starts at the first request."""
+    """The process that computes small steps with torch. The process starts at the first request."""
 
     command: Sequence[str] = (*PYTHON, EXPLORER)
     _closed: bool = False
@@ -121,7 +124,7 @@ class Explorer:
         return self._process
 
     def close(self) -> None:
-        """End the process, and do not start another."""
+        """End the process, and do not start it again."""
         self._closed = True
         if self._process is not None:
             self._process.kill()  # a thread that waits for an answer gets an error

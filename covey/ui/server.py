@@ -1,9 +1,9 @@
 """HTTP server of the web page, for one user.
 
-It listens on the loopback address, or on another address with a token. A page of another site can
-send requests to the loopback address, and its domain name can be made to resolve to it (DNS
-rebinding). So the server checks the Host header, and requests that change anything must have a
-custom header.
+The server listens on the loopback address, or on another address with a token. A web page of
+another site can send requests to the loopback address. The domain name of such a site can also be
+made to resolve to the loopback address (DNS rebinding). So the server checks the Host header, and
+requests that change anything must have a custom header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from covey.ui.views import NotFound, Query, Site
 
 COOKIE = "covey_token"
 ASKED = "X-Covey"
-"""Header of requests that change something; another site's page cannot send it."""
+"""Header of requests that change something; pages of other sites cannot send this header."""
 SECONDS = 30.0
 """Seconds after which a connection that sends nothing is closed."""
 CONNECTIONS = 64
@@ -37,7 +37,8 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""A report has its own content security policy. Its sandbox gives no access to other pages."""
+"""A report has its own content security policy. The sandbox of this policy gives the report no
+access to other pages."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -94,21 +95,21 @@ class Server(ThreadingHTTPServer):
         return name == "localhost" or (_is_address(name) and is_loopback(name))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread. If there are too many connections, close this one."""
+        """Answer in a new thread. If there are too many connections, close the new connection."""
         if not self.room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and then free the slot for another connection."""
+        """Answer a request, and then free the slot for another connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that closed the connection; show other errors."""
+        """Ignore the error of a browser that closed the connection; show other errors."""
         import sys
 
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
@@ -129,7 +130,7 @@ def _is_address(host: str) -> bool:
 
 
 def own_names() -> set[str]:
-    """Return the names of this machine."""
+    """Return the host names of this machine."""
     return {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
 
@@ -142,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "covey", ""
 
     def do_GET(self) -> None:
-        """Send a file of the page, data, or the report of a comparison."""
+        """Send a file of the page, JSON data, or the report of a comparison."""
         address = urlsplit(self.path)
         query = dict(parse_qsl(address.query, max_num_fields=50))
         if not self._welcome(address.path, query):
@@ -155,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
             self._file(address.path.removeprefix("/") or "index.html")
 
     def do_POST(self) -> None:
-        """Start a job. The body is not read, because the URL contains all arguments."""
+        """Start a job. The request body is not read, because the URL contains all arguments."""
         self.close_connection = True
         address = urlsplit(self.path)
         if not self._welcome(address.path, {}):
@@ -166,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
         self._data(POST[address.path], dict(parse_qsl(address.query, max_num_fields=50)))
 
     def _welcome(self, path: str, query: Query) -> bool:
-        """Check the Host header and the token; answer and return False if one is wrong."""
+        """Check the Host header and the token; if one is wrong, send an error and return False."""
         server = self.server
         if not server.answers_to(self.headers.get("Host", "")):
             self._text(421, "this server does not answer to that host name")
@@ -236,7 +237,10 @@ def _equal(given: str, token: str) -> bool:
 
 
 def static_file(name: str) -> bytes | None:
-    """Return a file of the page, or None. Only names that the folder lists are opened."""
+    """Return a file of the page, or None.
+
+    Only files that are listed in the page's folder are opened.
+    """
     if name == "report.css":  # reports and the page share this file, so that they look alike
         return files("covey.analysis.page").joinpath(name).read_bytes()
     folder = files("covey.ui").joinpath("static")

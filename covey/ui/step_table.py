@@ -1,7 +1,8 @@
-"""The metrics of a run's steps as columns, read in pieces and updated when the file grows.
+"""The metrics of a run's steps as columns, read piece by piece and updated when the file grows.
 
-A request reads for at most a fraction of a second. The rest of a long file is only sampled at
-first, so that curves appear at once. Later requests continue reading.
+A request reads the file for at most a fraction of a second. At first, only a sample of the
+remaining steps of a long file is read, so that curves appear at once. Later requests continue
+reading the file.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ CHUNK = 2**20
 SAMPLED = 200
 """Number of steps that are sampled from the part of a file that is not read yet."""
 Columns = dict[str, np.ndarray]
-"""Metric -> float32 [rows], NaN where a step has no number; `step` is float64."""
+"""Columns by metric name: float32 arrays [rows], with NaN for a missing number. The column `step`
+is float64."""
 name_now = lru_cache(maxsize=4096)(current_name)
 
 
 @dataclass(slots=True)
 class StepTable:
-    """The steps of one run. All methods are safe to call from several threads."""
+    """The metrics of all steps of one run. All methods are safe to call from several threads."""
 
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """Steps in order. Each piece is larger than the next, so that large ones are rarely copied."""
+    """Steps in order. Each piece of the list is larger than the next piece, so that large pieces
+    are rarely copied."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _offset: int = 0
@@ -53,7 +56,7 @@ class StepTable:
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
     def update(self, seconds: float) -> list[Columns]:
-        """Read new lines for some time; return all steps, with a sample of those not read yet."""
+        """Read new lines for some time; return all steps read, and a sample of the others."""
         with self._lock:
             try:
                 with open_file(self.path) as file:
@@ -121,7 +124,7 @@ def step_row(raw: bytes) -> Row | None:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return rows as columns. Values that are not numbers become NaN."""
+    """Convert rows of metrics to columns. Values that are not numbers become NaN."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {
         name: np.array([_number(row.get(name)) for row in rows], dtype=np.float32) for name in names
@@ -136,7 +139,7 @@ def _number(value: Any) -> float:
 
 
 def joined(first: Columns, then: Columns) -> Columns:
-    """Join two tables. A metric that one of them lacks is NaN in its rows."""
+    """Join two tables. If one table lacks a metric, its rows get NaN for this metric."""
     return {name: column([first, then], name) for name in {**first, **then}}
 
 
@@ -150,7 +153,7 @@ def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
 
 
 def sampled(file: BinaryIO, start: int, stop: int) -> list[Row]:
-    """Return evenly spaced steps of the rest of a file, in order, including the last step."""
+    """Return evenly spaced steps of the unread part of a file, including the last step."""
     rows: dict[int, Row] = {}
     for place in np.linspace(start, max(start, stop - CHUNK // 16), SAMPLED).astype(int):
         file.seek(place)
@@ -190,12 +193,15 @@ def curve(
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """Return numbers with seven digits, the precision of float32."""
+    """Round numbers to seven digits, the precision of float32."""
     return [float(f"{value:.7g}") for value in values.tolist()]
 
 
 class StepTables:
-    """The tables of many runs. Beyond a memory limit, the least recently used are dropped."""
+    """The tables of many runs.
+
+    If the tables exceed a memory limit, the least recently used tables are dropped.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes

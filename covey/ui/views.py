@@ -1,6 +1,6 @@
-"""The API of the page: each function here returns the plain data of one URL.
+"""The API of the page: each function of this module returns the data of one URL.
 
-Control characters in all texts are escaped, and the page inserts them as text, not as HTML.
+Control characters in all texts are escaped, and the page inserts all texts as text, not as HTML.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from covey.ui.processes import Explorer, Jobs, covey_json
 from covey.ui.step_table import StepTables, curve
 
 READ_SECONDS = 0.06
-"""Seconds that a request may spend reading a file. The page asks again until all is read."""
+"""Seconds that a request may spend reading a file. The page repeats the request until the whole
+file is read."""
 TABLE_BYTES = 150 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
@@ -45,12 +46,12 @@ Query = Mapping[str, str]
 
 
 class NotFound(CoveyError):
-    """There is no such run or comparison."""
+    """Raised if the requested run or comparison does not exist."""
 
 
 @dataclass(slots=True)
 class Site:
-    """The runs that a page shows, and the caches that are kept between requests."""
+    """The runs that the web page shows, and the caches that are kept between requests."""
 
     roots: Sequence[Path]
     tables: StepTables = field(default_factory=lambda: StepTables(TABLE_BYTES))
@@ -68,14 +69,17 @@ class Site:
         return found
 
     def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
-        """Return the run or comparison of a request. Ids are never used as parts of paths."""
+        """Return the run or comparison of a request.
+
+        The id in a request is never used as part of a path.
+        """
         place = self.places().get(query.get(key, ""))
         if place is None or place.kind != kind:
             raise NotFound(f"there is no {kind} {query.get(key, '')!r}")
         return place
 
     def close(self) -> None:
-        """End the processes that were started."""
+        """End the processes that the page started."""
         self.jobs.close()
         self.explorer.close()
 
@@ -179,7 +183,7 @@ def _number(query: Query, name: str, default: float) -> float:
 
 
 def rollouts_file(site: Site, query: Query) -> Path:
-    """Return the file of the step that a request names."""
+    """Return the rollout file of the step that a request names."""
     place, step = site.place(query), int(_number(query, "step", 0))
     kept = dict(RunFolder(place.path).numbered("rollouts", ".jsonl"))
     if step not in kept:

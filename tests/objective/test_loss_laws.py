@@ -293,6 +293,26 @@ def test_law_10_a_correction_is_a_constant_weight_and_denominators_stay(
 
 @WITH_RATIO
 @settings(max_examples=15)
+@given(seed=seeds, correction=st.sampled_from(sorted(CORRECTIONS)), veto=st.sampled_from([0, 0.7]))
+def test_law_10_the_only_pass_on_a_batch_may_compute_old_logp(
+    case: str, seed: int, correction: str, veto: float
+) -> None:
+    objective = objective_of(case, beta=0.0, veto=veto, **narrow(correction))
+    if not objective.corrects_by_row:
+        return
+    step = make_step(seed)
+    advantage = ready(objective, step).advantage
+    first = replace(step.batch, advantage=advantage, old_logp=step.logp.detach())
+    ours, theirs = (
+        descend(objective, with_weight(objective, replace(first, old_logp=old)), step.logp)
+        for old in (None, first.old_logp)
+    )
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+@WITH_RATIO
+@settings(max_examples=15)
 @given(seed=seeds, correction=st.sampled_from(sorted(CORRECTIONS)))
 def test_law_10_a_correction_leaves_the_penalty_and_the_bonus_alone(
     case: str, seed: int, correction: str

@@ -48,8 +48,10 @@ def sentences(text: str, place: str) -> Iterator[Sentence]:
 
 
 def prose(text: str, path: Path, first: int = 1) -> Iterator[Sentence]:
-    """Yield the sentences of Markdown, without its headings, tables and code."""
-    text = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
+    """Yield the sentences of Markdown, without its headings, tables, code and doctests."""
+    code = r"```.*?```|^>>> .*?(?=\n\s*\n|\Z)"
+    blank = lambda found: "\n" * found[0].count("\n")  # noqa: E731
+    text = re.sub(code, blank, text, flags=re.DOTALL | re.MULTILINE)
     block: list[str] = []
     for number, line in enumerate([*text.splitlines(), ""], first):
         item = re.match(r"\s*([-*]|\d+\.)\s+", line)

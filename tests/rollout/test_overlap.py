@@ -211,3 +211,22 @@ def test_without_a_correction_the_ratio_is_to_the_engines_log_probs(tmp_path: Pa
     ratios = [row["policy/ratio_var"] for row in folder.steps()]
     assert ratios[0] < 1e-9  # this step is generated with the weights that it starts from
     assert ratios[1] > 1e-6
+
+
+def test_the_training_pass_computes_old_logp_as_an_extra_pass_does(tmp_path: Path) -> None:
+    settings = ["overlap.staleness=1", "evaluate.every=0", "save.every=0"]
+    in_pass, before = parts_of(*settings), parts_of(*settings, "train.old_logp=recompute")
+    assert in_pass.step_settings.old_logp_in_pass
+    assert not before.step_settings.old_logp_in_pass
+    assert not parts_of(*settings, "train.mini_batches=2").step_settings.old_logp_in_pass
+    one, two = (
+        trained(parts, tmp_path / f"{number}").steps()
+        for number, parts in enumerate((in_pass, before))
+    )
+    names = ("objective/rewards", "optim/grad_norm", "policy/correction_mean",
+             "policy/correction_ess", "debug/rho_max")  # fmt: skip
+    for row, other in zip(one, two, strict=True):
+        assert [row[n] for n in names if n in row] == pytest.approx(
+            [other[n] for n in names if n in row], rel=1e-4
+        )
+    assert one[2]["policy/correction_ess"] < 1.0

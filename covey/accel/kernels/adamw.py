@@ -1,8 +1,9 @@
-"""In-place AdamW step over one storage: weights, their low 16 bits, and bfloat16 moments.
+"""In-place AdamW step on the GPU for weights, their low 16 bits, and bfloat16 moments.
 
-Results equal those of covey/training/compact_step.py on a CPU, bit for bit. So multiplications are
-not fused with additions, divisions and roots are exact, and both hash the same counters. This takes
-no extra time, because the kernel is limited by memory bandwidth.
+The results of this kernel equal those of covey/training/compact_step.py on a CPU, bit for bit. For
+equal results, the kernel does not fuse multiplications with additions, and rounds divisions and
+roots exactly. The CPU and GPU implementations compute their random numbers from the same counters.
+The exact arithmetic takes no extra time, because memory bandwidth limits the kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _mixed(x):
 
 @triton.jit
 def _rounded(values, random):
-    """Round stochastically to bfloat16 bits: up with the probability given by the low 16 bits."""
+    """Round stochastically to bfloat16; the low 16 bits give the probability of rounding up."""
     bits = values.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     return (bits + tl.where(finite, random.to(tl.int32), 0)) >> 16
@@ -34,7 +35,7 @@ def _rounded(values, random):
 
 @triton.jit
 def _wide(bits):
-    """Return float32 from the bits of bfloat16."""
+    """Convert bfloat16 bits to float32."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 

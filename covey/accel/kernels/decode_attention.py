@@ -1,9 +1,10 @@
-"""Decode attention of Llama-like models: RoPE, cache write and attention for one token per slot.
+"""Decode attention of Llama-like models, fused with RoPE and cache write, for one token per slot.
 
 With one token per slot the matrix products are small, and the operations around them take most of
-the time. So everything between the QKV product and the output product is one kernel.
+the time. Therefore one kernel computes everything between the QKV product and the output product.
 
-Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
+Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D and
+C positions.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import triton
 import triton.language as tl
 
 LEAST_ROWS = 16
-"""Minimum rows of a tensor core product. Queries that share keys are padded to this number."""
+"""Minimum rows of a tensor core product; query heads that share keys are padded to this."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions per iteration, warps and stages of a program. With few programs, each should have many
-loads in flight. With many programs, each is faster if it keeps less data. Measured on
-an H200 with heads of 64 and 128. In float32 the compiler unrolls products, and would take four
-seconds to compile larger tiles.
+"""Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
+program should have many loads in flight. If many Triton programs run, each program is faster with
+less data. These values were the fastest on an H200 with head sizes 64 and 128. In float32 the
+compiler unrolls products, and would need four seconds to compile larger tiles.
 """
 STAGE_BYTES = 64 * 2**10
-"""Maximum bytes of keys and values that a program has in flight. Large heads are read in smaller
-tiles, because they would not fit in a multiprocessor's shared memory.
+"""Maximum bytes of keys and values that a Triton program has in flight. Large heads are read in
+smaller tiles, because larger tiles would not fit in a multiprocessor's shared memory.
 """
 SMALLEST_HEAD = 32
-"""For 16-bit types: a head is processed in halves, and tensor cores need at least 16 numbers."""
+"""Smallest head size in 16-bit types: tensor cores need 16 numbers, and a head is halved."""
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, and where each slot's keys and values are."""
+    """Keys and values of one layer, and the positions of each slot's keys and values."""
 
     prompt_keys: torch.Tensor
-    """[P, K, C', D]."""
+    """[P, K, C', D]: keys of prompts, of up to C' positions each."""
     prompt_values: torch.Tensor
-    """[P, K, C', D]."""
+    """[P, K, C', D]: values of prompts, of up to C' positions each."""
     prompt_row: torch.Tensor
-    """[S] int64: the prompt row of a slot."""
+    """[S] int64: the index in `prompt_keys` of a slot's prompt."""
     prompt_length: torch.Tensor
     """[S] int64: the length of a slot's prompt."""
     keys: torch.Tensor
@@ -47,13 +48,13 @@ class LayerCache(NamedTuple):
     values: torch.Tensor
     """[S, K, C, D]: values of completions; written by the kernel."""
     place: torch.Tensor
-    """[S] int64: where the new key and value are written."""
+    """[S] int64: the position at which the new key and value are written."""
     active: torch.Tensor
-    """[S] bool: unfinished slots; the others are skipped."""
+    """[S] bool: whether a slot is unfinished; finished slots are skipped."""
 
 
 def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
-    """Return positions per iteration, warps and stages for keys and values of a type."""
+    """Return positions per iteration, warps and stages of a Triton program."""
     block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
     if kind == torch.float32:
         block, warps, stages = EXACT
@@ -62,7 +63,7 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 
 @triton.jit
 def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
-    """RMSNorm over a head, given as two halves along the last axis."""
+    """RMSNorm of a head that is split into two halves along the last axis."""
     square = tl.sum(first * first, axis=-1) + tl.sum(second * second, axis=-1)
     scale = 1.0 / tl.sqrt(square / size + eps)
     first_gain = tl.load(gain + half).to(tl.float32)
@@ -74,7 +75,7 @@ def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
 
 @triton.jit
 def online_softmax(score, value, largest, total, result, precision: tl.constexpr):
-    """Add more positions to a running softmax; scores are in base 2."""
+    """Add more positions to a running softmax; scores are logarithms to base 2."""
     larger = tl.maximum(largest, tl.max(score, axis=1))
     shrink = tl.exp2(largest - larger)
     weight = tl.exp2(score - larger[:, None])
@@ -89,7 +90,7 @@ def _attend(
     keys, values, begin, count, first, second, largest, total, result, log2,
     size: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to `count` consecutive positions from row `begin` on."""
+    """Attend to `count` consecutive positions, starting at row `begin`."""
     half = tl.arange(0, size // 2)
     whole = tl.arange(0, size)
     for start in range(0, count, block):
@@ -181,9 +182,9 @@ def decode_attention(
     scale: float,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """Rotate, store and attend for one new token per slot; return [W, H * D].
+    """Apply RoPE, write the cache and attend for one new token per slot; return [W, H * D].
 
-    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` contains
+    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product. `rope` contains
     cosine and sine [positions, D / 2]. Slots that share a prompt read the same memory, mostly from
     the L2 cache.
     """

@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def _has_out_dtype(device: torch.device) -> bool:
-    """Return whether torch supports such products on a device. Tries one, as error types vary."""
+    """Try a bfloat16 product with a float32 result on a device; return whether it succeeds."""
     if device.type != "cuda":
         return False
     try:

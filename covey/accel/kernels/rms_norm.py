@@ -1,9 +1,10 @@
-"""RMSNorm of the residual stream, with the addition before it: forward and backward.
+"""RMSNorm of the residual stream, fused with the preceding addition: forward and backward.
 
-The residual stream is float32; the result has the dtype of the matrix products that follow. All
-steps in between are float32, and the result is rounded once.
+The residual stream is float32; the RMSNorm has the dtype of the next matrix product. The kernel
+computes in float32 and rounds its result once.
 
-Shapes: N tokens, D size. A program handles several rows, so that short rows also fill it.
+Tensor shapes use N tokens and hidden size D. A Triton program processes several rows, so that short
+rows use all of its threads.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 512
-"""Number of backward programs; each sums the gain's gradient over its own rows."""
+"""Number of Triton programs in the backward pass; each sums the gain's gradient over its rows."""
 TILE = 2048
-"""The number of elements that a program processes at once."""
+"""The number of elements that a Triton program processes at once."""
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def norm(
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden + delta [N, D] and its norm times `gain`, each in its own type."""
+    """Return hidden + delta [N, D], and the RMSNorm of this sum times `gain`."""
     total: torch.Tensor
     normed: torch.Tensor
     delta = delta.contiguous()
@@ -154,9 +155,10 @@ def add_norm(
 def add_norm_in_place(
     hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add `delta` to `hidden` [N, D] in place, and return the norm of the sum.
+    """Add `delta` to `hidden` [N, D] in place, and return the RMSNorm of the sum.
 
-    Records no gradient. Meant for few tokens, because each token has its own program.
+    Records no gradient. This kernel is meant for few tokens, because it starts a Triton program for
+    each token.
     """
     count, size = hidden.shape
     normed = torch.empty_like(hidden, dtype=gain.dtype)

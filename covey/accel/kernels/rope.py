@@ -1,9 +1,9 @@
 """Applies RoPE to queries and keys, and gathers the keys and values that rows share.
 
-Queries stay at their tokens. The keys and values of a row are consecutive, so the prompt's keys and
-values are copied to every row that shares it. Gradients are summed in float32, in a fixed order.
+Each packed token has one query. The keys and values of a row are consecutive, so those of a prompt
+are copied to every row that shares the prompt. Gradients are summed in float32, in a fixed order.
 
-Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head size.
+Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from covey.accel.varlen_attention import KeyIndex
 
 @triton.jit
 def _rotate(source, target, cos, sin, line, head, half, real, size: tl.constexpr):
-    """Rotate heads at `source` by their position, rounding once."""
+    """Rotate the heads at `source` by their position (RoPE); round the result once."""
     at = head[:, None] * size + half[None, :]
     first = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
     second = tl.load(source + at + size // 2, mask=real, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
 
 
 class _Rope(torch.autograd.Function):
-    """Takes queries, keys and values as columns of one product, or as three products."""
+    """Takes queries, keys and values as columns of one QKV product, or as three products."""
 
     @staticmethod
     def forward(
@@ -176,10 +176,11 @@ def apply_rope(
     shared: KeyIndex | None,
     shape: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries [N, H, D], keys and values [R, K, D], the first two rotated by position.
+    """Return queries [N, H, D], keys and values [R, K, D], with RoPE applied to queries and keys.
 
-    `products` is one product [N, (H + 2 K) * D], or three; `rope` contains cosine and sine [N, D /
-    2] in float32; `shape` is (H, K, D). Without `shared`, every token is its own key position.
+    `products` has one QKV product [N, (H + 2 K) * D], or three products. `rope` contains cosine and
+    sine [N, D / 2] in float32. `shape` is (H, K, D). Without `shared`, every token has exactly one
+    key position.
     """
     query: torch.Tensor
     key: torch.Tensor

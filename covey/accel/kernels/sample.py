@@ -1,10 +1,10 @@
-"""Sampling kernel: from logits to the next token of every slot, and its bookkeeping.
+"""Sampling kernel: samples the next token of every slot from logits, and updates slot state.
 
-It reads the logits once. A first kernel computes the maximum and the sum of each block of the
-vocabulary. A second kernel finds the block that contains the sampled token and reads that block
-again.
+The sampling kernels read all logits only once. A first kernel computes the maximum and the sum of
+exponentials of each block of the vocabulary. A second kernel finds the block that contains the
+sampled token and reads only that block again.
 
-Shapes: W slots in use, V vocabulary, R room: the longest completion.
+Tensor shapes use W occupied slots, vocabulary size V and longest completion R.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 2048
 
 
 class SlotState(NamedTuple):
-    """State of the slots; all of it is changed in place."""
+    """State of the slots, which the kernels change in place."""
 
     tokens: torch.Tensor
     """[S, R] int64."""
@@ -28,11 +28,11 @@ class SlotState(NamedTuple):
     uniforms: torch.Tensor
     """[S, R] float32."""
     last: torch.Tensor
-    """[S] int64: the newest token."""
+    """[S] int64: the newest token of each slot."""
     counts: torch.Tensor
-    """[S] int64: tokens so far."""
+    """[S] int64: the number of tokens generated so far in each slot."""
     place: torch.Tensor
-    """[S] int64: where the cache stores the newest token."""
+    """[S] int64: the cache position of the newest token."""
     active: torch.Tensor
     """[S] bool: whether the completion is unfinished."""
 
@@ -121,8 +121,8 @@ def sample_tokens(
 ) -> None:
     """Sample the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
 
-    A stop token or a full slot ends a completion. If logits are NaN, some token gets a NaN
-    log-probability.
+    A stop token or a full slot ends a completion. If logits are NaN, the log-probability of the
+    sampled token is NaN.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, BLOCK)

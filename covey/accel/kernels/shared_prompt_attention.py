@@ -1,10 +1,11 @@
 """Decode attention over a shared-prompt cache, for any model with one token per slot.
 
-The model's own code has applied RoPE and norms already. The kernel stores the new key and value,
-and attends to a prompt that several slots share and to the slot's own completion. It supports
-sliding windows and soft caps.
+The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
+value. The kernel then attends to the prompt, which several slots may share, and to the slot's own
+completion. The kernel supports sliding windows and soft caps.
 
-Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
+Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D and
+C positions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NO_WINDOW = 2**31 - 1
 
 @triton.jit
 def _score(product, scale, softcap, capped: tl.constexpr):
-    """Return the scores in base 2."""
+    """Return the attention scores as logarithms to base 2."""
     score = product * scale
     if capped:
         # tanh(x) as 2 / (1 + exp(-2 x)) - 1.
@@ -34,7 +35,7 @@ def _attend(
     size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, capped: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions `low` to `count` - 1, which are consecutive from `begin` on."""
+    """Attend to positions `low` to `count` - 1, where position 0 is stored at `begin`."""
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
         position = start + tl.arange(0, block)
@@ -112,10 +113,10 @@ def shared_prompt_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Store the new key and value and attend; return [W, H, D].
+    """Store the new key and value; return the attention output [W, H, D].
 
-    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per slot. A window of n
-    sees the new position and the n - 1 before it; a soft cap limits scores.
+    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per slot. A sliding
+    window of n covers the new position and the n - 1 positions before it.
     """
     slots, heads, size = query.shape
     key_heads, capacity = cache.keys.shape[1:3]

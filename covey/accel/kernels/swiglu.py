@@ -1,6 +1,7 @@
-"""SwiGLU: silu(gate) * up and its gradient, one kernel each.
+"""SwiGLU: one kernel for silu(gate) * up and one kernel for its gradient.
 
-Shapes: N tokens, M size. Gate and up are columns of one product [N, 2 M], or two products.
+Tensor shapes use N tokens and MLP size M. Gate and up are columns of one matrix product [N, 2 M],
+or two matrix products.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def silu_mul_backward(
     up: torch.Tensor,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradients of gate and up, side by side [N, 2 M]; also write silu(gate) * up.
+    """Return the gradients of gate and up in one tensor [N, 2 M]; also write silu(gate) * up.
 
-    Recomputing this product takes no extra time here, so it is not saved for the weight's gradient.
-    It may be written over its own gradient, because the gradient is read first.
+    The weight's gradient needs silu(gate) * up. This kernel recomputes silu(gate) * up at no extra
+    cost, so the forward pass does not save it. The kernel may overwrite the incoming gradient with
+    silu(gate) * up, because it reads the gradient first.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
 
-Shapes: R rows, V vocabulary. z = scale * (logits + bias), optionally soft-capped. The forward pass
-reads the logits once, with a running maximum. The backward pass reads them once, with the saved
-normalizer.
+Tensor shapes use R rows and vocabulary size V. The softmax input is scale * (logits + bias),
+optionally soft-capped. The forward pass reads the logits once, with a running maximum. The backward
+pass reads the logits once, with the saved normalizer.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ def logp_backward(
     scale: float,
     cap: float | None,
 ) -> None:
-    """Write the gradient of logits [R, V] to `grad`, which may be the logits themselves.
+    """Write the gradient of logits [R, V] to `grad`, which may be the same tensor as the logits.
 
-    `kept` is (normalizer, entropy); `grads` is (d log-probability, d entropy). Each is [R].
+    `kept` is (normalizer, entropy); `grads` has the gradients of log-probability and entropy. Each
+    is [R].
     """
     count, size = logits.shape
     block = min(BLOCK, triton.next_power_of_2(size))

@@ -16,29 +16,30 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""The report gives the time to reach these accuracies. Each is a fraction of the distance from the
-starting accuracy to the highest accuracy that every arm reaches."""
+"""Fractions of the way from the starting accuracy to the highest accuracy that every arm reaches.
+The report gives the time to reach each of these accuracies.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeToAccuracy:
-    """When an arm reaches an accuracy: medians over seeds; None if half of the seeds never do."""
+    """Median cost until an arm reaches an accuracy; None if half of its seeds never reach it."""
 
     accuracy: float
     reached: int
     """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """When the accuracy is reached, in the unit of the comparison's budget."""
+    """Median over seeds of the cost in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Time and memory of a run of an arm; None where the runs did not record it."""
+    """Time and memory of an arm's runs; None for a number that the runs did not record."""
 
     seconds: float
-    """Median over seeds of the time in training steps after the first, without evaluations."""
+    """Median over seeds of the training time, without the first step and evaluations."""
     cpu_seconds: float | None
     """Median over seeds of the CPU time of the process, evaluations included."""
     memory_gib: float | None
@@ -47,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
-    """A seed whose final accuracy is below an earlier accuracy by more than chance explains."""
+    """A seed whose final accuracy is below an earlier accuracy by more than chance can explain."""
 
     seed: int
     before: float
@@ -57,7 +58,7 @@ class Collapse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """The mean reward, or one of its parts, before and after training."""
+    """The mean reward, or the mean of one reward part, before and after training."""
 
     initial: Estimate
     final: Estimate
@@ -68,8 +69,8 @@ class RewardResult:
 class ArmResult:
     """The results of one arm over its finished seeds.
 
-    Estimates are of accuracies, or of mean rewards if arms are compared by reward (`by`). They are
-    None if no seed is finished.
+    Estimates are accuracies, or mean rewards if arms are compared by reward (`by`). Estimates are
+    None if no seed has finished.
     """
 
     arm: str
@@ -78,26 +79,26 @@ class ArmResult:
     """One line for each planned run that did not finish."""
     initial: Estimate | None = None
     final: Estimate | None = None
-    """Mean over seeds; the interval covers seeds and prompts."""
+    """Mean over seeds; the confidence interval includes the variation of seeds and of prompts."""
     improvement: Estimate | None = None
     """Final minus initial."""
     best: Estimate | None = None
-    """Mean over seeds of the highest accuracy; biased upwards, because it is a maximum."""
+    """Mean over seeds of each run's highest accuracy; a maximum is biased upwards."""
     area: Estimate | None = None
-    """Mean accuracy over the budget that all runs share; the interval is over seeds."""
+    """Mean accuracy over the budget that all runs share; the confidence interval is over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
     finals: tuple[float, ...] = ()
     """Final value of each seed."""
     improvements: tuple[float, ...] = ()
-    """Final minus initial of each seed."""
+    """Final value minus initial value of each seed."""
     distinct_answers: float | None = None
-    """The number of different final answers at the end, averaged over seeds."""
+    """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """`reward` and `parts/NAME` of the greedy completions, if the reward is not just success."""
+    """`reward` and `parts/NAME` of the greedy completions; empty if rewards equal success."""
     cost: Cost | None = None
 
 
@@ -178,7 +179,7 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return rewards and parts over the prompts scored at the start and end of every run."""
+    """Return mean rewards and reward parts over prompts scored at the start and end of all runs."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     rows = [row for pair in ends for point in pair for row in point.rewards.values()]
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -205,7 +206,7 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
 
 
 def _is_graded(point: Point) -> bool:
-    """Whether some reward is not 1 for a success and 0 otherwise."""
+    """Return whether a reward differs from 1 for a success or from 0 for a failure."""
     return any(row["reward"] != float(point.correct[name]) for name, row in point.rewards.items())
 
 
@@ -225,10 +226,10 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return the accuracies for which the report gives the time.
+    """Return the accuracies for which the report gives the time to reach them.
 
     An arm reaches an accuracy if more than half of its seeds reach it, so that one failed seed does
-    not decide.
+    not change the result.
     """
     if not arms:
         return []
@@ -260,10 +261,10 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 
 
 def _collapse(run: RunResult) -> Collapse | None:
-    """Return the collapse of a run, or None. docs/statistics.md defines a collapse.
+    """Return the collapse of a run, as docs/statistics.md defines it, or None.
 
-    A run has collapsed if it lost half of its best accuracy, or ended below its start. In both
-    cases the drop must exceed chance on this number of prompts.
+    A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop
+    must also be larger than chance can explain on this number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -1,6 +1,6 @@
-"""The data of a comparison: arms, runs, evaluations. Statistics and reports read these types.
+"""The data of a comparison (arms, runs, evaluations), which statistics and reports read.
 
-This module does not import torch, so a report can be written on a machine without it.
+This module does not import torch, so a report can be written on a machine without torch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ Metric = Literal["success", "reward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One side of a comparison: the common configuration with declared differences."""
+    """One arm of a comparison: the common configuration with some settings changed."""
 
     name: str
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """Added to every seed, which changes prompts and completions, but nothing else."""
+    """A number added to every seed of this arm, which changes only prompts and completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted setting -> value, for every setting that differs from the common configuration; None
-    where the arm's algorithm has no such option. Filled by design.py."""
+    """Dotted setting -> value, for every setting that differs from the common configuration. The
+    value is None if the arm's algorithm has no such option. Filled by design.py.
+    """
 
     @property
     def text(self) -> str:
@@ -45,13 +46,14 @@ class Point:
     updates: int
     """Optimizer steps so far."""
     seconds: float
-    """Training time so far, without evaluations and without the first step. The completions of
-    the first step are shared, so only one run spent time on them."""
+    """Training time so far, without evaluations and without the first step. All arms share the
+    completions of the first step, so only one run spent time on generating them.
+    """
     correct: Mapping[str, bool]
     """Prompt id -> whether the greedy completion is correct. All runs have the same prompts in the
     same order."""
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Prompt id -> `reward` and `parts/NAME` of that completion, if it was scored."""
+    """Prompt id -> `reward` and `parts/NAME` of the greedy completion, if it was scored."""
     distinct_answers: int | None = None
     """The number of different final answers among the greedy completions."""
     by: Metric = "success"
@@ -63,7 +65,7 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The compared values, by prompt; an unscored completion gets the lowest reward."""
+        """Success or reward of each prompt; a completion without a score gets the lowest reward."""
         if self.by == "success":
             return tuple(map(float, self.correct.values()))
         lowest = min(row["reward"] for row in self.rewards.values())
@@ -86,16 +88,17 @@ class RunResult:
     """Why the run failed, in one line."""
     points: tuple[Point, ...] = ()
     folder: str = ""
-    """Relative to the comparison's folder."""
+    """The path of the run folder, relative to the comparison's folder."""
     weights: str = ""
     """Digest of the final weights; policies with equal digests are the same, bit for bit."""
     first_rollouts: str = ""
-    """The name of the first step's rollouts; runs with the same name share them."""
+    """The name of the first step's rollouts; runs with the same name share these rollouts."""
     memory_gib: float = 0.0
-    """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0: unknown."""
+    """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0 if unknown."""
     cpu_seconds: float = 0.0
-    """CPU time of the run's process, including evaluations; 0: unknown. If the run was resumed,
-    memory and CPU time are those of its last process."""
+    """CPU time of the run's process, including evaluations; 0 if unknown. If the run was resumed,
+    memory and CPU time are those of its last process.
+    """
 
     @property
     def finished(self) -> bool:
@@ -105,7 +108,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The data that a report is made from."""
+    """All data of a comparison that its report needs."""
 
     name: str
     command: str
@@ -116,19 +119,19 @@ class Comparison:
     """Size of the budget of each run."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """Findings before training: each is the `row()` of a covey.analysis.plan.finding.Finding."""
+    """Findings before training, each as the `row()` of a covey.analysis.plan.finding.Finding."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
     best_constant: float | None = None
-    """The accuracy of the best constant answer on the held-out prompts, if they have answers."""
+    """The accuracy of the best constant answer on the held-out prompts; None if unknown."""
 
     def runs_of(self, arm: str) -> tuple[RunResult, ...]:
-        """Return the runs of an arm, by seed."""
+        """Return the runs of an arm, ordered by seed."""
         return tuple(sorted((r for r in self.runs if r.arm == arm), key=lambda run: run.seed))
 
     def finished_runs(self) -> dict[str, tuple[RunResult, ...]]:
-        """Return the finished runs of each arm, by seed."""
+        """Return the finished runs of each arm, ordered by seed."""
         return {
             arm.name: tuple(run for run in self.runs_of(arm.name) if run.finished)
             for arm in self.arms
@@ -136,10 +139,10 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Return the metric of a comparison: success, unless no completion was ever a success.
+    """Return the metric of a comparison: success, or the reward if no completion was a success.
 
-    Some rewards only grade and never call a completion correct. If no completion of any evaluation
-    is correct and rewards differ, arms are compared by the mean reward.
+    Some reward functions only give grades and never mark a completion as correct. If no completion
+    of any evaluation is correct and rewards differ, arms are compared by the mean reward.
     """
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):
@@ -150,5 +153,5 @@ def compared_by(runs: Iterable[RunResult]) -> Metric:
 
 
 def with_metric(run: RunResult, by: Metric) -> RunResult:
-    """Return a run whose points are compared by this metric."""
+    """Return a run with this metric in all of its evaluations."""
     return replace(run, points=tuple(replace(point, by=by) for point in run.points))

@@ -50,7 +50,7 @@ class Design:
 
     command: str
     given: Mapping[str, Any]
-    """The common settings as given by the user, from which arms are built."""
+    """The common settings as the user gave them; arms are built from these settings."""
     common: Mapping[str, Any]
     """The common settings with every default written out."""
     arms: tuple[Arm, ...]
@@ -60,14 +60,14 @@ class Design:
     threads: int
     """The number of threads of each run.
 
-    It never changes, because the rounding of sums on a CPU depends on it.
+    The number of threads never changes, because it affects the rounding of sums on a CPU.
     """
     findings: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended: the contents of outcome.json, which an unfinished run does not have."""
+    """The outcome of a run: the contents of outcome.json, which exists once the run has ended."""
 
     key: str
     state: State
@@ -82,7 +82,7 @@ OUTCOME: Shape = TypeAdapter(RunOutcome)
 
 
 def run_path(folder: Path, arm: str, seed: int) -> Path:
-    """Return the run folder of an arm and a seed."""
+    """Return the run folder for an arm and a seed."""
     return folder / "runs" / arm / f"seed-{seed}"
 
 
@@ -97,7 +97,7 @@ def write_outcome(run: Path, outcome: RunOutcome) -> None:
 
 
 def read_outcome(run: Path) -> RunOutcome | None:
-    """Return how a run ended, or None if it is unfinished."""
+    """Return the outcome of a run, or None if the run has not ended."""
     file = run / OUTCOME_FILE
     if is_missing(file):
         return None
@@ -143,7 +143,7 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml; settings written by version 0.1 are renamed to their new names."""
+    """Read comparison.toml; settings with the names of version 0.1 get their current names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
@@ -184,7 +184,7 @@ def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read the data that a report is made from."""
+    """Read all data of a comparison that its report needs."""
     design = read_design(folder)
     environment = folder / "environment.json"
     shared = ("command", "arms", "seeds", "budget", "amount", "findings")
@@ -210,7 +210,7 @@ def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
 
 
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
-    """Read one run. The run may not have started yet."""
+    """Read one run; a run that has not started has no evaluations."""
     path = run_path(folder, arm, seed)
     ended = asdict(read_outcome(path) or RunOutcome(key="", state="unfinished"))
     del ended["key"]
@@ -219,7 +219,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the complete evaluations; an evaluation that lacks a prompt cannot be compared."""
+    """Return the evaluations that cover all prompts; incomplete ones cannot be compared."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

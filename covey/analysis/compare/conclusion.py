@@ -30,7 +30,7 @@ class Conclusion:
 
 
 def conclude(comparison: Comparison) -> Conclusion:
-    """Analyse a comparison. Unfinished runs are named, but no number includes them."""
+    """Analyse a comparison. The conclusion names unfinished runs, but no number includes them."""
     runs = comparison.finished_runs()
     _check_same_prompts(run for mine in runs.values() for run in mine)
     arms = arm_results(comparison)
@@ -69,10 +69,10 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences in which a failed run counts as its arm's initial accuracy.
+    """Return mean differences in which a failed run has its arm's initial accuracy.
 
-    Only pairs of arms with failed runs are returned. These differences show how much the failures
-    matter.
+    The result has only pairs of arms with failed runs. The differences show how much the failed
+    runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
@@ -92,7 +92,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that says which algorithm is better, or why the runs do not show it."""
+    """Return a sentence that says which algorithm is better, or why the runs cannot show this."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -203,7 +203,7 @@ def _better(pair: PairResult, tested: int) -> str:
 
 
 def _undecided(pair: PairResult, tested: int) -> str:
-    """Return the observed difference, and how many seeds would be needed to decide."""
+    """Return the observed difference, and how many seeds would be needed to detect it."""
     if pair.difference is None or pair.detectable is None:
         return f"{_change(pair.mean or 0.0, pair.by)}."
     seeds = len(pair.seeds)
@@ -230,7 +230,7 @@ def _p(pair: PairResult, tested: int) -> str:
 
 
 def _checkpoint_summary(pair: PairResult) -> str:
-    """Return in which seeds one of the two final checkpoints is better."""
+    """Return a sentence that says, for each seed, which final checkpoint is better."""
     if not pair.checkpoints:
         return ""
     sides: dict[str, list[str]] = {pair.first: [], pair.second: [], "": []}
@@ -293,7 +293,7 @@ def _cautions(
 
 
 def _is_at_constant(arm: ArmResult) -> bool:
-    """Whether an arm learned, but its accuracy is not above that of the best constant answer."""
+    """Return whether an arm learned, but is not better than the best constant answer."""
     if arm.above_constant is None or arm.final is None or arm.improvement is None:
         return False
     return arm.improvement.value > 0 and arm.final.low <= arm.final.value - arm.above_constant
@@ -332,7 +332,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of second minus first, given the estimate of first minus second."""
+    """Return the estimate of a difference with the opposite sign."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
@@ -342,7 +342,7 @@ def _estimate(estimate: Estimate, by: Metric) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
+    """Return a number with its noun, in singular or plural.
 
     >>> count(1, "arm"), count(2, "arm")
     ('1 arm', '2 arms')

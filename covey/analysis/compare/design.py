@@ -1,10 +1,10 @@
 """The design of a comparison: the common configuration, the arms, the seeds and the budget.
 
-An arm consists of the common settings as given, with overrides; defaults are filled in afterwards.
-So an arm with another algorithm gets that algorithm's own defaults, not those of the algorithm it
-replaces. No arm may change the budget or the held-out evaluation, because all arms must be measured
-in the same way. The common reward scores the evaluations of all arms, whatever reward an arm is
-trained on.
+An arm consists of the common settings that the user gave, with the arm's overrides. Defaults are
+filled in after the overrides. An arm with another algorithm therefore gets the defaults of its own
+algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
+measured in the same way. The common reward scores the evaluations of all arms, even if an arm is
+trained on another reward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings that affect the rollouts of the first step."""
 NOT_SAMPLING = ("engine.max_concurrent", "model.gradient_checkpointing", "model.deterministic")
-"""Settings that do not affect these rollouts, although their section may."""
+"""Settings that do not affect the rollouts of the first step, although their section does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +42,14 @@ class Request:
     source: str
     overrides: tuple[str, ...] = ()
     smoke: bool = False
-    """Whether `--smoke` first reduces the common configuration."""
+    """Whether `--smoke` reduces the size of the common configuration."""
     algorithms: tuple[str, ...] = ()
     arms: tuple[Arm, ...] = ()
     seeds: int = 3
     budget: BudgetKind = "steps"
     amount: int | None = None
     threads: int = 0
-    """The number of threads of each run; 0: chosen for this machine."""
+    """The number of threads of each run; 0 chooses a number for this machine."""
 
     def command(self) -> str:
         """Return the command line of this request."""
@@ -117,7 +117,7 @@ def design_comparison(request: Request) -> Design:
 def _with_budget(
     given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Return the settings with the same budget for every arm, and the size of the budget."""
+    """Return the settings with the budget that all arms share, and the size of the budget."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
         kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
@@ -130,7 +130,7 @@ def _with_budget(
 
 
 def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
-    """Add an arm for each algorithm, and the given arms."""
+    """Add an arm for each algorithm, then the given arms."""
     found = {arm.name: arm for arm in design.arms}
     for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
         declared = _declared(design, arm)
@@ -147,7 +147,7 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return an arm that trains this algorithm, with the given options that the algorithm has."""
+    """Return an arm that trains this algorithm, with the given options that it supports."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -158,9 +158,9 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 
 
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the given options that mean the same in another algorithm.
+    """Return the given options that have the same meaning in another algorithm.
 
-    For example, `beta` in DPO and IPO means something else than the weight of a KL penalty.
+    For example, `beta` is excluded between DPO and GRPO, because DPO's `beta` is not a KL weight.
     """
     paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
     own = {"name", "beta"} if paired else {"name"}
@@ -173,11 +173,11 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 
 
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
-    """Return the given options that an arm keeps although its algorithm has other defaults.
+    """Return the given options that replace different defaults of the arm's algorithm.
 
-    Option -> (value, default of the arm's algorithm). For example, with a recipe for GRPO,
-    `--algorithms gspo` keeps the recipe's clip range, which is hundreds of times wider than GSPO's
-    own.
+    The result maps each option to (value, default of the arm's algorithm). For example, if a recipe
+    for GRPO sets the clip range, `--algorithms gspo` keeps this range. GRPO's clip range is
+    hundreds of times wider than GSPO's default.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:
@@ -206,7 +206,7 @@ def arm_configs(design: Design) -> dict[str, Config]:
 
 
 def _declared(design: Design, arm: Arm) -> Arm:
-    """Fill in an arm's differences; reject a setting that no arm may change."""
+    """Fill in the settings in which an arm differs; reject a setting that no arm may change."""
     config = config_of(design, replace(arm, seed_offset=0))
     before, after = _flat(design.common), _flat(config.model_dump())
     differences = {
@@ -243,13 +243,13 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shares_first_rollouts(arm: Arm) -> bool:
-    """Whether an arm samples the first step's rollouts like the common configuration."""
+    """Return whether an arm has the same first-step rollouts as the common configuration."""
     changed = [key for key in arm.differences if key.startswith(SAMPLING)]
     return all(key in NOT_SAMPLING for key in changed)
 
 
 def same_comparison(old: Design, new: Design) -> bool:
-    """Whether a new design equals an old design or is a part of it."""
+    """Return whether the new design has no arms or settings that the old design lacks."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)

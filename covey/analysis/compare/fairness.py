@@ -1,4 +1,4 @@
-"""Fairness checks before training, and findings for the reader of a report."""
+"""Fairness checks of a comparison before training, and findings for its report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = Mapping[str, str]
 GENERATION = (
     "rollout.max_tokens", "rollout.stop", "model.template", "model.chat_options", "model.prefill",
 )  # fmt: skip
-"""Settings that change how a policy generates, also in evaluations."""
+"""Settings that change how a policy generates in training and in evaluations."""
 
 
 def check_prompts(configs: Mapping[str, Config]) -> None:
@@ -43,7 +43,7 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 
 def _check_disjoint(config: Config, task: Task) -> None:
-    """Reject a held-out prompt with the text of a training prompt."""
+    """Reject a held-out prompt whose text equals that of a training prompt."""
     held_out = held_out_of(config, task)
     found = shared_prompts(task.train(), held_out)
     if found:
@@ -69,7 +69,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
-    """Return the findings before training. A finding about several arms takes one row."""
+    """Return the findings before training; a finding about several arms appears once."""
     from covey.analysis.plan.findings import coincidences, findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -83,7 +83,7 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
 
 
 def _differing_arms(design: Design) -> Iterator[Row]:
-    """Yield findings about conditions that arms usually share, but do not share here."""
+    """Yield findings about conditions that differ between the arms of this comparison."""
     arms = design.arms if len(design.arms) > 1 else ()
     common = design.common
     reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
@@ -128,7 +128,7 @@ def _kept_options(design: Design) -> Iterator[Row]:
 
 
 def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Iterator[Row]:
-    """Yield a finding about these arms, if there are any."""
+    """Yield a finding about the given arms, if the list is not empty."""
     if names := ", ".join(arm.name for arm in arms):
         yield {
             "title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": names,

@@ -1,7 +1,7 @@
 """Launches the runs of a comparison: one process per run, several at a time.
 
-A failed run does not stop the others. Each process reads its job from standard input, which stays
-open as long as this process lives; see run_process.py.
+A failed run does not stop the other runs. Each process reads its job from standard input, which
+stays open as long as the parent process lives; see run_process.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Status = Literal["waiting", "running", "done", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The job of a run's process."""
+    """The input of a process that trains one run."""
 
     arm: str
     seed: int
@@ -58,9 +58,9 @@ class Job:
     common_toml: str
     """The common configuration, whose reward scores the evaluations of all arms."""
     start: str
-    """Digest of everything that determines the starting policy."""
+    """Digest of all data that determines the starting policy."""
     key: str
-    """Digest of everything that determines the run. Finished runs with the same key are equal."""
+    """Digest of all inputs that determine a run; finished runs with the same key are equal."""
     threads: int
 
     @property
@@ -102,7 +102,7 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
 
 
 def _starting_weights(config: Config) -> str:
-    """Return the digest of the weights that a configuration starts from, without its adapter."""
+    """Return the digest of a configuration's initial weights, without the adapter."""
     model = config.model.model_copy(update={"device": "cpu"})
     adapter = config.adapter.model_copy(update={"rank": 0, "also_train": []})
     return fingerprint(
@@ -134,9 +134,9 @@ def _digest(data: Any) -> str:
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder to start or resume; return False if the run is finished.
 
-    `elsewhere` maps keys to finished runs: a run with this job's key is copied, not trained again.
-    A run with another key, for example from other data or another version of Covey, is moved aside
-    and never deleted.
+    `elsewhere` maps keys to finished runs. If one of these runs has the key of this job, it is
+    copied instead of trained again. If the folder contains a run with another key, for example of
+    another version of Covey, this run is renamed and never deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:
@@ -175,7 +175,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:
-    """Return the finished runs of all comparisons in a folder, by key."""
+    """Return a mapping from keys to finished runs, for all comparisons in a folder."""
     found = {}
     for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
         ended = read_outcome(file.parent)
@@ -202,7 +202,7 @@ class Running:
 
 
 Watch = Callable[[Running], None]
-"""A callback; it is called several times a second with the status of all jobs."""
+"""A callback that receives the status of all jobs several times a second."""
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
@@ -253,7 +253,7 @@ def _collect_and_start(
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
-    """Start the process of a job in its own session, so that only we forward Ctrl-C to it."""
+    """Start the process of a job in its own session, out of reach of the terminal's Ctrl-C."""
     with log_path(job.path).open("ab") as log:
         process = subprocess.Popen(
             module_command("covey.analysis.compare.run_process"),
@@ -273,7 +273,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status:
-    """Return how a run ended; if its process died without writing the outcome, write it."""
+    """Return the final status of a run; if its process died, write the missing outcome."""
     assert process.stdin is not None
     process.stdin.close()
     outcome = read_outcome(job.path)

@@ -32,22 +32,22 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The runs of an arm, and their mean at the steps where all finished runs were evaluated."""
+    """The curves of an arm's runs, and their mean at steps where all finished runs have values."""
 
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """Axis -> x values of the mean curve, which are means over seeds too."""
+    """Axis -> x values of the mean curve; each x value is also a mean over seeds."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """The lowest value over finished runs; `low` and `high` are no confidence interval."""
+    """The lowest value over finished runs; `low` and `high` are not a confidence interval."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
-    """Seed -> accuracies at the steps of the mean; None where the run was not evaluated."""
+    """Seed -> accuracies at the steps of the mean curve; None if the run was not evaluated."""
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:
-    """Return the learning curve of an arm. Unfinished runs are drawn, but not part of the mean."""
+    """Return the learning curve of an arm. The mean excludes unfinished runs."""
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
     values = [[point.value for point in column] for column in columns]
@@ -74,16 +74,16 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
 
 
 def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
-    """Return the accuracies of a run by column; the last column is the end of the run."""
+    """Return the accuracies of a run at each step of the mean curve; the last is the run's end."""
     by_step = {point.step: point.value for point in run.points}
     earlier = (by_step.get(column[0].step) for column in columns[:-1])
     return (*earlier, run.points[-1].value if run.finished else None)
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """Return the points to average: those at the same step, and the last points of all runs.
+    """Return the points to average: points at the same step, and the last points of all runs.
 
-    With a token budget runs end at different steps, but their last points are still averaged.
+    With a token budget, runs end at different steps, but the last points are still averaged.
     """
     if not runs:
         return []

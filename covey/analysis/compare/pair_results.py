@@ -1,8 +1,8 @@
-"""Results of every pair of arms: which algorithm is better, and which checkpoint.
+"""Results of every pair of arms: tests of algorithms over seeds, of checkpoints over prompts.
 
-The two questions need different tests. To find the better *algorithm*, we test over seeds: each
-seed is one more training run, and a difference must exceed the variance between seeds. To find the
-better of two *checkpoints*, we test over prompts, with the weights fixed.
+Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds:
+each seed is one more training run, and a difference must exceed the variance between seeds. The
+test for the better of two *checkpoints* compares prompts, with the weights fixed.
 docs/statistics.md describes the tests and intervals.
 """
 
@@ -26,8 +26,9 @@ Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
     "nothing to compare",
 ]  # fmt: skip
-"""same policy: equal weights in every seed. no difference: equal results on every prompt. one seed,
-two seeds: too few to rank the arms."""
+""""same policy" means equal weights in every seed. "no difference" means equal results on every
+prompt. "one seed" and "two seeds" are too few seeds to rank the arms.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class CheckpointResult:
 
     seed: int
     difference: Estimate
-    """The difference, first minus second; the interval is a bootstrap over prompts."""
+    """First arm minus second arm; the confidence interval is a bootstrap over prompts."""
     gained: int
     """The number of prompts that only the first checkpoint solves."""
     lost: int
@@ -48,37 +49,37 @@ class CheckpointResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """The comparison of two arms over the seeds that both finished."""
+    """The comparison of two arms over the seeds that both arms finished."""
 
     first: str
     second: str
     seeds: tuple[int, ...]
     missing: tuple[str, ...]
     differences: tuple[float, ...]
-    """Final accuracy, or mean reward, of first minus second, by seed."""
+    """For each seed, the first arm's final accuracy (or mean reward) minus the second arm's."""
     mean: float | None
-    """The mean of `differences`; None if no seed is finished in both arms."""
+    """The mean of `differences`; None if no seed has finished in both arms."""
     difference: Estimate | None
-    """The mean with Student's interval over seeds; None with fewer than three seeds."""
+    """The mean difference with Student's t interval over seeds; None below three seeds."""
     difference_new_prompts: Estimate | None
-    """The mean with an interval that also covers the choice of the held-out prompts."""
+    """The mean difference with an interval that also includes the choice of held-out prompts."""
     p_value: float | None
     """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None
     sign_flip_p: float | None
-    """The p-value of the exact sign flip test; None below six seeds, where it cannot reach 5 %."""
+    """The p-value of the exact sign flip test; None if there are fewer than six seeds."""
     decision: Decision
     better: str | None
-    """The better arm, if there is one."""
+    """The name of the better arm, if one is significantly better."""
     seeds_needed: int | None
-    """Seeds for 80 % power at the observed difference; None if decided, or if too many."""
+    """Number of seeds that would detect the observed difference with 80 % power, or None."""
     detectable: float | None
     """The difference that this number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
     summary: str = ""
-    """Which algorithm is better, in plain words. Filled by conclusion.py."""
+    """A sentence that says which algorithm is better. Filled by conclusion.py."""
     checkpoint_summary: str = ""
-    """Which checkpoints are better, in plain words. Filled by conclusion.py."""
+    """A sentence that says which checkpoints are better. Filled by conclusion.py."""
     by: Metric = "success"
 
 
@@ -98,12 +99,12 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """First minus second by seed. Computed from sums: equal accuracies differ by exactly 0."""
+        """The first arm's value minus the second arm's, by seed; exactly 0 for equal accuracies."""
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property
     def span(self) -> float:
-        """The largest distance between two values: 1 for success; the observed one for rewards."""
+        """The range of the compared values: 1 for success, the observed range for rewards."""
         return 1.0 if self.by == "success" else float(np.ptp([self.a, self.b])) or 1.0
 
     @property
@@ -208,7 +209,7 @@ def _decide(pair: _Pair, p_holm: float | None) -> Decision:
 
 
 def _checkpoints(pairs: Sequence[_Pair]) -> Mapping[tuple[str, str], list[CheckpointResult]]:
-    """Compare the final checkpoints of every pair by seed, with one correction over all of them."""
+    """Compare the final checkpoints of every pair and seed; correct all p-values together."""
     found = [
         (pair, seed, _checkpoint_difference(pair, row))
         for pair in pairs

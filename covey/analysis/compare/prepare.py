@@ -1,4 +1,4 @@
-"""Prepare a comparison to run: choose its folder, resume or extend an existing one, check it."""
+"""Prepares a comparison: chooses its folder, resumes or extends it, and checks it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Prepared:
     folder: Path
     design: Design
     previous: Design | None
-    """The design that is already in the folder."""
+    """The design of an earlier comparison in the folder, if there is one."""
 
 
 def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepared:
-    """Find the folder of a request or choose a new one; an earlier comparison is resumed."""
+    """Choose the folder of a comparison; resume an earlier comparison of the same design."""
     design = design_comparison(request)
     if len(design.arms) < 2:
         raise ConfigError(
@@ -64,7 +64,7 @@ def extend(
     seeds: int | None = None,
     threads: int = 0,
 ) -> Prepared:
-    """Return the comparison of a folder, with more arms or seeds; existing runs stay."""
+    """Add arms or seeds to the comparison in a folder; existing runs stay unchanged."""
     old = read_design(folder)
     if threads not in (0, old.threads):
         raise ConfigError(
@@ -83,7 +83,7 @@ def extend(
 
 
 def checked(prepared: Prepared) -> Prepared:
-    """Reject unfair arms; fill in the findings and the number of threads."""
+    """Reject an unfair comparison; fill in the findings and the number of threads."""
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)
     check_prompts(configs)  # also for a resumed comparison, because its data may have been edited
@@ -102,7 +102,7 @@ def parallel_runs(design: Design) -> int:
 
 
 def _threads(configs: dict[str, Config], runs: int) -> int:
-    """Divide the cores among the runs; many runs with one thread each waste the least."""
+    """Divide the cores among the runs; many runs with one thread each use the cores best."""
     import torch
 
     if _on_gpu(configs.values()):

@@ -20,12 +20,12 @@ from covey.escape import printable
 TAIL_BYTES = 16_384
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
-"""Seconds between updates in a terminal, and between lines about running jobs elsewhere."""
+"""Seconds between updates of the table in a terminal, and between lines in a log."""
 STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yellow"}
 
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
-    """Return how much of the budget is used, the step and the newest accuracy of a run, as text."""
+    """Return the used budget, the step and the newest accuracy of a run as text."""
     step = _last_row(job.path / "steps.jsonl")
     evaluation = _last_row(job.path / "eval.jsonl")
     spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
@@ -34,7 +34,7 @@ def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
 
 
 def _last_row(file: Path) -> dict[str, Any]:
-    """Return the last complete line of a JSON-lines file; empty if there is none."""
+    """Return the last complete line of a JSON-lines file; empty if there is no complete line."""
     try:
         with file.open("rb") as data:
             data.seek(max(0, file.stat().st_size - TAIL_BYTES))
@@ -52,7 +52,7 @@ def _last_row(file: Path) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """A table in a terminal that updates in place; lines for logs and pipes."""
+    """The progress display: a live table in a terminal, lines in logs and pipes."""
 
     console: Console
     budget: str
@@ -62,7 +62,7 @@ class Progress:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Show changes: a table twice a second, or a line for each run that started or ended."""
+        """Update the table twice a second, or print a line for each run that started or ended."""
         elapsed = time.monotonic() - self.last
         if self.live is not None:
             ended = not running.having("running") and not running.having("waiting")

@@ -1,4 +1,4 @@
-"""Agreement on the held-out prompts: which are solved by all arms, none, or only one."""
+"""Agreement on the held-out prompts: counts of prompts that all arms, none or only one solve."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from covey.analysis.compare.comparison import Comparison, RunResult
 
 MOST_DIFFERENT = 12
-"""How many of the prompts on which arms differ most are listed."""
+"""The number of prompts in the list of prompts on which arms differ most."""
 
 Runs = Mapping[str, Sequence[RunResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPrompt:
-    """A held-out prompt: how many finished runs of each arm solve it at the end."""
+    """A held-out prompt, and the number of finished runs of each arm that solve it."""
 
     id: str
     solved: Mapping[str, int]
@@ -38,14 +38,14 @@ class Agreement:
     """The number of prompts solved by several arms, but not by all."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """The fraction of prompts on which two runs of one arm differ; None without two such runs."""
+    """The fraction of prompts on which two runs of one arm differ; None if no arm has two runs."""
     disagreement_between_arms: float | None
-    """The fraction of prompts on which two arms with the same seed differ."""
+    """The fraction of prompts on which two runs with the same seed but different arms differ."""
     most_different: tuple[SolvedPrompt, ...]
 
 
 def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count prompts in the last evaluations of finished runs; None without a finished run."""
+    """Count prompts in the last evaluations of finished runs; None if no run has finished."""
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None
@@ -92,7 +92,7 @@ def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
 
 
 def _most_different(prompts: Sequence[SolvedPrompt], runs: Runs) -> tuple[SolvedPrompt, ...]:
-    """Return the prompts where the fraction of runs that solve them differs most between arms."""
+    """Return the prompts whose success rates differ most between arms."""
 
     def gap(prompt: SolvedPrompt) -> float:
         shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]

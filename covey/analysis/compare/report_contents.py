@@ -1,7 +1,8 @@
 """The contents of a report, gathered once for all its formats.
 
-Conclusion, curves and agreement follow from the evaluations. Example completions and training
-metrics are read from the run folders; a folder without them still gets a report.
+The conclusion, the learning curves and the agreement are computed from the evaluations. Example
+completions and training metrics are read from the run folders. A report can also be written without
+examples and training metrics.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""Panel of training health -> metrics of steps.jsonl; the panel shows the first that exists.
+"""Panel of training health -> metrics of steps.jsonl; a panel shows the first logged metric.
 
 docs/metrics.md defines each metric.
 """
 HEALTH_POINTS = 200
-"""The most points of a panel; longer runs are averaged over intervals of steps."""
+"""The maximum number of points in a panel; in longer runs, each point averages several steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
-"""Number of prompts of each kind that are shown with every arm's completion."""
+"""Kind of example prompt -> number of prompts shown with every arm's completion."""
 
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
 )
-"""The fields of a completion in an example, and their names in the evaluation's lines."""
+"""Field of a completion in an example -> its name in the evaluation file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +76,14 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """The agreement of arms; None without a finished run, or if no completion can be correct."""
+    """The agreement of arms; None if no run has finished or no completion can be correct."""
     texts: Mapping[str, tuple[str, str]]
-    """Prompt id -> prompt and target; empty if no run kept its completions."""
+    """Prompt id -> prompt and target; empty if no run saved its completions."""
     example_seed: int | None
-    """The seed of the examples."""
+    """The seed of the runs whose completions are shown as examples."""
     examples: tuple[Example, ...]
     health: Mapping[str, tuple[Trend, ...]]
-    """Panel -> series of each arm."""
+    """Panel of the report -> curve of each arm."""
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
@@ -112,7 +113,7 @@ def _graded(comparison: Comparison) -> bool:
 
 
 def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed that most arms finished; if several tie, the first of them."""
+    """Return the seed that the most arms finished; in a tie, the first such seed."""
     counts = {
         seed: sum(run.finished for run in comparison.runs if run.seed == seed)
         for seed in comparison.seeds
@@ -121,13 +122,13 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _ignore(text: str) -> None:
-    """Ignore damaged lines, because they were reported when the comparison was loaded."""
+    """Ignore damaged lines, which were already reported when the comparison was loaded."""
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
-    """Choose prompts on which arms differ, all are correct, or all are incorrect.
+    """Choose example prompts: some on which arms differ, some all correct, some all incorrect.
 
-    `rows` holds the lines of the last evaluation of one seed, by arm and prompt id.
+    `rows` has the lines of one seed's last evaluation, by arm and prompt id.
     """
     if not rows:
         return ()
@@ -169,7 +170,7 @@ def _health(folder: Path, comparison: Comparison) -> dict[str, tuple[Trend, ...]
 
 
 def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) -> Trend:
-    """Return the mean of a metric over runs, by step; steps without the metric are left out."""
+    """Return the mean of a metric over runs at each step that has the metric."""
     values: dict[int, list[float]] = {}
     for log in logs:
         for row in log:

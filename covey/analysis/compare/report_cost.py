@@ -1,4 +1,4 @@
-"""The table of a report that shows what a run of each arm costs, beside its final accuracy."""
+"""The cost table of a report: time and memory of each arm, beside its final accuracy."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from covey.escape import finite
 from covey.run.files import write_text
 
 SCHEMA = 3
-"""The version of report.json: it increases when a field is renamed, removed or redefined."""
+"""Format version of report.json; it increases when a field is renamed, removed or redefined."""
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:
@@ -37,14 +37,14 @@ def write_reports(folder: Path, comparison: Comparison) -> None:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """Return JSON with one line per field, for tools and for people who search a field."""
+    """Return JSON with one line per field, so that a field is easy to find."""
     dump = partial(json.dumps, allow_nan=False, default=str)
     lines = [f"{dump(name)}: {dump(finite(value))}" for name, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def report_data(contents: ReportContents) -> dict[str, Any]:
-    """Return everything as plain data: the contents of report.json."""
+    """Return the contents of report.json as plain data."""
     comparison, texts = contents.comparison, contents.texts
     evaluated = (run.points[0].correct for run in comparison.runs if run.points)
     return {

@@ -1,4 +1,4 @@
-"""The HTML report: one file that opens offline and loads nothing. Template: page/report.html."""
+"""The HTML report: one file that opens offline, without other files. Template: page/report.html."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from covey.escape import finite
 
 HERE = "covey.analysis.compare"
 COLOURS = 8
-"""Colours of arms in the style sheet; further arms reuse them with other dashes."""
+"""Number of arm colours in the style sheet; more arms reuse colours with dashed lines."""
 LONGEST_COMPLETION = 3000
 """How many characters of a completion are shown."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
@@ -84,7 +84,7 @@ def compared(contents: ReportContents) -> str:
 
 
 def _plotly_source() -> str | None:
-    """Return plotly's script, or None without plotly: a report is useful without charts."""
+    """Return plotly's script, or None if plotly is missing; the report then has no charts."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

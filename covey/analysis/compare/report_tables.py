@@ -1,4 +1,4 @@
-"""The tables of a report, as text: the same in HTML, Markdown and the terminal."""
+"""The tables of a report as text, which HTML, Markdown and the terminal share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHECKPOINT_NOTE = (
 
 
 def result_table(found: Conclusion) -> TextTable:
-    """Return initial and final accuracy, or mean reward, of each arm."""
+    """Return a table of each arm's initial and final accuracy or mean reward."""
     constant = any(arm.above_constant is not None for arm in found.arms)
     distinct = any(arm.distinct_answers is not None for arm in found.arms)
     more = [*["above constant"] * constant, *["answers"] * distinct]
@@ -77,14 +77,14 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the interval. With two seeds it is too wide to be useful: return each seed's value."""
+    """Return the confidence interval; with two seeds, return each seed's value instead."""
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return the mean reward and its parts of each arm, if they differ from success."""
+    """Return the mean reward and reward parts of each arm, if rewards differ from success."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
@@ -132,7 +132,7 @@ def _final_interval(arm: ArmResult) -> str:
 
 
 def speed_table(found: Conclusion) -> TextTable:
-    """Return a table of the time at which each arm reaches certain accuracies."""
+    """Return a table of the time that each arm takes to reach certain accuracies."""
     timed = next((arm.time_to_accuracy for arm in found.arms if arm.time_to_accuracy), ())
     levels = [each.accuracy for each in timed]
     rows = []
@@ -158,12 +158,12 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summary of each pair, unless the headline says the same."""
+    """Return the summaries of pairs, without the summary that is already the headline."""
     return [pair.summary for pair in found.pairs if pair.summary != found.headline]
 
 
 def pair_table(found: Conclusion) -> TextTable:
-    """Return a row for each pair of arms."""
+    """Return a table with a row for each pair of arms."""
     return TextTable(
         title="Pairs of arms",
         head=["first - second", "difference", "95 % interval", "p (Holm)", "seeds", "needed"],
@@ -201,7 +201,7 @@ def _needed(pair: PairResult) -> str:
 
 
 def checkpoint_table(found: Conclusion) -> TextTable:
-    """Return, for every pair and seed, how the two final checkpoints differ on the prompts."""
+    """Return a table that compares the two final checkpoints of every pair and seed."""
     return TextTable(
         title="Checkpoints of each seed",
         head=["first, second", "seed", "difference", "95 % interval", "only 1st", "only 2nd", "p"],
@@ -223,7 +223,7 @@ def checkpoint_table(found: Conclusion) -> TextTable:
 
 
 def differences_table(comparison: Comparison) -> TextTable:
-    """Return the settings of each arm that differ from the common configuration."""
+    """Return a table of the settings in which each arm differs from the common configuration."""
     rows = []
     for arm in comparison.arms:
         rows += [
@@ -239,13 +239,13 @@ def differences_table(comparison: Comparison) -> TextTable:
 
 
 def finding_title(row: Mapping[str, str]) -> str:
-    """Return the title of a finding with its arms."""
+    """Return the title of a finding with the names of its arms."""
     arms = f" ({row['arms']})" if row.get("arms") else ""
     return f"{row.get('title', '')}{arms}"
 
 
 def runs_table(comparison: Comparison) -> TextTable:
-    """Return every run, with the error of a failed one."""
+    """Return a table of all runs, with the error of each failed run."""
     return TextTable(
         title="Runs",
         head=["arm", "seed", "state", "steps", "tokens", "seconds", "weights", "error"],
@@ -255,7 +255,7 @@ def runs_table(comparison: Comparison) -> TextTable:
 
 
 def _shared(comparison: Comparison) -> str:
-    """Return whether the arms of a seed learned from the same rollouts in their first step."""
+    """Return a sentence that says whether the arms of a seed share the first step's rollouts."""
     names: dict[int, set[str]] = {}
     for run in comparison.runs:
         if run.first_rollouts:
@@ -281,7 +281,7 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return how many prompts are solved by all arms, none, or only one."""
+    """Return a table that counts the prompts that all arms, none or only one solve."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -299,7 +299,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Compare the disagreement between arms with that between seeds of one arm."""
+    """Return a sentence that compares disagreement between arms and between seeds of one arm."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (

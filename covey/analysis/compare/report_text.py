@@ -1,4 +1,4 @@
-"""The report as Markdown for a comment, and its summary for the terminal."""
+"""The report as Markdown for a GitHub comment, and its summary for the terminal."""
 
 from __future__ import annotations
 

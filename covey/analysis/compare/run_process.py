@@ -1,8 +1,8 @@
-"""The process that trains one run: `python -m covey.analysis.compare.run_process`.
+"""The process that trains one run (`python -m covey.analysis.compare.run_process`).
 
-The job arrives as a line on standard input, which then stays open. When standard input closes, the
-parent has ended, and this process exits at once; the next attempt resumes from the last checkpoint.
-Output goes to the run's log, the result to outcome.json.
+The job arrives as a line on standard input, which then stays open. If standard input closes, the
+parent process has ended, and this process exits at once. A later start resumes the run from the
+last checkpoint. The process writes its output to the run's log, and its result to outcome.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from covey.training.loop import train
 from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
-"""Exit codes; `stopped` means stopped by a signal, after saving."""
+"""Exit codes; `stopped` means that a signal stopped the run after it saved a checkpoint."""
 LONGEST_ERROR = 300
 
 
@@ -85,7 +85,7 @@ def _exit_with_parent() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error in one line, with the name of its class unless Covey defines the class."""
+    """Return an error as one line, with its class name if Covey does not define the class."""
     text = " ".join(str(error).split())
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -93,7 +93,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def run_job(job: Job) -> int:
-    """Train from the last checkpoint to the end or to a signal; return the exit code."""
+    """Train from the last checkpoint until the end or a stop signal; return the exit code."""
     torch.set_num_threads(job.threads)
     config = parse_config(tomllib.loads(job.config_toml))
     common = parse_config(tomllib.loads(job.common_toml))
@@ -134,7 +134,7 @@ def run_job(job: Job) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: on the GPU, or else in main memory."""
+    """Return the peak memory of this process in bytes, on the GPU if there is one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -161,8 +161,8 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
 def checkpoint_digest(folder: Path) -> str:
     """Return the SHA-256 of a checkpoint's weights: names, dtypes, shapes and bytes, by name.
 
-    It covers the files of a model or of an adapter. It does not depend on how tensors are
-    distributed over files, or on the files' metadata.
+    The digest covers the files of a model or of an adapter. The digest does not depend on how
+    tensors are distributed over files, or on the files' metadata.
     """
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
     with ExitStack() as stack:

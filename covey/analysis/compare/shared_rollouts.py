@@ -1,10 +1,10 @@
 """Shared rollouts: completions before the first optimizer step, generated once for all arms.
 
 Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
-same random numbers, so their completions are the same. The first run that needs them stores them,
-and the others read them. So the completions are the same on a GPU too, where sums in another order
-may round differently. The name of a file is a digest of everything that determines its completions,
-so a run with other settings never reads it.
+same random numbers, so their completions are the same. The first run that needs the completions
+stores them, and the other runs read them. The completions are then equal on a GPU too, where sums
+in another order may round differently. A file is named by a digest of all settings that determine
+its completions, so a run with other settings never reads the file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SharedEngine:
     engine: Engine
     folder: Path
     start: str
-    """Identifies the starting policy: the digest of its weights, its type, its adapter."""
+    """A text that identifies the starting policy by its weights, dtype and adapter."""
     names_file: Path
     """The file that lists the stored completions of the first step."""
     names: list[str] = field(default_factory=list)
@@ -49,16 +49,16 @@ class SharedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the engine."""
+        """Properties of the wrapped engine."""
         return self.engine.info
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Hand the weights to the engine."""
+        """Load new weights into the wrapped engine."""
         self.version = version
         self.engine.load_weights(weights, version)
 
     def events(self) -> list[str]:
-        """Return the events of the engine."""
+        """Return the events of the wrapped engine."""
         return self.engine.events()
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class SharedEngine:
         self.engine.close()
 
     def run(self, requests: RequestSource) -> None:
-        """Use stored completions if there are any; otherwise generate, and store them."""
+        """Use stored completions if they exist; otherwise generate completions and store them."""
         if self.version > 0 or not requests.limits.requests:
             self.engine.run(requests)
             return
@@ -99,7 +99,7 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A source whose first requests were already taken; it records the completions."""
+    """A request source that returns the taken requests first, and records all completions."""
 
     source: RequestSource
     ready: Sequence[Request]
@@ -124,7 +124,7 @@ def _digest(data: Any) -> str:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Let one process at a time look for a file and write it; the lock ends with the process."""
+    """Let one process at a time check for a file and write it; the lock ends with the process."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,9 @@
 """Statistical tests, intervals and power: pure functions of accuracies by seed and by prompt.
 
-The design is crossed: every seed is measured on the same held-out prompts. Arrays end in the axes
-[seeds] or [seeds, prompts]; leading axes are repetitions, which occur only in simulations.
-docs/statistics.md gives the reasons for these tests and intervals, and their error rates.
+Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors. The
+last axes of arrays are [seeds] or [seeds, prompts]. Leading axes are repetitions, which occur only
+in simulations. docs/statistics.md gives the reasons for these tests and intervals, and their error
+rates.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ Array = NDArray[Any]
 LEVEL = 0.05
 POWER = 0.8
 MOST_SEEDS = 1000
-"""The upper end of the search for the number of seeds needed."""
+"""The largest number of seeds that `seeds_needed` considers."""
 EXACT_FLIPS = 16
-"""Up to this many seeds all 2^seeds sign flips are tried; above, a random sample of 2^16."""
+"""The most seeds for which all 2^seeds sign flips are tried; above, 2^16 random flips."""
 FEW_SEEDS = 3
-"""With fewer seeds, arms are not ranked: with two, the interval covers nearly any difference."""
+"""The fewest seeds for which arms are ranked; two seeds give an interval that is too wide."""
 FLIP_SEEDS = 6
-"""With fewer seeds the sign flip test cannot reach 5 %: 2 / 2^5 is 6.25 %."""
+"""The fewest seeds for which the sign flip test can reach 5 %; five seeds reach 6.25 %."""
 COLLAPSE_LEVEL = 0.01
-"""Significance level for a collapse. Below 5 %: the best of many evaluations is partly luck."""
+"""Significance level of a collapse; below 5 %, because the best evaluation is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +52,18 @@ class Crossed:
 
     mean: Array
     over_seeds: Array
-    """Variance from the choice of seeds, with these prompts fixed."""
+    """Variance of the mean from the choice of seeds, with the prompts fixed."""
     over_items: Array
-    """Additional variance from the choice of prompts: the part that all seeds share."""
+    """Additional variance of the mean from the choice of prompts, which all seeds share."""
 
 
 def crossed(values: Array) -> Crossed:
     """Decompose the variance of a mean of `values` [..., seeds, prompts].
 
-    Two-way analysis of variance with both factors random. A prompt that is hard for every seed adds
-    nothing to the variance between seeds, so per-seed accuracies do not show the variance between
-    prompts. It is the variance of per-prompt means minus the part that noise within seeds explains.
+    This is a two-way analysis of variance in which both factors are random. A prompt that is hard
+    for every seed adds nothing to the variance between seeds, so per-seed accuracies do not show
+    the variance between prompts. The variance between prompts is the variance of per-prompt means
+    minus the part that noise within seeds explains.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -79,9 +81,9 @@ def crossed(values: Array) -> Crossed:
 def half_width(parts: Crossed, seeds: int, items: int) -> Array:
     """Return half the width of the 95 % interval of a mean over seeds and prompts.
 
-    Each variance component gets Student's quantile for its own degrees of freedom: with two seeds
-    the variance between seeds is hardly known (12.7), but the variance between prompts is well
-    known (about 2).
+    Each variance component is multiplied by the squared t quantile for its own degrees of freedom.
+    With two seeds, this quantile is 12.7 for the variance between seeds, and about 2 for the
+    variance between prompts.
     """
     width = _quantile(seeds - 1) ** 2 * parts.over_seeds
     if items > 1:
@@ -94,10 +96,11 @@ def _quantile(freedom: int) -> float:
 
 
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
-    """Return mean, low and high of accuracies [..., seeds, prompts]; two seeds or more.
+    """Return mean, low and high of accuracies [..., seeds, prompts], for at least two seeds.
 
-    This is Wilson's interval with the effective sample size: the number of independent completions
-    with the same standard error. The interval stays within [0, 1] and never has width 0.
+    The interval is Wilson's with an effective sample size, which is the number of independent
+    completions with the same standard error. The interval stays within [0, 1] and never has width
+    0.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -117,7 +120,7 @@ def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
 def accuracy(correct: Array) -> Estimate:
     """Estimate an arm's accuracy from `correct` [seeds, prompts].
 
-    A single seed says nothing about others, so its interval is over prompts only.
+    A single seed says nothing about other seeds, so its interval is over prompts only.
     """
     if len(correct) == 1:
         return proportion(int(correct.sum()), correct.shape[1])
@@ -125,7 +128,7 @@ def accuracy(correct: Array) -> Estimate:
 
 
 def change(values: Array, limit: float = 1.0) -> Estimate:
-    """Estimate a mean of differences [seeds, prompts], for new seeds and new prompts.
+    """Estimate a mean of differences [seeds, prompts]; the interval is for new seeds and prompts.
 
     `limit` is the largest possible difference: 1 for accuracies, infinite for rewards.
     """
@@ -140,23 +143,24 @@ def change(values: Array, limit: float = 1.0) -> Estimate:
 
 
 def mean_reward(values: Array) -> Estimate:
-    """Estimate a mean of rewards [seeds, prompts], for new seeds and new prompts."""
+    """Estimate a mean of rewards [seeds, prompts]; the interval is for new seeds and prompts."""
     return change(values, limit=math.inf)
 
 
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    Accuracies are multiples of 1 / items, so equal differences are equal only up to this rounding.
-    The result is at least the standard deviation of the rounding error. Otherwise two equal
-    differences would make any difference significant. For rewards the range is `span`, not 1.
+    Accuracies are multiples of 1 / items, so per-seed differences have a rounding error. The result
+    is at least the standard deviation of the rounding error. Without this minimum, two equal
+    differences would make any difference significant. For rewards, the rounding step is `span` /
+    items.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
 
 
 def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
-    """Return the two-sided p-value of the paired t-test over seeds; differences [..., seeds].
+    """Return the two-sided p-value of the paired t-test, from `differences` [..., seeds].
 
     >>> float(seed_test(np.array([0.10, 0.14, 0.12]), items=200).round(4))
     0.0091
@@ -169,7 +173,7 @@ def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
 def seed_interval(
     differences: Array, items: int, span: float = 1.0, limit: float = 1.0
 ) -> Estimate:
-    """Return the mean difference with the interval that matches `seed_test`."""
+    """Return the mean difference with the confidence interval that matches `seed_test`."""
     seeds = len(differences)
     error = float(seed_deviation(differences, items, span)) / math.sqrt(seeds)
     mean, half = float(differences.mean()), _quantile(seeds - 1) * error
@@ -186,11 +190,11 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def sign_flip_test(differences: Sequence[float]) -> float | None:
-    """Return the p-value of the sign flip test over seeds: two-sided, no distribution assumed.
+    """Return the p-value of the two-sided sign flip test over seeds.
 
     If the arms do not differ, each seed's difference is equally likely to have the other sign. The
     p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed sum.
-    None if there are too few seeds to reach 5 %.
+    The result is None if there are too few seeds for a p-value of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -224,9 +228,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
-    A difference found with the wrong sign does not count. The noncentral t distribution is computed
-    as a mean over quantiles of the observed standard deviation, because its series does not
-    converge in the far tail, where the critical value for two seeds lies.
+    A significant difference with the wrong sign does not count as detected. The noncentral t
+    distribution is computed as a mean over quantiles of the observed standard deviation, because
+    its series does not converge in the far tail, which the test with two seeds needs.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)
@@ -235,13 +239,13 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @cache
 def _observed_deviations(freedom: int) -> Array:
-    """Return quantiles of the observed standard deviation, as multiples of the true one."""
+    """Return quantiles of the ratio of observed to true standard deviation."""
     quantiles = (np.arange(2000) + 0.5) / 2000
     return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
 
 
 def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
-    """Return how many seeds detect such a difference with 80 % power; None above MOST_SEEDS.
+    """Return how many seeds detect a difference with 80 % power; None above MOST_SEEDS.
 
     >>> seeds_needed(0.05, 0.05), seeds_needed(0.0, 0.05)
     (10, None)
@@ -263,7 +267,7 @@ def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
 
 
 def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> float:
-    """Return the area under a learning curve up to `end`, divided by its width: a mean accuracy.
+    """Return the mean height of a learning curve up to `end`: its area divided by its width.
 
     >>> area([0, 10, 20], [0.0, 0.5, 0.5], end=20)
     0.375
@@ -277,7 +281,7 @@ def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> fl
 
 
 def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) -> float:
-    """Return where a curve first reaches `level`, interpolated between evaluations, or infinity.
+    """Return the interpolated x value where a curve first reaches `level`, or infinity.
 
     >>> reached([0, 10, 20], [0.1, 0.1, 0.3], 0.2), reached([0, 10], [0.1, 0.2], 0.5)
     (15.0, inf)
@@ -293,6 +297,6 @@ def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) ->
 
 
 def fell(before: Array, final: Array) -> bool:
-    """Whether a run solves significantly fewer prompts at its end than at an earlier evaluation."""
+    """Return whether a run solves significantly fewer prompts at its end than before."""
     found = paired_difference(final.tolist(), before.tolist())
     return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

@@ -21,12 +21,12 @@ from covey.training.build import Parts, assemble
 from covey.types import Group
 
 MOST = {"prompts_per_step": 4, "group_size": 8, "max_tokens": 48}
-"""Upper limits for the size of a training step that the doctor takes."""
+"""Upper limits for the size of the training steps in `covey doctor`."""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
 def small(config: Config) -> Config:
-    """Return the same run with two small steps and nothing random in its training passes."""
+    """Return the same run with two small steps and without dropout."""
     data = config.model_dump()
     data["rollout"] |= {name: min(data["rollout"][name], most) for name, most in MOST.items()}
     rows = data["rollout"]["prompts_per_step"] * data["rollout"]["group_size"]
@@ -51,7 +51,7 @@ def examine_run(config: Config) -> Iterator[Result]:
 
 
 def _policy_checks(config: Config) -> Iterator[Result]:
-    """Check engine and gradient on the completions of one step; the last check changes weights."""
+    """Check engine and gradient on the completions of one step; this changes the weights."""
     with closing(assemble(config)) as parts:
         groups = _groups(parts)
         try:

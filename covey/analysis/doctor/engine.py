@@ -1,4 +1,4 @@
-"""Engine against trainer: log-probs, greedy text, and whether new weights reach the engine."""
+"""Checks of the engine against the trainer: log-probs, greedy text, arrival of new weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from covey.training.step import filled_batch
 from covey.types import Group
 
 EXACT = 1e-3
-"""The largest difference of log-probs, in nats, between engine and trainer in float32."""
+"""The largest allowed difference of log-probs, in nats, between engine and trainer."""
 RATE = 1e-3
-"""Learning rate of the step that moves the weights, large enough to notice stale weights."""
+"""Learning rate of the test step, large enough to detect an engine with stale weights."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""How far a greedy token's logit may be below the highest logit; 0.5 with 16-bit weights."""
+"""Allowed distance of a greedy token's logit below the highest logit; 0.5 for 16 bits."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
@@ -55,7 +55,7 @@ def engine_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
 
 
 def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
-    """Take an optimizer step, and check that completions then come from the new weights."""
+    """Take an optimizer step, and check that the engine then generates with the new weights."""
     policy, step = parts.policy, 2
     learner = parts.learner_at(State(beta=parts.objective.beta))
     before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), 1)
@@ -77,7 +77,7 @@ def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
 
 @torch.no_grad()
 def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
-    """Every token of a greedy completion must be the likeliest by the model's own forward pass."""
+    """Check that every greedy token has the highest probability in the model's forward pass."""
     name = "engine: greedy text"
     if parts.interaction is not None:
         return Result(name=name, passed=None, figure="an environment decides what is read")

@@ -1,8 +1,8 @@
-"""Invariance of the gradient: it must not depend on how a step is split, padded or ordered.
+"""Checks that the gradient does not depend on how a step is split, padded or ordered.
 
-The gradient of one optimizer step on the run's own completions is computed in several ways. They
-are compared with a reference gradient, for which each completion has its own forward pass. Rewards
-are hashes of prompt id and sample, because equal rewards would give no gradient to compare.
+The gradient of one optimizer step on the run's own completions is computed in several ways. The
+results are compared with a reference gradient, for which each completion has its own forward pass.
+Rewards are hashes of prompt id and sample, because equal rewards would give no gradient to compare.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMEDY = (
 
 
 class _OfTwo(World):
-    """One of two ranks. It does not communicate; it only selects the rank's micro-batches."""
+    """One of two ranks. This rank does not communicate; it only selects its micro-batches."""
 
     size = 2
 
@@ -39,7 +39,7 @@ class _OfTwo(World):
 
 
 def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
-    """Compare the gradient of an optimizer step with the sum over single completions."""
+    """Compare the gradient of an optimizer step with the sum over separate completions."""
     learner = parts.learner_at(State(beta=parts.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
@@ -68,7 +68,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
 
 
 def _invented(group: Group) -> Group:
-    """Give the completions of a group rewards that differ, whatever the completions are."""
+    """Give the completions of each group different rewards, regardless of their text."""
 
     def reward(rollout: Rollout) -> float:
         return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000
@@ -92,7 +92,7 @@ def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
 
 
 def _gradient(learner: Learner, batch: Batch) -> torch.Tensor:
-    """Return the gradient of all trained parameters, [parameters], in float64 on the CPU."""
+    """Return the gradient of all trained parameters as one float64 vector on the CPU."""
     optimizer = learner.policy.optimizer
     learner.policy.model.model.train()
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Reward, sandbox, exact resume, memory and time, on this machine."""
+"""Checks of reward, sandbox, exact resume, memory and time on this machine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from covey.training.loop import train
 from covey.training.resolve import reward_of, task_of
 
 PROMPTS = 8
-"""Held-out prompts that the reward is tested on."""
+"""The number of held-out prompts on which the reward is tested."""
 OVER = 1.5
-"""A run may need this many times its forecast, because earlier checks leave memory in use."""
+"""Allowed ratio of measured to forecast memory; earlier checks leave some memory in use."""
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
 import os, socket
@@ -59,11 +59,11 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that returns which forbidden things it can reach; in the sandbox, there are none."""
+"""A program that lists the forbidden resources it can reach; the sandbox must block all."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Run the reward lab; determinism gets its own result, all other checks share one."""
+    """Run the reward lab; one result is for determinism, one for all other checks."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring
@@ -97,7 +97,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run `PROBE` in the sandbox; it tries to reach files, environment and network."""
+    """Run `PROBE` in the sandbox, which tries to reach files, environment and network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"
@@ -135,7 +135,7 @@ def _needs_sandbox(config: Config) -> bool:
 
 
 def resume_checks(config: Config, folder: Path) -> Iterator[Result]:
-    """Train two steps at once, and again with a resume in between; compare the checkpoints."""
+    """Train two steps without a break, then with a resume in between; compare the checkpoints."""
     _reset_peak()
     whole = RunFolder.create(folder / "whole", to_toml(config), {})
     _trained(config, whole)
@@ -152,7 +152,7 @@ def resume_checks(config: Config, folder: Path) -> Iterator[Result]:
 
 
 def _reset_peak() -> None:
-    """Reset the measured peak of memory."""
+    """Reset the measurement of peak memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):  # tells Linux to reset the peak

@@ -14,7 +14,7 @@ class Result:
 
     name: str
     passed: bool | None
-    """None if the check does not apply here."""
+    """Whether the check passed; None if it does not apply to this configuration."""
     figure: str
     """What was found."""
     remedy: str = ""
@@ -23,7 +23,7 @@ class Result:
 
     @property
     def sign(self) -> str:
-        """A tick, a cross, or a dash where the check does not apply."""
+        """A tick if the check passed, a cross if it failed, a dash if it does not apply."""
         return {True: "✔", False: "✗", None: "-"}[self.passed]
 
     def row(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Explanation of a recorded step: its gradient token by token, for its own and other algorithms."""
+"""Explanation of a recorded step: gradients of tokens, for the run's own algorithm and others."""

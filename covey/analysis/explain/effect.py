@@ -2,9 +2,9 @@
 
     gradient[i,t] = d loss / d logp[i,t]
 
-A gradient step moves logp in the opposite direction, so a negative gradient makes the token
-likelier. The gradient of the parameters is the sum over tokens of gradient[i,t] times the gradient
-of logp[i,t]. So an algorithm affects the parameters only through gradient[i,t].
+A gradient step moves logp against its gradient, so a negative gradient makes the token likelier.
+The gradient of the parameters is the sum over tokens of gradient[i,t] times the gradient of
+logp[i,t]. An algorithm therefore affects the parameters only through gradient[i,t].
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")
-"""The names of the bounds at which a ratio is clipped, by index."""
+"""The names of the bounds at which a ratio is clipped, ordered by index."""
 
 
 class Effect(NamedTuple):
-    """Gradients and ratios of an optimizer step, [B, T]; 0 where a token is not trained."""
+    """Gradients and ratios of an optimizer step, [B, T]; 0 for untrained tokens."""
 
     loss: torch.Tensor
     """The loss, a scalar."""
     gradient: torch.Tensor
-    """d loss / d logp."""
+    """The gradient of the loss for each token's log-prob, d loss / d logp."""
     entropy_gradient: torch.Tensor
-    """d loss / d entropy; 0 without an entropy bonus."""
+    """The gradient of the loss for each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
-    """The objective's ratio: of the token, or of the whole completion."""
+    """The objective's importance ratio, of the token or of the whole completion."""
     clipped: torch.Tensor
-    """int64: an index into CLIPPED."""
+    """int64 index into CLIPPED: the bound that clips the ratio."""
     kl: torch.Tensor | None
-    """The objective's estimate of the KL to the reference; None if it has no penalty."""
+    """The objective's estimate of the KL to the reference; None without a KL penalty."""
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Differentiate the loss of a weighted batch by each token's logp and entropy."""
+    """Compute the gradient of the loss with respect to each token's logp and entropy."""
     logp = now.logp.detach().requires_grad_()
     entropy = now.entropy.detach().requires_grad_()
     with torch.enable_grad():
@@ -63,7 +63,7 @@ def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
 
 
 def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Return the effect of one optimizer step on a whole batch with advantages."""
+    """Return gradients and ratios of one optimizer step on a whole batch with advantages."""
     batch = with_marks(objective, with_weight(objective, batch), now.logp)
     return effect(objective, batch, now)
 

@@ -1,7 +1,8 @@
 """Explanation of a recorded step, rollout by rollout and token by token.
 
-The step is trained again on its recorded rollouts, in the same mini-batches. Every token is
-observed in the optimizer step that trains it; with several epochs, in the last one.
+The step is trained again on its recorded rollouts, in the same mini-batches. The values of a token
+come from the optimizer step that trains the token. With several epochs, the values come from the
+last epoch.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from covey.run.episodes import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
-"""The values of a token that are observed in its optimizer step."""
+"""The values of a token that come from the optimizer step that trains the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedToken:
     """One token of a completion.
 
-    A value is None for untrained tokens, or if the algorithm lacks it.
+    A value is None for untrained tokens, or if the algorithm does not compute it.
     """
 
     id: int
     text: str
     sampler_logp: float | None = None
-    """Log-prob in the engine, as recorded."""
+    """The log-prob that the engine recorded when it sampled the token."""
     logp: float | None = None
     """Log-prob in the optimizer step that trains the token."""
     old_logp: float | None = None
-    """Log-prob at the start of the step."""
+    """Log-prob at the start of the training step."""
     ref_logp: float | None = None
     advantage: float | None = None
     ratio: float | None = None
@@ -53,9 +54,9 @@ class ExplainedToken:
     """The estimate of the KL to the reference."""
     entropy: float | None = None
     weight: float | None = None
-    """The weight of the token's gain in the loss."""
+    """The weight of the token in the loss."""
     gradient: float | None = None
-    """d loss / d logp. Negative: the step makes the token likelier."""
+    """d loss / d logp; if negative, the step makes the token likelier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class ExplainedRollout:
     """A rollout that the step trained on."""
 
     line: int
-    """The line in the file of rollouts, from 1."""
+    """Line number in the step's file of rollouts, counted from 1."""
     group: int
     text: str
     reward: float | None
@@ -79,10 +80,10 @@ class ExplainedRollout:
     gradient: float
     """Sum over tokens of |d loss / d logp|."""
     push: float
-    """Minus the sum of d loss / d logp. Above 0, the step makes the completion likelier."""
+    """Minus the sum of d loss / d logp; if positive, the step makes the completion likelier."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
-    """A line for each turn, and whether it was trained; empty for a single completion."""
+    """A text for each turn, and whether the turn was trained; empty for a single completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,35 +98,35 @@ class ExplainedGroup:
     clipped: float
     """The fraction of the group's tokens whose ratio is clipped."""
     share: float
-    """The group's fraction of the step's sum of |d loss / d logp|."""
+    """The sum of |d loss / d logp| over the group, as a fraction of the sum over the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a step, and the weights it was computed with."""
+    """The explanation of a step, and the origin of the weights that computed it."""
 
     step: int
     algorithm: str
     origin: Origin
     updates: int
-    """Optimizer steps of the training step."""
+    """Number of optimizer steps in the training step."""
     groups: tuple[ExplainedGroup, ...]
     rollouts: tuple[ExplainedRollout, ...]
     filtered_out: int
-    """Rollouts that the step did not train on."""
+    """Number of rollouts that the step did not train on."""
     tokens: int
     """Trained tokens."""
     zero_gradient: int
-    """Trained tokens with gradient 0."""
+    """Number of trained tokens whose gradient is 0."""
     clipped: int
     share_raised: float
-    """The fraction of the sum of |d loss / d logp| that makes tokens likelier."""
+    """The fraction of the sum of |d loss / d logp| from tokens that the step makes likelier."""
     half_gradient_from: int
-    """The fewest rollouts that make up half of the sum of |d loss / d logp|."""
+    """The smallest number of rollouts with half of the sum of |d loss / d logp|."""
     metrics: dict[str, float]
-    """The metrics when the step was trained again."""
+    """The metrics of the step when it was trained again."""
     logged: dict[str, Any]
-    """The metrics that the run logged, if `metrics` has them too."""
+    """The metrics that the run logged, for every metric in `metrics`."""
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:

@@ -1,8 +1,9 @@
-"""Families of algorithms whose gradients are equal up to a factor, and their length bias.
+"""Families of algorithms with proportional gradients, and the length bias of algorithms.
 
-An algorithm acts on a policy through one vector, the slopes: d loss / d logp of each token.
-Algorithms with equal slopes are the same on this batch. Algorithms with proportional slopes differ
-only like two learning rates, a difference that Adam and gradient clipping mostly undo.
+An algorithm changes a policy only through the vector of token slopes, d loss / d logp of each
+token. Algorithms with equal slopes give the same update on a batch. Algorithms with proportional
+slopes differ only by a factor, like two learning rates. Adam and gradient clipping mostly remove a
+constant factor of the gradient.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from covey.types import Batch
 
 ROUNDING = 1e-5
-"""The deviation from proportionality, relative to the largest slope, that is float32 rounding."""
+"""Largest relative deviation from proportional slopes that counts as float32 rounding."""
 BINS = 4
-"""The number of bins; each has the same number of completions."""
+"""The number of length bins; all bins have about the same number of completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +27,14 @@ class Member:
 
     name: str
     factor: float
-    """The algorithm's slopes divided by the leader's slopes."""
+    """The algorithm's slopes divided by the slopes of the family's first algorithm."""
     identical: bool
-    """Whether its slopes equal the leader's bit for bit."""
+    """Whether the slopes equal those of the family's first algorithm, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Algorithms with proportional slopes, the leader first."""
+    """Algorithms with proportional slopes; the first one is called the leader."""
 
     members: tuple[Member, ...]
 
@@ -46,7 +47,7 @@ class Family:
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
     """Return c > 0 if `slopes` equals c times `of` up to rounding, else None.
 
-    Slopes that are all 0 match only slopes that are all 0, with c = 1.
+    If all slopes are 0, they match only slopes that are also all 0, with c = 1.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)
@@ -58,7 +59,7 @@ def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
 
 
 def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
-    """Group algorithms with proportional slopes; each row is float64."""
+    """Group algorithms with proportional slopes, given as one float64 vector per algorithm."""
     found: list[list[Member]] = []
     for name, row in slopes.items():
         for members in found:
@@ -75,16 +76,17 @@ def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBin:
-    """The weight of a token in the loss, for completions of similar length."""
+    """The average weight of a token in the loss, for completions of similar length."""
 
     shortest: int
     longest: int
     completions: int
     gradient: float
-    """Mean |d loss / d logp| over the tokens of these completions."""
+    """Mean |d loss / d logp| over the tokens of the completions in this bin."""
     per_advantage: float
-    """Sum of |d loss / d logp| divided by the sum of |advantage|: the weight of a token apart from
-    its advantage. 0 if there is no advantage."""
+    """Sum of |d loss / d logp| divided by the sum of |advantage|, which is the weight of a token
+    without its advantage. The value is 0 if all advantages are 0.
+    """
 
 
 def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:

@@ -1,4 +1,4 @@
-"""Gradients of the parameters from gradients of log-probs and entropies."""
+"""Computes gradients of the parameters from gradients of log-probs and entropies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from covey.types import Batch
 def parameter_gradients(
     policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of all trained parameters, one row [parameters] for each effect.
+    """Return the gradient of all trained parameters, one vector [parameters] for each effect.
 
-    All effects share a forward pass; each has its own backward pass. All rows are kept in memory.
+    All effects share one forward pass, and each effect has its own backward pass. The gradients of
+    all effects stay in memory.
     """
     # The optimizer collects gradients as in training, because some bypass autograd on a GPU.
     optimizer = policy.optimizer
@@ -60,8 +61,8 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each forward pass.
 
-    Groups with equal rewards get forward passes of their own. Most algorithms have no gradient for
-    these groups, so the backward pass can be skipped.
+    Groups with equal rewards get separate forward passes. Most algorithms have no gradient for
+    groups with equal rewards, so their backward pass can be skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

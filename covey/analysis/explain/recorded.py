@@ -1,8 +1,9 @@
 """A recorded step, and the policy as it was before that step.
 
-A run keeps some checkpoints, and all rollouts. So the policy before a step is the nearest earlier
-checkpoint, or the initial model. On request, the recorded steps in between are trained again, which
-gives the exact weights. Nothing is generated or scored again.
+A run keeps only some checkpoints, but all rollouts. The policy before a step is therefore loaded
+from the nearest earlier checkpoint, or from the initial model. On request, the recorded steps after
+this checkpoint are trained again, which gives the exact weights. No rollout is generated or scored
+again.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class RecordedRollout:
     """A rollout of a step, and its advantage if the step trained on it."""
 
     line: int
-    """Line in the file of the step's rollouts, from 1."""
+    """Line number in the step's file of rollouts, counted from 1."""
     group: int
-    """Index of the rollout's group in the step, from 1."""
+    """Index of the rollout's group in the step, counted from 1."""
     prompt: str
     rollout: Rollout
     advantage: float | None
@@ -62,7 +63,7 @@ class Recorded:
 
     @property
     def learned(self) -> list[RecordedRollout]:
-        """The rollouts that the step trained on: the rows of its batch."""
+        """The rollouts that the step trained on, in the order of its batch."""
         return [one for one in self.rollouts if one.advantage is not None]
 
     @property
@@ -123,7 +124,7 @@ _RECORDED = (
     "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
     "policy_version", "reward", "success", "parts", "reward_id",
 )  # fmt: skip
-"""The fields of a rollout in its recorded line."""
+"""Return the fields of a rollout from its recorded line."""
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
@@ -143,7 +144,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
 
 
 def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
-    """Return a rollout that had an environment."""
+    """Return a recorded rollout of a multi-turn environment."""
     for name in ("prompt_tokens", "tokens", "trained", "sampler_logp", "policy_version"):
         del values[name]
     try:
@@ -156,25 +157,25 @@ def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Which weights an explanation was computed with."""
+    """The origin of the weights that computed an explanation."""
 
     checkpoint: int
-    """Step of the loaded checkpoint; 0: the initial model."""
+    """Step of the loaded checkpoint; 0 means the initial model."""
     path: str
     replayed_steps: int
-    """Recorded steps that were trained again after loading."""
+    """Number of recorded steps that were trained again after loading the checkpoint."""
     steps_behind: int
-    """Steps between these weights and those that generated the rollouts; 0: the same weights."""
+    """Steps between the loaded weights and those that generated the rollouts; 0 if equal."""
 
     @property
     def exact(self) -> bool:
-        """Whether these are the weights that generated the rollouts."""
+        """Whether the loaded weights are those that generated the rollouts."""
         return self.steps_behind == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainee:
-    """The policy of a run before a step, with everything that training needs."""
+    """The policy of a run before a step, with all objects that training needs."""
 
     config: Config
     learner: Learner
@@ -187,15 +188,15 @@ class Trainee:
         return self.learner.policy
 
     def learner_now(self) -> Learner:
-        """Return the beta and the learning rate of the next step."""
+        """Return the learner with the beta and the learning rate of the next step."""
         return learner_at(self.learner, self.config, self.state)
 
 
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of a run before `step`, from the nearest earlier checkpoint.
 
-    With `exact`, the recorded steps after that checkpoint are trained again. That takes as long as
-    the original training, and gives the same weights.
+    If `exact` is true, the recorded steps after that checkpoint are trained again. Training these
+    steps again takes as long as the first time, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)

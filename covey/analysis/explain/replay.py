@@ -1,9 +1,9 @@
-"""Replay of a recorded step with many algorithms: the gradient that each would have had.
+"""Replay of a recorded step with many algorithms: the gradient that each algorithm would have had.
 
 Every algorithm takes one optimizer step over the same rollouts with the same policy, at two
-moments. Before the step, the policy is the one that generated the rollouts. After the run's own
-optimizer steps the policy has moved, and clips have an effect. Algorithms differ only in
-d loss / d logp of each token; a backward pass turns these values into the gradient of the
+moments. Before the run's training step, the policy is the one that generated the rollouts. After
+the training step, the policy has changed, and clips have an effect. Algorithms differ only in d
+loss / d logp of each token. A backward pass turns these token gradients into the gradient of the
 parameters. Algorithms with proportional token gradients share a backward pass.
 """
 
@@ -37,7 +37,7 @@ from covey.types import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The gradient of one algorithm."""
+    """Loss, gradient norm and clip fraction of one algorithm."""
 
     name: str
     loss: float
@@ -54,26 +54,26 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """All algorithms with one state of the policy."""
+    """The results of all algorithms at one moment: before or after the run's own training."""
 
     updates: int
-    """How many optimizer steps of the recorded step the policy has taken."""
+    """The number of optimizer steps that the policy has taken within the recorded step."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
     """The cosines of the parameters' gradients; None if one of the gradients is 0."""
     families: tuple[Family, ...]
-    """Algorithms that are equal here, or equal up to a factor."""
+    """Groups of algorithms with equal or proportional gradients at this moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """One recorded step with many algorithms."""
+    """The replay of one recorded step with many algorithms."""
 
     step: int
     run_algorithm: str
-    """The run's own algorithm, with the run's options; the others have their default options."""
+    """The run's own algorithm, with the run's options; other algorithms use their defaults."""
     options: Mapping[str, str]
-    """Options set for every algorithm that has them."""
+    """Options that were set for every algorithm that has them."""
     origin: Origin
     rollouts: int
     moments: tuple[Moment, ...]
@@ -82,7 +82,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms as a run would; each gets the `options` (key=value) that apply to it."""
+    """Build algorithms; each algorithm gets the given `options` (key=value) that it has."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]
@@ -163,7 +163,7 @@ def _with_own_beta(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Fill in everything that any of the algorithms may read, from the current policy."""
+    """Fill in all batch fields that the algorithms may read, computed by the current policy."""
     model, reference = trainee.policy.model, trainee.learner.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:
@@ -224,7 +224,7 @@ def _moment(
 
 
 def _slopes(found: Effect) -> torch.Tensor:
-    """Return the token gradients that determine the parameters' gradient, in one row."""
+    """Return, as one vector, the token gradients that determine the parameters' gradient."""
     return torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
 
 

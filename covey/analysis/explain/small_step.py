@@ -24,11 +24,11 @@ from covey.types import Batch
 
 MOST_COMPLETIONS, MOST_TOKENS = 16, 16
 OPTIONS = ("clip_low", "clip_high", "beta")
-"""Options of algorithms that the explorer has sliders for."""
+"""Options of algorithms for which the step explorer has sliders."""
 LENGTH = 8
-"""The constant length by which some algorithms divide."""
+"""The constant completion length by which some algorithms divide the loss."""
 PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
-"""How far each token's log-prob moves at a drift of 1. Completion i starts at element i."""
+"""The change of each token's log-prob at a drift of 1; completion i starts at element i."""
 
 
 def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
 def small_batch(
     rewards: Sequence[float], lengths: Sequence[int], drift: float
 ) -> tuple[Batch, LogProbs]:
-    """Return a group with those rewards and lengths, and its log-probs after a drift."""
+    """Return a group with the given rewards and lengths, and its log-probs after the drift."""
     count, width = len(rewards), max(1, min(MOST_TOKENS, max(lengths)))
     size = torch.tensor([max(1, min(width, n)) for n in lengths])
     mask = torch.arange(width) < size[:, None]
@@ -125,7 +125,7 @@ def _numbers(question: Mapping[str, Any], name: str) -> list[float]:
 
 
 def main() -> None:
-    """Answer questions from stdin until it is closed."""
+    """Answer requests from stdin until it is closed."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         try:

@@ -1,1 +1,1 @@
-"""The reward lab: checks whether a reward can be hacked. It does not import torch."""
+"""The reward lab: checks whether a reward can be hacked. This package does not import torch."""

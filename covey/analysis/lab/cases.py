@@ -20,15 +20,15 @@ class Case:
     prompt: Prompt
     text: str
     correct: bool | None = None
-    """A person's label, or None without a label."""
+    """Whether a person marked the completion as correct; None without a label."""
 
 
 def read_cases(path: Path) -> list[Case]:
     """Read completions from JSON Lines, one object per line.
 
-    `completion` (or `text`) is the completion, `target` (or `answer`) the target, `prompt` (or
-    `question`) the prompt, and `correct` a person's label. `info` and all other columns become the
-    prompt's info. The files in a run's `rollouts` folder have this format.
+    The key `completion` (or `text`) has the completion, `target` (or `answer`) the target, `prompt`
+    (or `question`) the prompt, and `correct` a person's label. The key `info` and all other keys
+    become the prompt's info. The files in a run's `rollouts` folder have this format.
     """
     try:
         # Not splitlines: JSON strings may contain other line separators.
@@ -42,7 +42,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def read_labelled(path: Path) -> list[Case]:
-    """Read completions; each must have a label."""
+    """Read completions from JSON Lines; each must have a person's label."""
     cases = read_cases(path)
     for number, case in enumerate(cases, start=1):
         if case.correct is None:

@@ -1,8 +1,8 @@
-"""The checks of the reward lab: they find flaws of a reward before a policy does.
+"""The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
-A policy exploits every flaw of its reward. The lab scores completions that must get the full reward
-(correct answers), completions that must not (a corpus of hacks), and completions that people have
-labelled. It scores everything twice, in two processes, and measures the time.
+A policy exploits every flaw of its reward. The lab scores correct answers, which must get the full
+reward, and a corpus of hacks, which must not. It also scores completions that people have labelled.
+The lab scores each completion twice, in two processes, and measures the time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from covey.types import Prompt
 
 THROUGHPUT_SECONDS = 2.0
 FEW_SLOW = 16
-"""Number of prompts on which a slow reward scores the baselines."""
+"""Number of prompts on which baselines are scored if the reward is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Check:
 
 
 def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: float = 0) -> Check:
-    """Return a check that passes with at most `allowed` failures, and shows the first failures."""
+    """Return a check that passes with at most `allowed` failures, and shows the first failure."""
     return Check(
         name=name,
         passed=len(failures) <= allowed,
@@ -53,7 +53,7 @@ def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: f
 
 @dataclass(slots=True, kw_only=True)
 class Lab:
-    """A reward under test. Results are kept, so that later checks can compare them."""
+    """A reward under test, with its scores so far, which later checks compare."""
 
     reward: Reward
     scorer: Pool
@@ -63,7 +63,7 @@ class Lab:
     slowest: tuple[float, str] = (0.0, "nothing")
 
     def score(self, cases: Sequence[Case], what: str) -> list[ScoreResult]:
-        """Score completions one by one, and keep the time of the slowest."""
+        """Score completions one by one, and record the slowest time."""
         self.progress(what)
         results = []
         for case in cases:
@@ -76,14 +76,14 @@ class Lab:
         return results
 
     def full_reward(self, score: Score | None) -> bool:
-        """Whether a score is a success and has the highest reward."""
+        """Return whether a score is a success and has the highest reward."""
         if score is None or not score.success:
             return False
         high = self.reward.bounds[1]
         return math.isinf(high) or score.reward >= high - 1e-6 * max(1.0, abs(high))
 
     def works(self, hack: Hack, score: Score) -> bool:
-        """Whether a score shows that a hack works."""
+        """Return whether a score shows that a hack works."""
         if hack.correct_answer:
             return self.full_reward(score)
         low, high = self.reward.bounds
@@ -103,7 +103,7 @@ def solution_of(prompt: Prompt) -> str:
 
 
 def _thinking(prompt: Prompt) -> str:
-    """Return long thinking, with the worked solution if the task has one.
+    """Return a long thinking text, with the worked solution if the task has one.
 
     A worked solution alone may be shorter than the thinking that a format requires.
     """
@@ -115,7 +115,7 @@ def _correct(prompt: Prompt, form: Format) -> Case:
 
 
 def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
-    """Check that correct completions get the full reward in some format; return the best format."""
+    """Check that correct completions in some format get the full reward; return the best format."""
     shares: dict[str, float] = {}
     missed: dict[str, list[str]] = {}
     for form in FORMATS.values():
@@ -135,7 +135,7 @@ def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
 
 
 def check_hacks(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that no hack succeeds when wrong, or gets the full reward when correct."""
+    """Check that no wrong hack succeeds, and that no correct hack gets the full reward."""
     bare = [Case(prompt=p, text=solution_of(p)) for p in prompts]
     results = lab.score(bare, "bare answers")
     needs_thinking = not all(lab.full_reward(result.score) for result in results)
@@ -164,7 +164,7 @@ def _check_hack(lab: Lab, hack: Hack, cases: Sequence[Case]) -> Check:
 
 
 def check_order(lab: Lab, prompts: Sequence[Prompt], form: Format) -> Check:
-    """Check that short thinking with a correct answer beats long thinking with a wrong one."""
+    """Check that a short correct completion scores higher than a long wrong completion."""
     correct = [Case(prompt=p, text=form.render("So it is.", solution_of(p))) for p in prompts]
     wrong = [
         Case(prompt=p, text=form.render(_thinking(p), wrong_answer(p, solution_of(p))))
@@ -191,7 +191,7 @@ def check_baselines(lab: Lab, prompts: Sequence[Prompt]) -> Check:
 
 
 def check_bounds(lab: Lab) -> Check:
-    """Check that no reward lies outside the declared bounds."""
+    """Check that no reward is outside of the declared bounds."""
     low, high = lab.reward.bounds
     rewards = {key: r.score.reward for key, r in lab.seen.items() if r.score is not None}
     outside = [f"{key[0]}: {r:.6g}" for key, r in rewards.items() if not low <= r <= high]
@@ -234,7 +234,7 @@ def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]
 
 
 def check_labels(lab: Lab, cases: Sequence[Case], allowed: float) -> list[Check]:
-    """Check that success agrees with people's labels."""
+    """Check that the reward's `success` agrees with people's labels."""
     results = lab.score(cases, "labelled completions")
     checks = []
     for name, label in (("false positives", False), ("false negatives", True)):

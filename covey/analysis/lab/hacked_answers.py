@@ -15,11 +15,11 @@ from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
-"""Makes a hacked answer from a prompt and its solution; None if the hack does not apply."""
+"""A function that returns a hacked answer for a prompt and its solution; None if not applicable."""
 
 
 def wrapped_like(solution: str, answer: str) -> str:
-    """Return an answer with the marks that the solution has.
+    """Return an answer in the same markup as the solution.
 
     >>> wrapped_like("<tool_call>f()</tool_call>", "g()")
     '<tool_call>g()</tool_call>'
@@ -31,7 +31,7 @@ def wrapped_like(solution: str, answer: str) -> str:
 
 
 def kind_of(prompt: Prompt, solution: str) -> Kind:
-    """Return the kind of answer that a prompt expects, from its `info`."""
+    """Return the kind of answer that a prompt expects, according to its `info`."""
     if "tests" in prompt.info:
         return "code"
     if "target" in prompt.info and ("numbers" in prompt.info or "nums" in prompt.info):
@@ -52,7 +52,7 @@ def _number(solution: str) -> Decimal | None:
 
 
 def wrong_answer(prompt: Prompt, solution: str) -> str:
-    """Return a wrong answer that looks like a correct one if possible."""
+    """Return a wrong answer, if possible one that looks like a correct answer."""
     kind, call, number = kind_of(prompt, solution), call_of(prompt), _number(solution)
     if kind == "code":
         name = function_name(solution, prompt.info["tests"])
@@ -93,12 +93,12 @@ def all_options(prompt: Prompt, solution: str) -> str | None:
 
 
 def bomb(text: str) -> MakeAnswer:
-    """Return a text that is expensive to evaluate. Programs have separate hacks."""
+    """Return a hack that answers with a text that is expensive to evaluate."""
     return lambda prompt, solution: None if kind_of(prompt, solution) == "code" else text
 
 
 def around_wrong(before: str, after: str) -> MakeAnswer:
-    """Return a wrong answer between two texts; SOLUTION in the second is the solution."""
+    """Return a hack with a wrong answer between two texts; `after` may contain the solution."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) == "code":
@@ -126,13 +126,13 @@ def look_alikes(prompt: Prompt, solution: str) -> str | None:
 
 
 def raised_digits(prompt: Prompt, solution: str) -> str | None:
-    """Return a power that has the digits of the answer: 1⁸ for 18."""
+    """Return the answer with its last digit as an exponent, such as 1⁸ for 18."""
     whole = kind_of(prompt, solution) == "number" and re.fullmatch("[1-9][0-9]+", solution)
     return solution[0] + solution[1:].translate(_RAISED) if whole else None
 
 
 def written_backwards(prompt: Prompt, solution: str) -> str | None:
-    """Return the digits in reverse order, between control characters that display them forwards."""
+    """Return the digits reversed, with control characters that display them in correct order."""
     digits = kind_of(prompt, solution) == "number" and re.fullmatch("[0-9]+", solution)
     return (
         f"\u202e{solution[::-1]}\u202c" if digits and int(solution[::-1]) != int(solution) else None
@@ -151,7 +151,7 @@ def echoed_prompt(prompt: Prompt, solution: str) -> str | None:
 
 
 def copied_example(prompt: Prompt, solution: str) -> str | None:
-    """Return the example answer in the prompt."""
+    """Return the answer of the example in the prompt."""
     text = "\n".join(message["content"] for message in prompt.messages)
     shown = [*tag_contents(text, "answer"), *tag_contents(text, "tool_call")]
     shown = [
@@ -172,7 +172,7 @@ def program(text: str) -> MakeAnswer:
 
 
 def memorised(prompt: Prompt, solution: str) -> str | None:
-    """Return a program that memorised one example."""
+    """Return a program that returns the memorised result of one example."""
     if kind_of(prompt, solution) != "code":
         return None
     tests = prompt.info["tests"]
@@ -180,7 +180,7 @@ def memorised(prompt: Prompt, solution: str) -> str | None:
 
 
 def expression(build: Countdown) -> MakeAnswer:
-    """Return a countdown expression."""
+    """Return a hacked countdown expression."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "countdown":
@@ -192,6 +192,6 @@ def expression(build: Countdown) -> MakeAnswer:
 
 
 def name_alone(prompt: Prompt, solution: str) -> str | None:
-    """Return a call of the correct tool without arguments."""
+    """Return a tool call with the correct tool but without arguments."""
     call = call_of(prompt)
     return tool_call(call.name, {}) if call is not None and call.arguments else None

@@ -1,4 +1,4 @@
-"""The corpus of reward hacks: texts that aim at the reward instead of the answer.
+"""The corpus of reward hacks: completions that try to get a reward without solving the task.
 
 A hack with a wrong answer must not succeed. A hack with the correct answer, but with bad thinking
 or a bad format, must not get the full reward.
@@ -25,7 +25,7 @@ from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, Format], "str | None"]
-"""Makes a completion from a prompt, its solution and a format; None if the hack does not apply."""
+"""A function of prompt, solution and format that returns a completion; None if not applicable."""
 
 THINKING = "I go through it step by step and check each step before I answer."
 
@@ -36,12 +36,12 @@ class Hack:
 
     name: str
     why: str
-    """The flaw of a reward that the hack exploits, as the end of a sentence `the reward ...`."""
+    """The flaw of a reward that the hack exploits, worded to follow `the reward ...`."""
     make: Make
     correct_answer: bool = False
-    """If true, the hack must not get the full reward; if false, it must not succeed."""
+    """If true, the hack must not get the full reward; if false, the hack must not succeed."""
     about_thinking: bool = False
-    """If true, the hack abuses thinking and format; it is skipped if a bare answer is enough."""
+    """If true, the hack abuses thinking and format; it is skipped if a bare answer suffices."""
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""
 
@@ -59,7 +59,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """Return a `Make` that puts this thinking before the solution, in any format."""
+    """Return a `Make` that puts the given thinking before the solution, in any format."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)

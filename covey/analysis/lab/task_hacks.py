@@ -17,7 +17,7 @@ PROGRAMS = tuple((p["name"], p["why"], p["text"]) for p in tomllib.loads(_TEXT)[
 
 
 def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the function that the tests call; `solve` if they call none.
+    """Return the name of the function that the tests call; `solve` if the tests call none.
 
     >>> function_name("def f(x): ...", [{"call": "f(1)", "expected": "2"}])
     'f'
@@ -30,7 +30,7 @@ def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a program that memorised one example: the prompt's, or else the first test.
+    """Return a program that memorised one example from the prompt, or else the first test.
 
     >>> print(memorised_program("For example: f(1, 2) -> 3", "f", [{}, {}]))
     def f(*args, **kwargs):
@@ -51,7 +51,7 @@ def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]
 
 
 Countdown = Callable[[Sequence[int], int, str], "str | None"]
-"""Makes a wrong expression from the numbers, the target and a correct expression."""
+"""A function that makes a wrong expression from numbers, target and a correct expression."""
 
 
 def _sum(numbers: Sequence[int]) -> str:
@@ -108,12 +108,12 @@ COUNTDOWN: tuple[tuple[str, str, Countdown], ...] = (
 
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call as JSON."""
+    """Return a tool call as JSON."""
     return json.dumps({"name": name, "arguments": dict(arguments)})
 
 
 def sprayed_calls(call: Call, count: int) -> list[str]:
-    """Return `count` different calls, with the expected one in the middle."""
+    """Return `count` different tool calls, with the expected call in the middle."""
     calls = [tool_call(f"{call.name}_{i}", call.arguments) for i in range(count)]
     calls[count // 2] = tool_call(call.name, call.arguments)
     return calls

@@ -1,4 +1,4 @@
-"""Causes of different log-probs in engine and trainer, and the remedy for each."""
+"""Causes of differences between the log-probs of engine and trainer, and their remedies."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A line of the report."""
+    """A line of the report: one cause and its size."""
 
     name: str
     gap: Gap
     updates: int = 0
-    """If the cause is staleness: the number of optimizer steps taken."""
+    """The number of optimizer steps taken, if the cause is staleness."""
 
     @property
     def title(self) -> str:
-        """The title of this line."""
+        """The title of the cause in the report."""
         words = CAUSES[self.name].title
         if self.name != "staleness":
             return words

@@ -1,7 +1,7 @@
 """Statistics of differences in log-prob and of the resulting importance ratios.
 
-A difference [B, T] is a token's log-prob from one computation minus that from another. Its
-exponential is an importance ratio.
+A difference [B, T] is a token's log-prob from one computation minus its log-prob from another. The
+exponential of a difference is an importance ratio.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Limits for "harmless": the smallest effective sample size, the largest fraction of ratios outside
-the clip range, and the largest distance of the mean ratio from 1, which shows a bias."""
+"""Limits for a "harmless" difference. They are the smallest effective sample size, the largest
+fraction of ratios outside the clip range, and the largest distance of the mean ratio from 1.
+"""
 SMALL = (0.95, 0.01, 0.05)
-"""The limits for "small" in the same order; any larger difference "matters"."""
+"""Limits for a "small" difference, in the same order as HARMLESS; a larger one "matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,11 @@ class ClipRange:
     low: float
     high: float
     ratio: Ratio = token
-    """The objective's function from differences in log-prob to log ratios."""
+    """The objective's function that turns differences in log-prob into log ratios."""
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio; then each completion counts once."""
+        """Whether all tokens of a completion share one ratio, which is then counted only once."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
@@ -43,7 +44,7 @@ class ClipRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Statistics of a difference over all tokens, and of its importance ratios."""
+    """Statistics of the log-prob differences of all tokens, and of the importance ratios."""
 
     tokens: int
     mean: float
@@ -56,11 +57,11 @@ class Gap:
     outside: float
     """The fraction of ratios outside the clip range."""
     effective: float
-    """Relative effective sample size: (sum of ratios)^2 / (count * sum of squared ratios)."""
+    """Relative effective sample size, (sum of ratios)^2 / (count * sum of squared ratios)."""
 
     @property
     def severity(self) -> str:
-        """harmless, small, or matters."""
+        """The severity of the difference: harmless, small, or matters."""
         for name, (effective, outside, away) in (("harmless", HARMLESS), ("small", SMALL)):
             inside = self.outside <= outside and abs(self.ratio_mean - 1.0) <= away
             if self.effective >= effective and inside:

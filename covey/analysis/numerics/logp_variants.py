@@ -18,14 +18,14 @@ from covey.training.step import whole_batch
 from covey.types import Batch, Group
 
 SORTED_COPIES = 4
-"""Tensors of a truncation besides the logits: sorted values, indices, cumulative sums, the mask."""
+"""Number of tensors that truncation needs: sorted values, indices, cumulative sums, mask."""
 
 
 @torch.no_grad()
 def trainer_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
-    """Return the trainer's log-probs of a batch, in its own micro-batches.
+    """Return the trainer's log-probs of a batch, computed in the trainer's micro-batches.
 
-    They do not come from CUDA graphs, whose padding depends on earlier batches.
+    This function does not use CUDA graphs, because their padding depends on earlier batches.
     """
     return whole_batch(batch, micro_batch_tokens, policy.plain_logp).logp
 
@@ -51,7 +51,7 @@ def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Te
 
 
 def upcast(model: LanguageModel) -> LanguageModel:
-    """Return a copy of a model in float32, with the same rounded weights."""
+    """Return a float32 copy of a model, with the weights as rounded in 16 bits."""
     names = {id(module): name for name, module in model.model.named_modules()}
     copied = copy.deepcopy(model.model).float()
     head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
@@ -64,10 +64,11 @@ def upcast(model: LanguageModel) -> LanguageModel:
 def log_kept(
     policy: Policy, batch: Batch, distribution: Distribution, micro_batch_tokens: int
 ) -> torch.Tensor:
-    """Return [B, T] the log of the probability mass that a truncation keeps at each position.
+    """Return [B, T]: the log of the probability mass that truncation keeps at each position.
 
-    sampler_logp = logp - log(kept mass). The kept mass depends on the distribution and not on the
-    token, so its log is finite even if rounding would have cut off the token itself.
+    The engine's sampler_logp is logp - log(kept mass). The kept probability mass depends only on
+    the distribution, not on the token. The log of the kept mass is therefore finite, even if
+    rounding excludes the token from the kept set.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)
@@ -91,7 +92,7 @@ def log_kept(
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return the mask [B, T] of the prefix that two generations of a completion have in common."""
+    """Return the mask [B, T] of the common prefix of two generations of each completion."""
     mask = torch.zeros_like(like.mask)
     pairs = [
         pair

@@ -1,4 +1,4 @@
-"""Measurement of the log-prob differences between engine and trainer, cause by cause.
+"""Measures the log-prob differences between engine and trainer, separately for each cause.
 
     total        trainer's logp                     - sampler_logp
     precision    trainer                            - the same in float32
@@ -8,8 +8,9 @@
     kernel       trainer, alone                     - engine, one slot, without truncation
     staleness    trainer, after optimizer steps     - before
 
-The two sides of each difference differ in one thing only. The differences need not add up to the
-total, because rounding errors partly cancel, and staleness is not part of the total.
+Each line compares two log-probs whose computations differ in only one thing. The differences need
+not add up to the total, because rounding errors partly cancel, and staleness is not part of the
+total.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Batch, Group
 
 ALONE = 16
-"""How many completions are also generated and evaluated one at a time, which is slow."""
+"""The number of completions that are also generated and evaluated one at a time."""
 CLIP = 0.2
-"""The clip range assumed for objectives without one."""
+"""The clip range that is assumed if the objective has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,9 @@ class Report:
     dtype: str
     completions: int
     alone: int
-    """Completions that were also generated one at a time."""
+    """The number of completions that were also generated one at a time."""
     diverged: int
-    """How many of the completions had different tokens when generated alone."""
+    """The number of completions whose tokens changed when they were generated alone."""
     clip: ClipRange
     causes: tuple[Cause, ...]
     notes: tuple[str, ...] = ()
@@ -76,7 +77,7 @@ class Report:
 def measure(
     parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
 ) -> Report:
-    """Generate the next step's rollouts and measure every cause. This changes the weights."""
+    """Generate the next step's rollouts and measure every cause; this changes the weights."""
     budget = Budget(settings=parts.config.train)
     used = state.used(parts.policy)
     source = SynchronousSource(parts, reporter)
@@ -121,24 +122,24 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Whether `clip_low` and `clip_high` bound ratios, not probabilities as in `trust_mask`."""
+    """Return whether `clip_low` and `clip_high` bound ratios; in `trust_mask` they do not."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.objective.surrogate) is not trust_mask
 
 
 def default_updates(config: Config) -> int:
-    """Return how many optimizer steps a batch has before its last one; at least 1."""
+    """Return the number of optimizer steps on a batch minus 1, but at least 1."""
     return max(1, config.train.updates - 1)
 
 
 def _first(groups: Sequence[Group], completions: int) -> list[Group]:
-    """Return about this many completions: the first groups, or part of the first group."""
+    """Return the first groups, or part of the first group, with about `completions` rollouts."""
     most = max(1, completions // len(groups[0].rollouts))
     return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
 
 
 def _generated_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]:
-    """Generate the same completions one at a time. Each draws the same random numbers as before."""
+    """Generate the same completions one at a time, with the same random numbers."""
     model = parts.policy.model
     return generate(
         encode_prompts(model, [group.prompt for group in few]),
@@ -157,7 +158,7 @@ def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure over all completions, but the effect of batch shape only over `few` of them."""
+    """Measure differences over all completions, and the effect of batch shape over `few`."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -182,7 +183,7 @@ def _over_all(
 def _over_solo(
     parts: Parts, few: Sequence[Group], solo: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure over completions that were generated one at a time."""
+    """Measure differences over the completions that were generated one at a time."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     single, many = (collate(groups, policy.model.device) for groups in (solo, few))
     width = min(single.tokens.shape[1], many.tokens.shape[1])
@@ -200,7 +201,7 @@ def _stale(
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
-    """Take real optimizer steps on the completions, and measure the difference after each."""
+    """Take optimizer steps on the completions; measure the log-prob difference after each."""
     policy = parts.policy
     once, notes = _learning(parts, parts.learner_at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))
@@ -225,9 +226,9 @@ def _stale(
 
 
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
-    """Take one optimizer step on a batch; after the end of the schedule, at its peak rate.
+    """Return a learner for one optimizer step; its rate is the peak rate if the schedule has ended.
 
-    With a learning rate of 0 nothing would become stale.
+    With a learning rate of 0, no weight would change, and staleness could not be measured.
     """
     peak = parts.config.optimizer.learning_rate
     once = replace(learner.settings, mini_batches=1, epochs=1)

@@ -1,4 +1,4 @@
-"""HTML that opens offline and in which text from a model cannot run scripts. All reports use it.
+"""HTML of all reports, which opens offline and in which a model's text cannot run scripts.
 
 Jinja escapes all text in a template, except `Markup`, which is already HTML, CSS or a script.
 """
@@ -21,7 +21,7 @@ HERE = "covey.analysis.page"
 
 
 def page_file(name: str, package: str = HERE) -> str:
-    """Return a template, a style sheet or a script from the folder `page` of a package."""
+    """Return the text of a template, style sheet or script in the folder `page` of a package."""
     folder = files(package)
     return (
         (folder if package == HERE else folder.joinpath("page")).joinpath(name).read_text("utf-8")
@@ -44,31 +44,31 @@ def environment(finalize: Callable[[Any], Any]) -> Environment:
 
 
 def style_sheet() -> Markup:
-    """Return the style of all reports."""
+    """Return the style sheet of all reports."""
     return Markup(page_file("report.css"))
 
 
 def visible(value: object) -> object:
-    """Make control characters visible in everything but markup."""
+    """Make control characters visible in all text that is not markup."""
     return value if isinstance(value, Markup) else printable(str(value))
 
 
 def embedded_json(data: object, name: str) -> Markup:
-    """Return data as JSON for a script, escaped so that it cannot end the script element."""
+    """Return data as JSON for a script, escaped so that the text cannot end the script element."""
     text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{name}">{text}</script>')
 
 
 def script(source: str) -> Markup:
-    """Return one of our scripts as markup."""
+    """Return one of Covey's scripts as markup."""
     assert "</script" not in source.lower()
     return Markup(source)
 
 
 def security_policy(scripts: Iterable[str]) -> Markup:
-    """Return a Content-Security-Policy that loads nothing and runs only these scripts.
+    """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
 
-    So even a completion that got into the page unescaped could not run a script.
+    With this policy, even unescaped text of a completion could not run a script.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

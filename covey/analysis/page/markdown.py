@@ -26,12 +26,12 @@ def plain(text: str) -> str:
 
 
 def literal(value: object) -> Markup:
-    """Return a value for a Markdown template: markup as it is, other text escaped."""
+    """Return a value for a Markdown template; markup stays unchanged, other text is escaped."""
     return value if isinstance(value, Markup) else Markup(plain(str(value)))
 
 
 def fenced(text: str) -> Markup:
-    """Return text as a code block, with a fence longer than any inside it."""
+    """Return text as a code block, with a fence that is longer than any fence in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return Markup(f"{fence}\n{printable(text.rstrip())}\n{fence}")

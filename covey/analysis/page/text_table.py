@@ -1,4 +1,4 @@
-"""A table of text, which every format of a report shows."""
+"""A table of text, which all report formats can show."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Plans of runs: what a run will do and how much memory and time it needs, before it starts."""
+"""Plans of runs: forecasts of the steps, the memory and the time of a run before it starts."""

@@ -1,11 +1,11 @@
 """Memory of activations, which a model keeps for its backward pass.
 
-`EAGER`, `FUSED` and `FLASH` state how many tensors of which width autograd saves in a layer;
-`kernels_of` chooses among them by model and device. Tests count the tensors that autograd saves,
-and benchmarks/memory.py measures whole runs. If a kernel learns to keep fewer tensors, only one
-line here has to change.
+`EAGER`, `FUSED` and `FLASH` list the number and width of the tensors that autograd saves in a
+layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH` by model and device.
+Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole runs. If a new
+kernel saves fewer tensors, only one line in this module has to change.
 
-Shapes: N tokens in a forward pass; B rows of S columns each, which are B * S cells.
+Tensor shapes use N tokens in a forward pass, and B padded rows of S positions each.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from covey.analysis.plan.engine_sizes import SHORT
 from covey.analysis.plan.model_shape import Shape
 
 FLOAT = 4
-"""The bytes of a float32."""
+"""The number of bytes of a float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Numbers of tensors that one Llama layer keeps per token for its backward pass."""
+    """The number of tensors that one Llama layer keeps for its backward pass, by kind."""
 
     norm_float: int
-    """The number of tensors as wide as the hidden state, always float32: inputs of norms."""
+    """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
-    """Tensors as wide as the hidden state: outputs of norms, before and after their weights."""
+    """The number of other tensors as wide as the hidden state: outputs of norms."""
     norm_frozen: int
-    """The number of such tensors if norms are not trained, as with an adapter."""
+    """The value of `norm` if norms are not trained, as with an adapter."""
     inner: int
-    """Tensors as wide as the MLP: gate, its activation, up, and the product."""
+    """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
     inner_adapted: int
-    """The number of such tensors with an adapter, whose layers keep their inputs."""
+    """The value of `inner` with an adapter, whose layers keep their inputs."""
     output: int = 1
-    """Tensors as wide as the queries: the output projection's input, unless attention keeps it."""
+    """The number of tensors as wide as all queries: the input of the output projection."""
     projections: int = 7
-    """Linear layers with LoRA; each keeps a tensor as wide as the rank."""
+    """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
-    """Whether the forward pass is accel/fused_forward.py, with a float32 residual stream."""
+    """Whether the model runs accel/fused_forward.py, with a float32 residual stream."""
     flash: bool = False
     """Whether only keys and values are gathered into rows, and queries stay packed."""
 
 
 EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
-"""transformers' own layers, operation by operation."""
+"""Layers that run transformers' own code, one operation after another."""
 FUSED = Saved(norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=3, fused=True)
-"""Norms keep the residual stream and their output; the product with the gate is recomputed."""
+"""Fused layers: norms keep their input and output, and SwiGLU products are recomputed."""
 FLASH = replace(FUSED, output=0, flash=True)
-"""Fused layers in bfloat16 with flash kernels, which keep the output projection's input."""
+"""Fused layers in bfloat16 with flash attention, which keeps the output projection's input."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return the kind of layers that a model runs, if it computes with `size` bytes per number."""
+    """Return the kind of layers that a model runs when it computes with `size` bytes per number."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -60,20 +60,20 @@ def kernels_of(shape: Shape, size: int, device: str) -> Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The tokens of one forward pass."""
+    """The numbers of rows and tokens of one forward pass."""
 
     rows: int
     columns: int
     """The number of tokens of the longest row."""
     tokens: int
-    """Tokens the model reads: packed, or with padding."""
+    """The number of tokens that the model reads, including padding if they are not packed."""
     chosen: int
-    """Tokens whose logits are computed."""
+    """The number of tokens whose logits are computed."""
     packed: bool
 
     @property
     def cells(self) -> int:
-        """Positions in attention, for which packed tokens are gathered into padded rows."""
+        """The number of positions in attention, which gathers packed tokens into padded rows."""
         return self.rows * self.columns
 
 
@@ -89,7 +89,7 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that attention saves: its inputs, and its scores (if kept) or output."""
+    """Return the bytes that attention saves: its inputs, and its scores or its output."""
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -147,10 +147,11 @@ def training_bytes(
     checkpointing: bool = False,
     head: int = 0,
 ) -> int:
-    """Return the activations of a forward and backward pass.
+    """Return the bytes of activations in a forward and backward pass.
 
-    With gradient checkpointing a layer keeps only its input, and one layer at a time is recomputed.
-    `head` is the memory of the LM head, freed before a fused layer's backward pass begins.
+    With gradient checkpointing, a layer keeps only its input, and one layer at a time is
+    recomputed. `head` is the memory of the LM head, which is freed before the backward pass of
+    fused layers.
     """
     kernels = kernels_of(shape, size, device)
     layer = layer_bytes(shape, size, batch, kernels, device)

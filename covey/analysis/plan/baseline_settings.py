@@ -1,4 +1,4 @@
-"""Rules about algorithms with a critic or with pairs, and about their sections."""
+"""Rules about the settings of algorithms with a critic or with preference pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.training.schedule import total_updates
 
 @rule("idle", "other-settings")
 def critic_without_use(setup: Setup) -> Iterator[Said]:
-    """Settings in [critic] although the objective trains no critic."""
+    """Rule about settings in [critic] when the objective trains no critic."""
     given = changed(setup.config.critic)
     if given and "values" not in setup.objective.needs:
         yield Said(
@@ -24,7 +24,7 @@ def critic_without_use(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "learning-rate")
 def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
-    """A critic without a learning rate, or a warm-up that takes the whole run."""
+    """Rule about a critic with a learning rate of 0, or with a warm-up as long as the run."""
     critic, train = setup.config.critic, setup.config.train
     if "values" not in setup.objective.needs:
         return
@@ -46,7 +46,7 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
-    """A value clip in a run where the critic's values cannot move between rollout and update."""
+    """Rule about a value clip when the critic's values cannot change before the update."""
     clip = setup.option("value_clip")
     if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
         yield Said(
@@ -59,7 +59,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "penalty-and-reference")
 def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
-    """Pairs compared with a reference that follows the policy."""
+    """Rule about preference pairs with a reference that follows the policy."""
     reference, updates = setup.config.reference, total_updates(setup.config.train)
     moves = reference.kind in ("moving", "renewed") and reference.every < updates
     if setup.objective.pairs and moves:

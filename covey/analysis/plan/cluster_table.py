@@ -19,7 +19,7 @@ from covey.config import Config
 PROMPT_TOKENS = 256
 """The prompt length that is assumed if prompts cannot be measured."""
 STALENESS = 1
-"""The staleness of a split whose engines generate while the trainers train."""
+"""The staleness of a split in which engines generate while trainers train."""
 
 
 def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
@@ -51,7 +51,7 @@ def size_of(shape: Shape) -> ModelSize:
 def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
     """Return the best split for each model and number of GPUs; models that do not fit are left out.
 
-    `own` is the name and size of the configuration's model, which comes before the published sizes.
+    `own` is the name and size of the configuration's model, which is listed first.
     """
     models = ([own] if own is not None else []) + list(PUBLISHED.items())
     rows = []

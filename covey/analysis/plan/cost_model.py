@@ -1,7 +1,8 @@
-"""Seconds of a training step on GPUs: generation, update, weight sync. docs/scale.md explains it.
+"""Seconds of a training step on GPUs: generation, update and weight sync (see docs/scale.md).
 
-The constants of generation and update are fitted to measurements on one H200; a test compares every
-measured case. The constants for several GPUs come from data sheets, and are marked as such.
+The constants of generation and update are fitted to measurements on one H200, and a test compares
+the model with every measurement. The constants for several GPUs come from data sheets, and their
+comments say so.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The sizes of a decoder on which its cost depends."""
+    """The sizes of a decoder that determine its cost."""
 
     parameters: float
     layers: int
     hidden: int
     key_numbers: int
-    """How many numbers the KV cache holds for one token, over all layers."""
+    """The count of numbers in the KV cache for one token, over all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU in bfloat16; an H200."""
+    """Speed and memory of one GPU in bfloat16; by default, of an H200."""
 
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
@@ -35,15 +36,15 @@ class Gpu:
     attention_flops: float = 276e12
     """FLOP per second of flash attention in training, forward and backward."""
     layer_seconds: float = 25.8e-6
-    """The minimum seconds of a layer's kernels in one decode step, even for a single row."""
+    """The minimum seconds of a layer's kernels in one decode step."""
     row_seconds: float = 26.8e-12
     """The seconds of a decode step for each row, layer and element of the hidden state."""
     token_seconds: float = 132e-12
     """The seconds of an update for each token, layer and element of the hidden state."""
     recompute: float = 1.12
-    """The factor by which gradient checkpointing lengthens an update."""
+    """The factor by which gradient checkpointing increases the time of an update."""
     call_seconds: float = 57e-3
-    """The seconds of an engine call in addition to decoding."""
+    """The seconds of an engine call besides decoding."""
     prefill_flops: float = 500e12
     node_link: float = 300e9
     """Bytes per second between GPUs of a node, in each direction: two thirds of the data sheet."""
@@ -56,9 +57,9 @@ class Gpu:
 
 H200 = Gpu()
 BYTES = 2
-"""The bytes of a weight in bfloat16."""
+"""The number of bytes of a weight in bfloat16."""
 STATE_BYTES = 16
-"""The bytes for each trained parameter: weight, gradient, master weight and two moments."""
+"""The bytes of each trained parameter: weight, gradient, master weight and two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,9 @@ class Workload:
     group: int
     prompt: int
     completion: int
-    """The tokens of a completion; every completion is assumed to have the maximum length."""
+    """The number of tokens of each completion, assumed to be the maximum length."""
     updates: int = 1
-    """The number of passes over the completions."""
+    """The number of training passes over the completions."""
     forwards: int = 0
     """The number of passes without a gradient: for a reference, or for old log-probs."""
     micro_batch: int = 16_384
@@ -80,12 +81,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The tokens of an update: all completions, and each prompt once."""
+        """The number of tokens in an update: all completions, and each prompt once."""
         return self.rows * self.completion + self.rows // self.group * self.prompt
 
     @property
     def context(self) -> int:
-        """The tokens of a prompt with its completion."""
+        """The number of tokens of a prompt with its completion."""
         return self.prompt + self.completion
 
 
@@ -115,13 +116,13 @@ def rollout_seconds(
 
 
 def engine_rows(model: ModelSize, work: Workload, gpu: Gpu, split: int) -> int:
-    """Return how many completions at once fit into an engine's memory."""
+    """Return how many completions fit into an engine's memory at the same time."""
     free = 0.9 * gpu.memory * split - BYTES * model.parameters
     return max(1, int(free / (work.context * model.key_numbers * BYTES)))
 
 
 def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return the fewest GPUs for an engine that leave 40 % of their memory to the KV cache."""
+    """Return the fewest GPUs of an engine that leave 40 % of GPU memory for the KV cache."""
     need = BYTES * model.parameters / (0.6 * gpu.memory)
     return int(2 ** math.ceil(math.log2(need))) if need > 1 else 1
 
@@ -145,7 +146,7 @@ def update_seconds(
 
 
 def fewest_trainers(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return how many GPUs the training state needs if a fifth of memory is for activations."""
+    """Return how many GPUs the training state needs if 1/5 of the memory is for activations."""
     return math.ceil(STATE_BYTES * model.parameters / (0.8 * gpu.memory))
 
 
@@ -162,7 +163,7 @@ class Split:
     trainers: int
     engines: int
     engine_gpus: int
-    """The GPUs of each engine."""
+    """The number of GPUs of each engine."""
     rollout: float
     update: float
     sync: float
@@ -184,7 +185,7 @@ class Split:
 def splits(
     model: ModelSize, work: Workload, gpus: int, gpu: Gpu = H200, *, staleness: int = 1
 ) -> list[Split]:
-    """Return every way to divide GPUs, the fastest first; empty if the model does not fit."""
+    """Return every split of the GPUs, fastest first; empty if the model does not fit."""
     least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
     sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
     found = []
@@ -219,4 +220,4 @@ PUBLISHED = {
 }
 """The shapes of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B."""
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""The numbers of GPUs in a table."""
+"""The numbers of GPUs for which the table has a row."""

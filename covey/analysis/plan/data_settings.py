@@ -10,7 +10,7 @@ from covey.analysis.plan.idle_settings import changed
 
 @rule("idle", "data-over-time")
 def idle_curriculum(setup: Setup) -> Iterator[Said]:
-    """A curriculum whose pass rates never affect the choice of prompts."""
+    """Rule about a curriculum whose pass rates never affect the choice of prompts."""
     config, size = setup.config, setup.facts.prompts
     curriculum = config.curriculum
     given = changed(curriculum, "memory", "floor")
@@ -36,7 +36,7 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "data-over-time")
 def idle_replay(setup: Setup) -> Iterator[Said]:
-    """A replay buffer whose rollouts are never replayed."""
+    """Rule about a replay buffer whose rollouts are never replayed."""
     config, replay = setup.config, setup.config.replay
     given = changed(replay, "size", "max_age")
     if given and not replay.groups:

@@ -1,4 +1,4 @@
-"""Memory of the native engine: KV caches, prefill, sampling and CUDA graphs."""
+"""Memory of the native engine, which has KV caches, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from covey.config import Config
 from covey.training.resolve import sampling_of
 
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""How many tensors of the logits' size exist while a token is sampled. There is one number each for
-the whole distribution, a truncated distribution (which is sorted), and greedy decoding."""
+"""The number of tensors as large as the logits while a token is sampled. The numbers are for the
+whole distribution, a truncated distribution (which is sorted), and greedy decoding.
+"""
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes per token in a slot, besides the KV cache: random number, log-prob and token id."""
 
@@ -35,13 +36,13 @@ class Call:
     prompts: int
     group_size: int
     copies: int
-    """How many tensors of the logits' size exist while first tokens are sampled."""
+    """The number of tensors as large as the logits while first tokens are sampled."""
     max_concurrent: int
-    """The most completions generated at once."""
+    """The limit on completions generated at once."""
 
     @property
     def graph_copies(self) -> int:
-        """The same count for later tokens: 1, since a kernel samples them, unless truncated."""
+        """Like `copies`, but for later tokens: 1 with the sampling kernel, more if truncated."""
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
     @property
@@ -51,17 +52,17 @@ class Call:
 
     @property
     def width(self) -> int:
-        """Slots on a GPU: `together` rounded up to a number with captured CUDA graphs."""
+        """The number of slots on a GPU, which is `together` rounded up to a captured number."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
-        """Return how many prompts this many completions belong to."""
+        """Return the number of prompts of this many completions."""
         return min(self.prompts, -(-completions // self.group_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """The facts on which the engine's memory depends."""
+    """The facts that determine the engine's memory."""
 
     shape: Shape
     size: int
@@ -79,7 +80,7 @@ class EngineFacts:
 
 
 def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part]:
-    """Return the memory of generation, in a training step or an evaluation, whichever is more."""
+    """Return the memory of generation: the maximum of a training step and an evaluation."""
     calls, shape = _calls(config, held_out), facts.shape
     if facts.device == "cuda" and (shape.fuses or shape.fused_attention):
         return _graph_parts(facts, calls)
@@ -152,8 +153,8 @@ def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
 def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory of all calls if the engine captures CUDA graphs.
 
-    Graphs contain the addresses of the KV cache and of their own temporaries, so both stay
-    allocated between calls and during training. The cache is as large as the largest call needs.
+    CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
+    allocated between calls and during training. The KV cache is as large as the largest call needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
@@ -186,7 +187,7 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
 
 
 def _graph_bytes(facts: EngineFacts, call: Call) -> int:
-    """Return the bytes of one decoding step: logits and their sums, or one layer's tensors."""
+    """Return the temporary bytes of one decoding step, for logits or for one layer's tensors."""
     shape, size = facts.shape, facts.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
     logits = call.graph_copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT
@@ -223,5 +224,5 @@ def _first_tokens(facts: EngineFacts, call: Call) -> Part:
 
 
 def _started(call: Call) -> int:
-    """Return how many completions begin together."""
+    """Return how many completions start at the same time."""
     return min(call.width, call.prompts * call.group_size)

@@ -1,8 +1,8 @@
-"""Buffer sizes and limits of the native engine and the trainer, as far as a forecast needs them.
+"""Buffer sizes and limits of the native engine and the trainer that memory forecasts need.
 
-The modules that define them import transformers' model code or Triton, which takes seconds. So the
-values are repeated here, and tests/analysis/plan/test_engine_sizes.py compares each with its
-source.
+The modules that define these sizes import transformers' model code or Triton, which takes seconds.
+This module therefore repeats the values, and tests/analysis/plan/test_engine_sizes.py compares each
+value with its source.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import heapq
 from functools import lru_cache
 
 SHORT = 256
-"""accel/attention.py: up to this many positions, CPU attention is two batched products."""
+"""The most positions for which CPU attention is two batched products (accel/attention.py)."""
 FUSED_BYTES = 64 * 2**20
-"""native/llama_decoder.py: projections are concatenated up to this size."""
+"""Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384
-"""native/prefill.py: prompt tokens in one forward pass."""
+"""The most prompt tokens in one forward pass of prefill (native/prefill.py)."""
 CAPACITY_STEP = 32
-"""native/backend.py: the length of a KV-cache slot is a multiple of this."""
+"""The length of a KV-cache slot is a multiple of this number (native/backend.py)."""
 SPARE_BYTES = 64 * 2**20
-"""native/backend.py: a KV cache up to this size is kept between steps."""
+"""A KV cache of at most this many bytes is kept between steps (native/backend.py)."""
 PROMPT_STEP = 128
-"""native/shared_prompt_cache.py: positions of a cached prompt are a multiple of this."""
+"""Cached prompts are padded to a multiple of this number (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""native/shared_prompt_cache.py: numbers of slots that CUDA graphs are captured for."""
+"""Numbers of slots for which CUDA graphs are captured (native/shared_prompt_cache.py)."""
 TOKEN_STEP = 256
-"""accel/static_buffers.py: the smallest difference between two padded token counts."""
+"""The smallest difference between two padded token counts (accel/static_buffers.py)."""
 VOCABULARY_BLOCK = 2048
-"""accel/kernels/sample.py: vocabulary entries that one program of the sampling kernel reads."""
+"""Vocabulary entries that one program of the sampling kernel reads (accel/kernels/sample.py)."""
 CHUNK_STEP = 128
-"""accel/fused_head.py: a chunk with more rows of logits is rounded to a multiple of this."""
+"""Chunks with more rows of logits are rounded to a multiple of this (accel/fused_head.py)."""
 
 
 def width_for(completions: int) -> int:
@@ -50,10 +50,11 @@ def padded_tokens(count: int) -> int:
 def largest_micro_batch(
     rows: int, group_size: int, prompt: int, completion: int, micro_batch_tokens: int
 ) -> tuple[int, int]:
-    """Return rows and prompts of the fullest micro-batch on a GPU, if all lengths are equal.
+    """Return the rows and prompts of the largest micro-batch on a GPU, if all lengths are equal.
 
-    This computes accel/packing.py's `balanced` for `rows` rows in groups of `group_size`. A group
-    is cut into pieces within the token budget; the pieces are spread over the fewest micro-batches.
+    The result equals that of `balanced` in accel/packing.py, for `rows` rows in groups of
+    `group_size`. A group is split into pieces that fit the token budget. The pieces are distributed
+    over the fewest micro-batches.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

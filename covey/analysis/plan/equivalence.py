@@ -1,8 +1,8 @@
-"""Equivalence of algorithms: the normal form of an objective, without parts that have no effect.
+"""Equivalence of algorithms: the normal form of an objective omits all parts without effect.
 
-With one update per rollout batch every ratio is 1. Then a clip has no effect, every surrogate has
-slope 1, and a sequence-level ratio has the gradient of its tokens' ratios. Algorithms can then
-differ only in the advantage, the weights of tokens and the penalty.
+With one update per rollout batch every ratio is 1. At a ratio of 1, a clip has no effect, every
+surrogate has slope 1, and a sequence-level ratio has the same gradient as its token ratios. With
+one update, algorithms can differ only in the advantage, the token weights and the penalty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONE_PER_COMPLETION = frozenset(
 """Advantages that all tokens of a completion share."""
 
 IGNORES_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
-"""Advantages that depend on which completions are correct, and not on their reward."""
+"""Advantages that depend only on which completions are correct, not on their rewards."""
 
 THROUGH_LOGP = frozenset(
     {
@@ -40,7 +40,7 @@ THROUGH_LOGP = frozenset(
         surrogates.trust_mask,
     }
 )
-"""Surrogates that treat the ratio as a constant, so its kind does not matter while it is 1."""
+"""Surrogates that treat the ratio as a constant, without a gradient."""
 
 INERT_MARKS = frozenset(
     {
@@ -49,7 +49,7 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates for which marked tokens make no difference while every ratio is 1."""
+"""Surrogates for which marks on tokens have no effect while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -81,7 +81,7 @@ def piece_of(piece: Callable[..., Any]) -> Piece:
 
 
 def normal_form(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of an objective; equal forms have equal gradients in this setup."""
+    """Return the normal form of an objective; equal normal forms have equal gradients."""
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
@@ -105,7 +105,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a normal form that ignores constant factors of the loss."""
+    """Return the normal form without constant factors of the loss."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # a constant factor would not scale the whole loss
@@ -117,7 +117,7 @@ def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def active_penalty(setup: Setup) -> Piece | None:
-    """Return the penalty, or None if it has no effect."""
+    """Return the KL penalty, or None if it has no effect."""
     objective = setup.objective
     if not objective.beta:
         return None
@@ -135,7 +135,7 @@ def active_penalty(setup: Setup) -> Piece | None:
 
 
 def reference_is_policy(setup: Setup) -> bool:
-    """Whether the reference is updated so often that it always equals the policy that generated."""
+    """Return whether the reference always equals the policy that generated the rollouts."""
     reference = setup.config.reference
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
     # Within a batch the policy moves away from the reference, which affects a KL in the loss.
@@ -144,7 +144,7 @@ def reference_is_policy(setup: Setup) -> bool:
 
 
 def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return everything that determines how a critic is trained."""
+    """Return the two pieces that determine how a critic is trained: targets and value loss."""
     targets, loss = setup.objective.targets, setup.objective.value_loss
     return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 
@@ -202,7 +202,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio with the same gradient at 1, and the weights that go with it."""
+    """Return the simplest ratio that has the same gradient at 1, and matching token weights."""
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
         return ratio.token, token_weights
@@ -255,7 +255,7 @@ def has_slope_one(objective: Objective) -> bool:
 
 
 def equivalent_algorithms(setup: Setup) -> list[str]:
-    """Return the algorithms with the same gradient in this setup, given the options they share."""
+    """Return the algorithms that have the same gradient with this configuration."""
     mine, name = normal_form(setup), setup.config.objective.name
     found = []
     for other in ALGORITHMS:

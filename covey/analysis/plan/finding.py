@@ -1,4 +1,4 @@
-"""Findings about a configuration before training, and the setup that rules look at."""
+"""Findings about a configuration before training, and the input of the rules that find them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ UNKNOWN = TaskFacts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something about a configuration that the user should know."""
+    """A fact about a configuration that the user should know, with a remedy."""
 
     kind: Kind
-    """`same`: several names for one algorithm.
+    """`same` means that several names describe one algorithm.
 
-    `idle`: a setting has no effect. `risk`: it may harm.
+    `idle` means that a setting has no effect. `risk` means that a setting may harm the run.
     """
     title: str
-    """What was found, with settings and their values."""
+    """The finding in one line, with settings and their values."""
     why: str
     remedy: str
     docs: str
@@ -42,16 +42,16 @@ class Finding:
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
-        """Whether another value of one of these settings could remove the finding."""
+        """Return whether the finding depends on one of these settings."""
         return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
-        """Return what was found and what to do, in one line."""
+        """Return the finding and its remedy in one line."""
         return f"{self.title}: {self.remedy}"
 
 
 class Said(NamedTuple):
-    """The texts of a finding; its kind and its section of docs/plan.md belong to the rule."""
+    """The texts of a finding; the rule adds the kind and the section of docs/plan.md."""
 
     settings: tuple[str, ...]
     title: str
@@ -73,9 +73,9 @@ class Setup:
 
     @property
     def one_update(self) -> bool:
-        """Whether a rollout batch is used for one optimizer step, so that every ratio is 1.
+        """Whether each rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        False if rollouts may come from older weights.
+        The property is false if rollouts may come from older weights.
         """
         return self.config.train.updates == 1 and not self.config.stale
 
@@ -86,23 +86,22 @@ class Setup:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p truncate the distribution of completions, and training
-        ignores that."""
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores this."""
         return truncates_unseen(self.config)
 
     @property
     def exact(self) -> bool:
-        """Whether the engine's log-probs equal the trainer's, to 1e-5."""
+        """Whether the log-probs of engine and trainer differ by at most 1e-5."""
         return in_float32(self.config) and not self.truncates
 
     @property
     def advantage(self) -> Callable[..., Any]:
-        """The function of the advantage, without its options."""
+        """The objective's advantage function, without its options."""
         return function_of(self.objective.advantage)
 
     @property
     def surrogate(self) -> Callable[..., Any]:
-        """The function of the surrogate, without its options."""
+        """The objective's surrogate function, without its options."""
         return function_of(self.objective.surrogate)
 
     def option(self, name: str, otherwise: Any = None) -> Any:
@@ -116,7 +115,7 @@ RULES: list[Callable[[Setup], Iterator[Finding]]] = []
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
-    """Register a rule: its kind, and the section of docs/plan.md that explains it."""
+    """Register a rule with the kind of its findings and the section of docs/plan.md about them."""
 
     def register(function: Rule) -> Rule:
         RULES.append(lambda setup: (said.finding(kind, section) for said in function(setup)))
@@ -131,7 +130,7 @@ def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
 
 
 def in_float32(config: Config) -> bool:
-    """Whether the model computes in float32; with dtype = "auto", on this machine."""
+    """Return whether the model computes in float32; for dtype = "auto", on this machine."""
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")

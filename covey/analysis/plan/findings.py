@@ -1,7 +1,7 @@
 """Findings before training: equivalent algorithms, settings without effect, settings that harm.
 
-`findings` looks at one resolved configuration, `coincidences` at the arms of a comparison. Nothing
-is loaded; facts about the data are passed in.
+`findings` checks one resolved configuration, and `coincidences` checks the arms of a comparison.
+These functions load no model and no data. The caller passes facts about the data.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 
 
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
-    """Return findings about arms of a comparison that are the same run under several names.
+    """Return findings about arms of a comparison that train the same run under several names.
 
-    The configurations are resolved. Arms are the same if their gradients are equal in every
-    optimizer step: bit for bit if the arithmetic is the same, else up to rounding.
+    All configurations must be resolved. Arms are the same if their gradients are equal in every
+    optimizer step. The gradients are equal bit for bit if the arithmetic is the same, else up to
+    rounding.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}

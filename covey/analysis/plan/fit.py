@@ -14,12 +14,12 @@ from covey.config import Config, parse_config, toml_value
 from covey.training.resolve import objective_of
 
 LEAST_CONCURRENT = 64
-"""The smallest suggested engine.max_concurrent; less saves little and makes generation slow."""
+"""The smallest suggested engine.max_concurrent; lower values slow generation and save little."""
 RANK = 16
 """LoRA rank of a suggested adapter."""
 
 RANKS = (2, 4, 8, 16, 32, 64)
-"""The numbers of ranks that are tried."""
+"""The numbers of ranks that the search for a fitting configuration tries."""
 
 Settings = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ def memory_findings(
 def _more_ranks(
     config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int
 ) -> Finding:
-    """Return the finding of a run with several ranks, each of which needs too much memory."""
+    """Return the finding for a run with several ranks that each need too much memory."""
     needed = ranks_that_fit(config, found.device, facts, shape)
     remedy = f"use devices with {size_text(found.peak / (1 - MARGIN))}, a tenth of it to spare"
     if needed is not None:
@@ -72,10 +72,10 @@ def _more_ranks(
 
 
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
-    """Return the smallest number of devices on which the sharded run fits, with a tenth free.
+    """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    None means that the run fits with none of the numbers tried. That is possible because the engine
-    needs all weights on each device.
+    The result is None if the run fits with none of the tried numbers of devices. Sharding cannot
+    always make a run fit, because the engine needs all weights on each device.
     """
     changes = {"parallel.strategy": "fsdp", "optimizer.state": "float32"}
     sharded = changed(config, changes)
@@ -95,7 +95,7 @@ def _largest(found: Forecast) -> str:
 def settings_that_fit(
     config: Config, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return the cheapest changes that leave a tenth of the device's memory free."""
+    """Return the cheapest changes of settings that leave 10 % of the device's memory free."""
     chosen: dict[str, Any] = {}
     for change in _changes(config):
         chosen |= change
@@ -111,7 +111,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield the changes to try; changes that do not affect the trained weights come first."""
+    """Yield changes of settings to try, first those that do not affect the trained weights."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
@@ -128,7 +128,7 @@ def _changes(config: Config) -> Iterator[Settings]:
 def _fitting(
     config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return the changes together with a micro-batch size that fits; None if none fits."""
+    """Return the changes with a micro-batch size that fits; None if no size fits."""
     same_shape = shape if "adapter.rank" not in changes else None
     found = forecast(changed(config, changes), device, facts, same_shape)
     tokens = found.suggested_micro_batch_tokens

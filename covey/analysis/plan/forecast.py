@@ -1,4 +1,4 @@
-"""Memory forecast of a run on a device: parts, phases and the peak."""
+"""Memory forecast of a run on a device: the parts of memory, the phases and the peak."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""Memory in use before any tensor exists: bytes, and a description.
+"""Kind of device -> bytes in use before any tensor exists, and a description.
 
 Measured by benchmarks/memory.py.
 """
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""The files with the memory limit of a container."""
+"""The file with the memory limit of a container."""
 
 ANY_GPU = "one GPU"
 """The name of a GPU of which only the memory is known."""
@@ -40,7 +40,7 @@ MICRO_BATCH_STEP = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A CPU with its main memory, or one GPU."""
+    """The device of a forecast: a CPU with its main memory, or one GPU."""
 
     kind: Literal["cpu", "cuda"]
     memory: int
@@ -66,7 +66,7 @@ class Device:
 
     @staticmethod
     def gpu(gibibytes: float) -> Device:
-        """Return a GPU that need not be in this machine."""
+        """Return a GPU with the given memory; this machine need not have it."""
         return Device(kind="cuda", memory=int(gibibytes * 2**30), name=ANY_GPU)
 
 
@@ -80,7 +80,7 @@ def main_memory() -> int:
 
 
 class Part(NamedTuple):
-    """One use of memory."""
+    """One part of the memory: its size, its phases and its tensors."""
 
     name: str
     bytes: int
@@ -98,7 +98,7 @@ class Forecast:
     parts: tuple[Part, ...]
     micro_batch_tokens: int
     suggested_micro_batch_tokens: int | None
-    """The largest micro_batch_tokens that fits, or that has an effect; None if none fits."""
+    """The largest useful micro_batch_tokens that fits; None if no value fits."""
     notes: tuple[str, ...]
     """The assumptions of the forecast, one sentence each."""
 
@@ -113,12 +113,12 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """The bytes in that phase."""
+        """The bytes in the phase that needs the most memory."""
         return self.during(self.peak_phase)
 
     @property
     def tensors(self) -> int:
-        """The peak of torch's allocator, without the framework's own memory."""
+        """The peak of the memory that torch allocates, without the framework's own memory."""
         return self.peak - sum(part.bytes for part in self.parts if part.name == "framework")
 
     @property
@@ -146,7 +146,7 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """Return the peak and whether it fits, in one line."""
+        """Return a line with the peak memory and whether it fits."""
         share = self.peak / self.device.memory
         fits = "fits" if self.fits else "DOES NOT FIT"
         device = f"{size_text(self.device.memory)} of {self.device.name}"
@@ -174,6 +174,6 @@ class Forecast:
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes in MiB, or in GiB from 10,000 MiB."""
+    """Return a number of bytes as text in MiB, or in GiB from 10,000 MiB."""
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 10_000 else f"{mebibytes / 1024:,.1f} GiB"

@@ -26,17 +26,17 @@ from covey.training.resolve import reward_of
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""
 TOKEN_SIZED_CLIP = 0.1
-"""A clip range from here on suits token ratios, and is too wide for a sequence-level ratio ..."""
+"""The smallest clip range that counts as too wide for a sequence-level ratio."""
 FEW_UPDATES = 4
-"""... if an epoch has at most this many updates ..."""
+"""The rule about wide clip ranges applies up to this many updates per epoch."""
 SMALL_RATE = 1e-5
-"""... and the learning rate is at most this."""
+"""The rule about wide clip ranges applies up to this learning rate."""
 NOTICEABLE_BETA = 1.1
-"""An adaptive beta that cannot change by this factor in the whole run is practically fixed."""
+"""If an adaptive beta cannot change by this factor in the whole run, it is practically fixed."""
 
 
 def changed(section: Section, *names: str) -> dict[str, str]:
-    """Return settings that differ from their default: the full name and `name = value` of each."""
+    """Return the settings that differ from their default, as full name -> `name = value`."""
     fields = type(section).model_fields
     pairs = [(name, getattr(section, name)) for name in names or fields if name in fields]
     where = type(section).__name__.lower()
@@ -44,7 +44,7 @@ def changed(section: Section, *names: str) -> dict[str, str]:
 
 
 def changed_options(setup: Setup, *names: str) -> dict[str, str]:
-    """Return the objective's options that differ from their default, in the same form."""
+    """Return the objective's options that differ from their default, as name -> text."""
     options = setup.config.objective.options
     parameters = inspect.signature(algorithm(setup.config.objective.name, options)).parameters
     return {
@@ -56,7 +56,7 @@ def changed_options(setup: Setup, *names: str) -> dict[str, str]:
 
 @rule("same", "one-update-per-rollout")
 def one_update_equivalence(setup: Setup) -> Iterator[Said]:
-    """With one update per batch, algorithms that differ only in ratio and clip are equal."""
+    """Rule about algorithms that are equal with one update per rollout batch."""
     others = equivalent_algorithms(setup) if setup.one_update else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
@@ -75,7 +75,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Settings that have an effect only if the policy has moved since it generated."""
+    """Rule about settings without effect while the policy has not changed since generation."""
     if not setup.one_update:
         return
     names = ["dual"] if setup.option("dual") else []
@@ -101,7 +101,7 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def old_logp_unread(setup: Setup) -> Iterator[Said]:
-    """The setting `train.old_logp` in a run where it has no effect."""
+    """Rule about `train.old_logp` in a run where this setting has no effect."""
     source, objective = setup.config.train.old_logp, setup.objective
     if source == "auto":
         return
@@ -122,7 +122,7 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "the-clip-of-a-sequence-ratio")
 def clip_never_acts(setup: Setup) -> Iterator[Said]:
-    """The clip range of token ratios, set for a sequence-level ratio."""
+    """Rule about a sequence-level ratio with a clip range meant for token ratios."""
     low, high = (setup.option(name, 0.0) for name in ("clip_low", "clip_high"))
     per_sequence = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
     train = setup.config.train
@@ -144,7 +144,7 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def penalty_settings(setup: Setup) -> Iterator[Said]:
-    """Settings of a KL penalty or of its reference that have no effect."""
+    """Rule about settings of a KL penalty or its reference that have no effect."""
     if not setup.objective.beta:
         idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
         if idle:
@@ -181,7 +181,7 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def adaptive_beta(setup: Setup) -> Iterator[Said]:
-    """A horizon of an adaptive beta that has no target, or that is too long for the run."""
+    """Rule about the horizon of an adaptive beta without a target, or longer than the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
@@ -208,7 +208,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def correction_bounds(setup: Setup) -> Iterator[Said]:
-    """Bounds of a correction in a run without a correction."""
+    """Rule about bounds of an off-policy correction in a run without a correction."""
     if setup.option("correction", "none") != "none":
         return
     names = ["correction_low", "correction_high"]
@@ -225,7 +225,7 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
-    """Corrections for an engine whose log-probs are exact."""
+    """Rule about an off-policy correction for an engine whose log-probs are exact."""
     idle = changed_options(setup, "correction", "veto")
     if idle and setup.exact and not setup.config.stale:
         yield Said(
@@ -238,7 +238,7 @@ def nothing_to_correct(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "filters")
 def filters(setup: Setup) -> Iterator[Said]:
-    """Filters that drop nothing."""
+    """Rule about filters that never drop a rollout."""
     chosen, overlap = setup.config.filter, setup.config.overlap
     cases = [
         (
@@ -278,7 +278,7 @@ def filters(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def length_penalty_unread(setup: Setup) -> Iterator[Said]:
-    """A length penalty that the advantage ignores, or that starts beyond the longest completion."""
+    """Rule about a length penalty that the advantage ignores or no completion can reach."""
     section, longest = setup.config.length_penalty, setup.config.rollout.max_tokens
     if section.name != "none" and setup.advantage in IGNORES_REWARD:
         algorithm_name = setup.config.objective.name
@@ -301,7 +301,7 @@ def length_penalty_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def keeps_all(setup: Setup) -> Iterator[Said]:
-    """A filter that keeps as many completions as the group has."""
+    """Rule about an `objective.keep` that keeps all completions of a group."""
     size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
     if keep >= size:
         yield Said(
@@ -314,7 +314,7 @@ def keeps_all(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def one_part(setup: Setup) -> Iterator[Said]:
-    """The setting `objective.parts` if it names only one part."""
+    """Rule about an `objective.parts` that names only one reward part."""
     if len(setup.objective.parts) == 1:
         name = setup.config.objective.name
         yield Said(
@@ -328,7 +328,7 @@ def one_part(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def groups_of_two(setup: Setup) -> Iterator[Said]:
-    """Standardized advantages in groups of two."""
+    """Rule about standardized advantages in groups of two."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
         return
     size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
@@ -343,7 +343,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Settings of an adapter or of scoring processes in a run without them."""
+    """Rule about adapter settings without an adapter, or scoring settings without processes."""
     config = setup.config
     idle = changed(config.adapter, "alpha", "targets") if not config.adapter.rank else {}
     if idle:

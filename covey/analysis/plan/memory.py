@@ -1,9 +1,10 @@
 """Forecast of a run's peak memory, part by part, before anything is loaded.
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
-backward passes, the optimizer step. Each part of the memory is allocated in some of these phases,
-and the phase that needs the most memory determines the peak. The forecast assumes the worst case:
-all completions have `rollout.max_tokens`, all prompts the longest length in a sample of prompts.
+backward passes, and the optimizer step. Each part of the memory is allocated in some phases. The
+phase that needs the most memory determines the peak. The forecast assumes the worst case: all
+completions have `rollout.max_tokens` tokens, and all prompts are as long as the longest prompt of a
+sample.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ ASSUMED_PROMPT = 256
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
-"""On a CPU, malloc wastes memory in holes between freed and kept tensors. This is the waste as a
-fraction of the activations. Measured values are 0 to 0.7: later allocations may fill the holes."""
+"""On a CPU, malloc wastes memory in holes between freed and kept tensors. This number is the wasted
+memory as a fraction of the activations. Measured fractions range from 0 to 0.7, because later
+allocations may fill the holes.
+"""
 
 
 def forecast(
@@ -53,10 +56,10 @@ def forecast(
     shape: Shape | None = None,
     ranks: int = 1,
 ) -> Forecast:
-    """Forecast the peak memory of a run on `device`; default: the run's device on this machine.
+    """Forecast the peak memory of a run on `device`, by default the run's device on this machine.
 
-    With several ranks, the forecast is for one rank on its own device. `facts` and `shape` are
-    those of the configuration's task and model, if they are already known.
+    With several ranks, the forecast is for one rank on its own device. `facts` (about the task) and
+    `shape` (of the model) are computed unless they are given.
     """
     config = resolve(config)
     run = _Run(
@@ -78,7 +81,7 @@ def forecast(
 
 
 def _suggest(run: _Run) -> int | None:
-    """Return the largest micro-batch that fits with a margin, up to the whole batch."""
+    """Return the largest micro_batch_tokens that fits with a margin, up to the whole batch."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
@@ -99,7 +102,7 @@ def _suggest(run: _Run) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The facts on which the memory of a run depends."""
+    """The facts about a run that determine its memory."""
 
     config: Config
     device: Device
@@ -120,11 +123,11 @@ class _Run:
 
     @property
     def trainer(self) -> Shape:
-        """The model in training passes; it is not fused if sharded: fusion needs whole tensors."""
+        """The model's sizes in training; a sharded model is never fused."""
         return replace(self.shape, fuses=False) if self.sharded else self.shape
 
     def share(self, count: int) -> int:
-        """Return how many of `count` prompts or completions one rank gets, at most."""
+        """Return the largest number of `count` prompts or completions that one rank gets."""
         return -(-count // self.ranks)
 
     @property
@@ -136,12 +139,12 @@ class _Run:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return usable_prompt(self.config, self.facts) or ASSUMED_PROMPT
 
     @property
     def row_tokens(self) -> int:
-        """The tokens of a prompt and its completion."""
+        """The number of tokens of a prompt and its completion."""
         return self.prompt + self.config.rollout.max_tokens
 
     @property
@@ -166,7 +169,7 @@ class _Run:
         return self.gradient_sinks and self.shape.fuses and self.config.records_passes
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the largest forward pass within this many tokens, if all rows have full length."""
+        """Return the largest forward pass within a token budget, if all rows have full length."""
         completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
         if self.on_gpu:
             rows, prompts = largest_micro_batch(
@@ -190,7 +193,7 @@ class _Run:
         )
 
     def parts(self, micro_batch_tokens: int) -> tuple[Part, ...]:
-        """Return all parts of the memory."""
+        """Return all parts of the run's memory."""
         batch = self.micro_batch(micro_batch_tokens)
         framework, why = FRAMEWORK[self.device.kind]
         engine = EngineFacts(
@@ -210,7 +213,7 @@ class _Run:
         )
 
     def _own_config(self) -> Config:
-        """Return the configuration with only the rollouts that one rank generates."""
+        """Return the configuration reduced to the rollouts that one rank generates."""
         rollout = self.config.rollout
         own = {"prompts_per_step": self.share(rollout.prompts_per_step)}
         return self.config.model_copy(update={"rollout": rollout.model_copy(update=own)})
@@ -219,7 +222,7 @@ class _Run:
         return self.share(self.facts.held_out or ASSUMED_HELD_OUT)
 
     def _model_parts(self) -> list[Part]:
-        """Return the memory that is always allocated, and sharded gradients."""
+        """Return the parts of memory that are always allocated, and sharded gradients."""
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
         if self.sharded:
@@ -311,7 +314,7 @@ class _Run:
         ]
 
     def _gradient_parts(self, batch: Pass) -> list[Part]:
-        """Return the gradients of an optimizer step."""
+        """Return the memory of the gradients of an optimizer step."""
         shape = self.shape
         several = batch.rows < self.rows
         head = shape.head * self.size if shape.head_trained else 0
@@ -334,7 +337,7 @@ class _Run:
         ]
 
     def _head_gradient(self) -> int:
-        """Return the bytes for the output layer's gradient that `gradients` does not count."""
+        """Return the bytes of the output layer's gradient, unless other parts include it."""
         if self.gradient_sinks or self.sharded:
             return 0
         return self.shape.head * self.size * self.shape.head_trained

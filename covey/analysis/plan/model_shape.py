@@ -1,8 +1,8 @@
-"""Sizes of a model from its configuration. No weights are read.
+"""Sizes of a model, computed from its configuration without reading weights.
 
 For the common decoder families this module computes the sizes from config.json alone. Any other
-model is built by transformers on torch's meta device, where tensors have shapes but no memory. That
-is slower, because importing transformers' model code takes two seconds.
+model is built by transformers on torch's meta device, where tensors have shapes but no memory.
+Building a model is slower, because importing transformers' model code takes two seconds.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from covey.models.adapter import CONFIG_FILE, CONV, adapter_base
 from covey.models.model_path import check_model_path
 
 FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Layers whose weights the engine concatenates in a small model."""
+"""Names of layers whose weights the engine concatenates in a small model."""
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-"""Modules of a Llama decoder layer."""
+"""Names of the modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
-"""The values of model_type whose layers are those of `_llama_modules`."""
+"""The values of model_type for which `_llama_modules` describes the layers."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
-"""Required keys of config.json; if one is missing, transformers would use its own default."""
+"""Keys that config.json must have, because this module does not know transformers' defaults."""
 
 Adapter = tuple[int, Sequence[str], Sequence[str]]
-"""LoRA rank, target modules, and modules that are trained in full."""
+"""An adapter's LoRA rank, target modules, and modules that are trained in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +43,20 @@ class Shape:
     """Sizes of a model and of its adapter."""
 
     parameters: int
-    """Parameters of the model without its adapter; tied weights count once."""
+    """The number of parameters without the adapter; tied weights count once."""
     added: int
-    """Parameters of the adapter."""
+    """The number of parameters of the adapter."""
     trained: int
-    """Parameters with a gradient: those of the adapter, or all."""
+    """The number of trained parameters: those of the adapter, or all."""
     head: int
-    """Parameters of the output layer."""
+    """The number of parameters of the output layer."""
     head_trained: bool
     adapted: int
-    """Number of layers with LoRA weights, in the whole model."""
+    """The number of linear layers with LoRA weights in the whole model."""
     rank: int
-    """LoRA rank; 0: full fine-tuning."""
+    """LoRA rank; 0 means full fine-tuning."""
     fusable: int
-    """Parameters in layers that the engine may concatenate."""
+    """The number of parameters in layers that the engine may concatenate."""
     vocabulary: int
     hidden: int
     layers: int
@@ -64,11 +64,11 @@ class Shape:
     key_value_heads: int
     head_size: int
     inner: int
-    """Width of the MLP; in a mixture of experts, of all experts that a token is routed to."""
+    """Width of the MLP; in a mixture of experts, the sum over the experts that a token uses."""
     fused_attention: bool
-    """Whether attention is one operation, which keeps no scores and can be packed."""
+    """Whether attention is one fused operation, which keeps no scores and allows packing."""
     fuses: bool
-    """Whether the fused CUDA kernels support the model, because its layers are Llama layers."""
+    """Whether the fused CUDA kernels support the model, which must have Llama layers."""
     head_norms: bool
     """Whether queries and keys are normalized per head."""
 
@@ -79,15 +79,15 @@ class Shape:
 
     @property
     def key(self) -> int:
-        """Width of all key heads together; the values' width is the same."""
+        """Width of all key heads together, which is also the width of all value heads."""
         return self.key_value_heads * self.head_size
 
 
 def source_of(path: str) -> tuple[str, dict[str, str]]:
     """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
 
-    Of a GGUF file only the header is read, because converting it would take as long as loading the
-    weights.
+    Only the header of a GGUF file is read, because converting the file would take as long as
+    loading the weights.
     """
     path = adapter_base(path) or path
     if path in MODELS:
@@ -147,7 +147,7 @@ def _llama_config(source: str) -> Any:
 
 
 def _llama_modules(config: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the modules of a Llama, Qwen2 or Qwen3 model without memory, and its output layer."""
+    """Return the shapes of a Llama, Qwen2 or Qwen3 model's modules, and its output layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     head_size = _head_size(config)
     query, key = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
@@ -188,7 +188,7 @@ def _llama_modules(config: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _adapter(config: Config) -> Adapter:
-    """Return rank, targets and fully trained modules of the configured or saved adapter."""
+    """Return LoRA rank, targets and fully trained modules of the configured or saved adapter."""
     if adapter_base(config.model.path) is None:
         wanted = config.adapter
         return wanted.rank, wanted.targets, wanted.also_train
@@ -230,7 +230,7 @@ def measure(
 
 
 def _fuses(config: Any) -> bool:
-    """Whether the fused forward pass supports the settings of a model with Llama layers."""
+    """Return whether the fused forward pass supports the settings of a Llama-like model."""
     return (
         getattr(config, "hidden_act", "") == "silu"
         and getattr(config, "residual_multiplier", 1.0) == 1.0

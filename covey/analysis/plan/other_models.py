@@ -13,7 +13,7 @@ from covey.models.adapter import adapter_base
 from covey.objective import Objective
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""optimizer.state -> bytes of the master weight in addition to bfloat16, and of two moments."""
+"""optimizer.state -> bytes of a master weight besides its bfloat16 copy, and of two moments."""
 
 
 class RunFacts(Protocol):
@@ -49,7 +49,7 @@ class RunFacts(Protocol):
 
 
 def teacher_parts(run: RunFacts) -> list[Part]:
-    """Return the weights of a teacher on this device."""
+    """Return the memory of a teacher's weights on this device."""
     teacher = run.config.teacher
     if "teacher" not in run.objective.needs or not teacher.path:
         return []
@@ -66,7 +66,7 @@ def teacher_parts(run: RunFacts) -> list[Part]:
 
 
 def reference_part(run: RunFacts, weights: int) -> Part:
-    """Return the weights of the reference policy on this device."""
+    """Return the memory of the reference policy's weights on this device."""
     kind, phases, held = run.config.reference.kind, ALWAYS, weights * run.size
     why = f"{kind}: a second copy of the weights"
     under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
@@ -86,10 +86,10 @@ def reference_part(run: RunFacts, weights: int) -> Part:
 
 
 def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
-    """Return the memory that a critic holds. Its passes never overlap with the policy's.
+    """Return the memory of a critic, whose passes never overlap with the policy's passes.
 
-    `size` is the bytes per number in its computations. `state` has the bytes per weight that a
-    master weight needs in addition, and the bytes of two moments.
+    `size` is the number of bytes per number in the critic's computations. `state` has the
+    additional bytes of a master weight, and the bytes of two moments.
     """
     path, (master, moments) = config.critic.path, state
     model = config.model.model_copy(update={"path": path})

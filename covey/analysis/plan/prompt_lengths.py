@@ -1,7 +1,8 @@
 """Token counts of prompts and solutions, measured while another process imports torch.
 
-A tokenizer needs transformers, and everything else in a plan needs torch. Each takes a second to
-import, so `covey plan` measures prompts in a separate process. This module does not import torch.
+A tokenizer needs transformers, and the other parts of a plan need torch. Each of the two packages
+takes a second to import, so `covey plan` measures prompts in a separate process. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from covey.models.template_process import start_rendering
 from covey.subprocesses import module_command
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""Errors while reading data or a tokenizer. After one, the plan goes on without these facts."""
+"""Errors while reading data or a tokenizer, after which the plan continues without token counts."""
 
 Job = Mapping[str, Any]
-"""Keys: `path`, `source` and `options` of the tokenizer, the chat `template`, and the inputs to
-measure: `solutions` (texts) and `prompts` (lists of messages)."""
+"""The keys are `path`, `source` and `options` of the tokenizer, the chat `template`, and the inputs
+to measure, which are `solutions` (texts) and `prompts` (lists of messages).
+"""
 Measure = Callable[[Job], Mapping[str, Any]]
 
 
@@ -34,7 +36,7 @@ def first_line(error: Exception) -> str:
 
 
 def measure(job: Job) -> Mapping[str, Any]:
-    """Return the token counts of `solutions` and `prompts`; `problem` says why any are missing."""
+    """Return token counts of `solutions` and `prompts`; `problem` says why counts are missing."""
     found: dict[str, Any] = {}
     try:
         tokenizer = _tokenizer(job["source"], job["options"])
@@ -50,7 +52,7 @@ def measure(job: Job) -> Mapping[str, Any]:
 
 
 def _context(source: str) -> int | None:
-    """Return the model's context length; None if only its weights file contains it."""
+    """Return the model's context length; None if only the weights file states it."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
@@ -77,7 +79,7 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 @contextmanager
 def measuring() -> Iterator[Measure]:
-    """Start a process that imports transformers at once; yield `measure` in that process."""
+    """Start a process that imports transformers; yield a function that calls `measure` there."""
     process = subprocess.Popen(
         module_command("covey.analysis.plan.prompt_lengths"),
         stdin=subprocess.PIPE,
@@ -97,7 +99,7 @@ def measuring() -> Iterator[Measure]:
 
 
 def main() -> None:
-    """Measure one job from standard input."""
+    """Read one job from standard input, and write its token counts to standard output."""
     start_rendering()
     import transformers.utils.chat_template_utils
 

@@ -15,16 +15,16 @@ from covey.training.prompt_limit import limit_reason, longest_prompt
 from covey.training.schedule import total_updates
 
 COLD = 0.3
-"""At this temperature or below, most completions of a prompt are equal."""
+"""Largest temperature at which most completions of a prompt are equal."""
 TIGHT_CLIP = 0.01
-"""Clip bounds below this suit a sequence-level ratio; token ratios exceed them immediately."""
+"""Clip bounds below this number are meant for sequence-level ratios, not for token ratios."""
 POINTS = 0.05
-"""The difference in accuracy that an evaluation should be able to show."""
+"""The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The fewest prompts whose change is significant if all change one way: 2 / 2^6 < 0.05."""
+"""The fewest prompts that make a change significant if all change one way: 2 / 2^6 < 0.05."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""The finding about max_tokens appears from this fraction of truncated solutions on."""
+"""The fraction of truncated solutions from which the finding about max_tokens appears."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -37,7 +37,7 @@ FORMAT_REWARDS = frozenset(
 
 @rule("risk", "learning-rate")
 def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
-    """A learning rate of 0, or a warm-up that is longer than the run."""
+    """Rule about a learning rate of 0, or a warm-up that is longer than the run."""
     optimizer, updates = setup.config.optimizer, total_updates(setup.config.train)
     if optimizer.learning_rate == 0:
         yield Said(
@@ -60,7 +60,7 @@ def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def equal_completions(setup: Setup) -> Iterator[Said]:
-    """Sampling with so little randomness that the completions of a prompt are equal."""
+    """Rule about a temperature so low that the completions of a prompt are equal."""
     rollout = setup.config.rollout
     if rollout.top_k == 1:
         setting, value, why = "rollout.top_k", "1", "Only the likeliest token is ever sampled: all "
@@ -82,7 +82,7 @@ def equal_completions(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def truncated_sampling(setup: Setup) -> Iterator[Said]:
-    """Completions from a truncated distribution, trained as if they came from the whole one."""
+    """Rule about training on truncated sampling as if it were the whole distribution."""
     if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
         yield Said(
             (
@@ -102,7 +102,7 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Algorithms and filters that read `success`, with a reward that only checks the format."""
+    """Rule about algorithms and filters that read `success` of a reward for the format."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
@@ -120,7 +120,7 @@ def success_of_format(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "penalty-and-reference")
 def penalty_without_pull(setup: Setup) -> Iterator[Said]:
-    """KL penalties whose gradient does not point to the reference, or does not scale with beta."""
+    """Rule about KL penalties whose gradient ignores the reference or does not scale with beta."""
     objective = setup.objective
     if active_penalty(setup) is None:
         return
@@ -144,7 +144,7 @@ def penalty_without_pull(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "groups")
 def split_groups(setup: Setup) -> Iterator[Said]:
-    """Mini-batches smaller than a group."""
+    """Rule about mini-batches that are smaller than a group."""
     rollout, parts = setup.config.rollout, setup.config.train.mini_batches
     completions = rollout.prompts_per_step * rollout.group_size
     if "groups" in setup.objective.needs and parts > rollout.prompts_per_step:
@@ -161,7 +161,7 @@ def split_groups(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "the-clip-of-a-sequence-ratio")
 def tight_clip(setup: Setup) -> Iterator[Said]:
-    """The clip range of a sequence-level ratio, set for token ratios."""
+    """Rule about token ratios with a clip range meant for a sequence-level ratio."""
     low, high = (setup.option(name, 1.0) for name in ("clip_low", "clip_high"))
     of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is surrogates.clipped
     if not setup.one_update and of_tokens and max(low, high) < TIGHT_CLIP:
@@ -178,7 +178,7 @@ def tight_clip(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "evaluation")
 def few_held_out(setup: Setup) -> Iterator[Said]:
-    """Evaluations with too few prompts."""
+    """Rule about evaluations with too few prompts."""
     config = setup.config
     known = (
         setup.facts.held_out,
@@ -204,7 +204,7 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "evaluation")
 def same_prompts(setup: Setup) -> Iterator[Said]:
-    """Held-out prompts that are trained on."""
+    """Rule about held-out prompts that are also training prompts."""
     facts = setup.facts
     if facts.overlap:
         yield Said(
@@ -218,7 +218,7 @@ def same_prompts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "baselines")
 def shortcuts(setup: Setup) -> Iterator[Said]:
-    """Tasks on which a constant answer, nothing, or the prompt itself is often correct."""
+    """Rule about tasks that a constant answer, an empty text or the prompt itself often solves."""
     known = setup.facts.baselines
     for found in known.flagged() if known is not None else ():
         yield Said(
@@ -232,7 +232,7 @@ def shortcuts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def long_prompts(setup: Setup) -> Iterator[Said]:
-    """Prompts that leave no room for a completion in the model's context."""
+    """Rule about prompts that leave no room for a completion in the model's context."""
     facts, rollout = setup.facts, setup.config.rollout
     if facts.context is None:
         return
@@ -264,7 +264,7 @@ def _share(facts: TaskFacts, count: int) -> str:
 
 @rule("risk", "sampling")
 def too_short(setup: Setup) -> Iterator[Said]:
-    """A max_tokens that truncates correct completions."""
+    """Rule about a max_tokens that truncates correct completions."""
     lengths, limit = setup.facts.solution_tokens, setup.config.rollout.max_tokens
     cut = sum(length > limit for length in lengths)
     if lengths and cut / len(lengths) >= UNFINISHED:

@@ -9,14 +9,14 @@ from covey.training.budget import PATIENCE
 
 
 def step_tokens(config: Config) -> int:
-    """Return the most tokens that a step generates."""
+    """Return the largest number of tokens that a step can generate."""
     rollout, filters = config.rollout, config.filter
     rounds = filters.max_rounds if filters.dynamic_sampling else 1
     return rollout.prompts_per_step * rollout.group_size * rounds * rollout.max_tokens
 
 
 def least_steps(config: Config) -> int:
-    """Return the fewest steps of a run; with a token budget, if every completion is longest."""
+    """Return the fewest steps of a run; with a token budget, for completions of maximum length."""
     train = config.train
     if train.budget == "tokens":
         return math.ceil(train.amount / step_tokens(config))
@@ -24,9 +24,10 @@ def least_steps(config: Config) -> int:
 
 
 def most_steps(config: Config) -> int:
-    """Return the most steps of a run; with a token budget, if every completion has one token.
+    """Return the most steps of a run; with a token budget, for completions of one token.
 
-    With a budget of optimizer steps, dynamic sampling may drop all groups until the run gives up.
+    With a budget of optimizer steps, dynamic sampling may drop all groups of many steps, so that
+    the run has more steps.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":
@@ -37,13 +38,13 @@ def most_steps(config: Config) -> int:
 
 
 def most_tokens(config: Config) -> int:
-    """Return the most tokens generated for training; the last step may exceed the budget."""
+    """Return the largest number of tokens generated for training, which may exceed the budget."""
     whole, train = step_tokens(config), config.train
     return train.amount + whole - 1 if train.budget == "tokens" else most_steps(config) * whole
 
 
 def most_evaluations(config: Config) -> int:
-    """Return the most evaluations of a run: at the start, at every interval, and at the end."""
+    """Return the largest number of evaluations: at the start, at every interval and at the end."""
     every, steps = config.evaluate.every, config.train.steps
     marks = math.ceil(steps / every) if every else 0
     return 1 + min(marks, most_steps(config)) if every else 0

@@ -1,8 +1,8 @@
 """Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
 
-A rank has its shard of the float32 weights, moments and gradients. Some tensors are whole on every
-rank: the engine's copy of the weights and, during a pass, the weights of the current and the next
-block, the embedding, the head and the last norm.
+A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores the
+engine's whole copy of the weights. During a pass, the weights of the current and the next block,
+the embedding, the head and the last norm are whole on every rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from covey.analysis.plan.forecast import ALWAYS, Part
 from covey.analysis.plan.model_shape import Shape
 
 BLOCKS = 2
-"""The number of blocks that are gathered at once: the current block, and the next block or the
-gradients of the last one."""
+"""The number of blocks that are gathered at once: the current block, and either the next block or
+the gradients of the previous block.
+"""
 
 
 def sharded_parts(shape: Shape, size: int, shards: int, *, whole_copy: bool = True) -> list[Part]:
-    """Return the memory of weights and optimizer state, with `size` bytes per number."""
+    """Return the memory of weights and optimizer state on one rank, at `size` bytes per number."""
     weights = shape.parameters + shape.added
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
@@ -61,8 +62,9 @@ def end_parameters(shape: Shape) -> int:
 
 
 def _gradients(shape: Shape, size: int) -> int:
-    """Return the memory of unsharded gradients: those of a block, their float32 copy for the
-    reduce-scatter, and those of the output layer if it is trained."""
+    """Return the memory of unsharded gradients: the gradients of a block, their float32 copy for
+    the reduce-scatter, and the gradients of the output layer if it is trained.
+    """
     per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
     sent = FLOAT if size < FLOAT else 0
     return per_block * (size + sent) + shape.head * size * shape.head_trained

@@ -1,4 +1,4 @@
-"""Facts about a run's data: lengths of its prompts and solutions, number of held-out prompts."""
+"""Facts about a run's data: lengths of prompts and solutions, and the count of held-out prompts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
-"""How many prompts are measured; they are spread over the whole task."""
+"""The number of prompts whose tokens are counted, spread over the whole task."""
 LONGEST = 32
-"""How many prompts are measured in addition: those with the most characters."""
+"""The number of additional prompts, those with the most characters, whose tokens are counted."""
 BASELINE_PROMPTS = 256
-"""Held-out prompts on which baselines are scored."""
+"""The number of held-out prompts on which baselines are scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +60,11 @@ class TaskFacts:
     overlap: int = 0
     """The number of held-out prompts that are also training prompts, if all are in memory."""
     baselines: Baselines | None = None
-    """The scores of baselines that need no skill on the held-out prompts, with a quick reward."""
+    """Scores of trivial answers (constant, empty, copied prompt) on the held-out prompts."""
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
-    """Read the task and the tokenizer of a resolved configuration, as far as they can be read."""
+    """Collect facts from the task and the tokenizer of a resolved configuration."""
     try:
         task = task_of(config)
         prompts, measured = task.train(), held_out_of(config, task)
@@ -104,7 +104,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score baselines that need no skill, if the reward is quick; others would take too long."""
+    """Score trivial answers (constant, empty, copied prompt), but only with a quick reward."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
@@ -113,7 +113,7 @@ def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
 
 
 def _overlap(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-    """Count held-out prompts in the training data; tasks that generate prompts have none."""
+    """Count the held-out prompts that are also in the training data."""
     return len(shared_prompts(prompts, held_out)) if isinstance(prompts, list | tuple) else 0
 
 
@@ -123,7 +123,7 @@ def facts_of(
     held_out: Sequence[Prompt],
     encode: Callable[..., Sequence[int]],
 ) -> TaskFacts:
-    """Return facts about prompts that are already loaded; `encode` is the tokenizer's."""
+    """Return facts about prompts that are already loaded; `encode` returns token ids of a text."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
     return TaskFacts(
@@ -146,13 +146,13 @@ def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
-    """Return prompts spread over the whole task, because a data file may be sorted by length."""
+    """Return prompts from all parts of the task, because a data file may be sorted by length."""
     stride = max(1, len(prompts) // most)
     return [prompts[at] for at in range(0, len(prompts), stride)][:most]
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts with the most characters; empty if the task makes prompts on demand."""
+    """Return the prompts with the most characters; empty if the task generates its prompts."""
     if not isinstance(prompts, list | tuple) or len(prompts) <= SAMPLE:
         return []
     return nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))

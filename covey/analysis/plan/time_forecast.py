@@ -1,4 +1,4 @@
-"""Time forecast of a run: it measures a few of its training steps on this machine."""
+"""Time forecast of a run, from a few of its training steps measured on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from covey.run.resume import Start
 from covey.stopping import StopSignal
 
 WARM_UP, MEASURED = 1, 2
-"""The number of steps that only warm up kernels and caches, and of steps that are measured."""
+"""The numbers of warm-up steps and of measured steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeForecast:
-    """Seconds of a run and its parts."""
+    """The forecast seconds of a run, of its steps and of its evaluations."""
 
     rollout: float
     score: float
@@ -30,13 +30,13 @@ class TimeForecast:
     """The seconds of a whole training step."""
     steps: int
     evaluation: float
-    """The seconds of one evaluation, estimated from the rollout's speed."""
+    """The seconds of one evaluation, estimated from the speed of rollouts."""
     evaluations: int
     tokens_per_second: float
 
     @property
     def run(self) -> float:
-        """The seconds of all steps and evaluations."""
+        """The seconds of all steps and evaluations of the run."""
         return self.steps * self.step + self.evaluations * self.evaluation
 
     def row(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class TimeForecast:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words.
+    """Return a duration as text.
 
     >>> duration(95), duration(7300)
     ('1 min 35 s', '2 h 1 min')
@@ -79,7 +79,7 @@ def measure_time(config: Config) -> TimeForecast:
 
 
 def shortened(config: Config) -> Config:
-    """Return the settings of the measurement: those of the run, with fewer steps."""
+    """Return the settings of the measurement, which are those of the run with fewer steps."""
     data = config.model_dump()
     data["train"] |= {"steps": WARM_UP + MEASURED, "stop_after": {}}
     data["evaluate"]["every"] = 0
@@ -88,7 +88,7 @@ def shortened(config: Config) -> Config:
 
 
 def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> TimeForecast:
-    """Return the forecast that follows from the metrics of some steps."""
+    """Compute the forecast from the metrics of the measured steps."""
 
     def typical(name: str) -> float:
         return statistics.median(float(row[name]) for row in rows)

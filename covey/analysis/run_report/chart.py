@@ -1,4 +1,4 @@
-"""Curves as SVG: no script, so they show offline, in print and in mail."""
+"""Curves as SVG without scripts, so that they also appear offline, in print and in mail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers between two.
+    """Return about `count` round numbers between two given numbers.
 
     >>> ticks(0.0, 1.0, 4)
     [0.0, 0.5, 1.0]
@@ -27,7 +27,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def svg(title: str, trend: Trend, *, style: bool = False) -> Markup:
-    """Return the chart of a metric as SVG. A separate file needs `style` for its colours."""
+    """Return the chart of a metric as SVG. For a separate file, `style` sets the colours."""
     x0, x1 = _range(trend.steps, 0.0)
     y0, y1 = _range(trend.values, 0.06)
     across = (WIDTH - LEFT - RIGHT) / (x1 - x0)
@@ -66,7 +66,7 @@ STYLE = (
     ".curve .line { fill: none; stroke: var(--arm-0); stroke-width: 1.8; } "
     ".curve .dot { fill: var(--arm-0); }"
 )
-"""Style sheet of a chart that takes its colours from the surrounding page."""
+"""Style sheet of a chart in a page, which uses the colours of the page."""
 
 
 def sheet(charts: Sequence[tuple[str, Trend]]) -> str:

@@ -1,6 +1,6 @@
-"""What the report of a run shows, gathered once for its formats.
+"""The contents of a run's report, gathered once for all formats.
 
-A folder with missing or damaged records still gets a report, with a note on each of them.
+A run folder with missing or damaged records still gets a report, with a note about each record.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PANELS = MappingProxyType(
         **HEALTH,
     }
 )
-"""Panel of the report -> metrics; the panel shows the first that the run has."""
+"""Panel of the report -> metrics; the panel shows the first metric that the run has."""
 SAMPLES = 3
-"""How many rollouts with the highest rewards are shown, and how many with the lowest."""
+"""The numbers of shown rollouts with the highest and with the lowest rewards."""
 READ_SECONDS = 60.0
-"""Time limit for reading the last step's rollouts; the rest of a very large file is skipped."""
+"""Seconds for reading the last step's rollouts; the rest of a very large file is skipped."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -58,13 +58,13 @@ class RunReport:
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """Panel -> curve of its metric."""
+    """Panel of the report -> curve of its metric."""
     evaluations: TextTable
     examples: Sequence[Example]
-    """Held-out prompts with the greedy completions before and after training."""
+    """Examples: held-out prompts with their greedy completions before and after training."""
     sampled_step: int | None
     samples: Sequence[Mapping[str, Any]]
-    """Rollouts of the last step: the highest rewards first, then the lowest."""
+    """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
     findings: Sequence[Finding]
     command: str
     environment: str
@@ -115,9 +115,9 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
 
 
 def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the field of the evaluations with the main result, and its name in words.
+    """Return the evaluation field that contains the main result, and the name of the result.
 
-    The result is the accuracy, or the mean reward if no completion was ever correct.
+    The main result is the accuracy, or the mean reward if no completion was ever correct.
     """
     correct = any(row["greedy"]["value"] for row in evaluations)
     if correct or not all("reward" in row for row in evaluations):
@@ -153,7 +153,7 @@ def _trends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Trend]:
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return accuracy by step, beside the accuracy of the best constant answer."""
+    """Return the curves of the accuracy and of the best constant answer's accuracy."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],
@@ -187,7 +187,7 @@ def _examples(
 
 
 def _samples(run: RunFolder, note: Note) -> tuple[int | None, list[Mapping[str, Any]]]:
-    """Return the last step with rollouts, and those with the highest and lowest rewards."""
+    """Return the last recorded step, and its rollouts with the highest and lowest rewards."""
     kept = run.numbered("rollouts", ".jsonl")
     if not kept:
         return None, []

@@ -22,7 +22,7 @@ from covey.run.folder import RunFolder
 
 HERE = "covey.analysis.run_report"
 LONGEST = 3000
-"""Characters of a completion that are shown."""
+"""The number of characters of a completion that the report shows."""
 
 
 def write_run_report(run: RunFolder, folder: Path) -> list[Path]:

@@ -1,1 +1,1 @@
-"""Checks that a run folder is what its run computed, for `covey runs verify` and `--verify`."""
+"""Checks that the files in a run folder are what the run computed, for `covey runs verify`."""

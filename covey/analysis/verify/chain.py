@@ -1,4 +1,4 @@
-"""Checks the records of a run against each other: no step, prompt or rollout is lost or repeated.
+"""Checks that the records of a run agree, and that no step, prompt or rollout is lost or repeated.
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
@@ -27,7 +27,7 @@ from covey.training.changed_settings import CHANGES
 from covey.training.resolve import task_of
 
 SHOWN = 3
-"""The most problems that a result lists."""
+"""The largest number of problems that a result lists."""
 COUNTED = {"episode": "episode", "tokens": "tokens", "version": "updates"}
 """Counter in a checkpoint's state -> the metric that it must equal."""
 
@@ -35,7 +35,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def chain_checks(run: RunFolder) -> Iterator[Result]:
-    """Check all links of a run."""
+    """Check all records of a run against each other."""
     config = load_config(str(run.config_file))
     problems: list[str] = []
     rows = usable_lines(run.path / "steps.jsonl", STEP, problems.append)
@@ -61,7 +61,7 @@ def _result(name: str, figure: str, problems: Sequence[str], remedy: str = "") -
 
 
 def _gaps(rows: Rows) -> list[str]:
-    """Return where steps are lost or repeated, or a counter goes back."""
+    """Return the places where steps are lost or repeated, or where a counter decreases."""
     found = [f"step {rows[0]['step']} is the first"] if rows and rows[0]["step"] != 1 else []
     for a, b in pairwise(rows):
         if b["step"] != a["step"] + 1:
@@ -87,7 +87,7 @@ def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
 def _rollouts(
     config: Config, rows: Rows, per_step: Mapping[int, Rows], unreadable: Sequence[str]
 ) -> Result:
-    """Check that each step has exactly the rollouts that its counters imply, each once."""
+    """Check that each step has exactly the rollouts that its counters imply, without duplicates."""
     if not per_step:
         return Result(name="rollouts", passed=None, figure="save.rollouts = false keeps none")
     problems, last = [*unreadable], {"episode": 0, "tokens": 0, "updates": 0}
@@ -113,7 +113,7 @@ def _versions(rollouts: Rows) -> set[int]:
 
 
 def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
-    """Check that each step drew the prompts that follow from the seed, as they are in the task."""
+    """Check that each step drew the prompts that the seed determines, with unchanged contents."""
     if config.curriculum.active:
         return Result(name="data", passed=None, figure="a curriculum draws prompts by results")
     try:
@@ -139,7 +139,7 @@ def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
 
 
 def _reward(run: RunFolder, rows: Rows) -> Result:
-    """Check that one reward scored all steps."""
+    """Check that the same reward scored all steps."""
     first = run.environment().get("reward") or (rows[0]["reward_id"] if rows else "")
     changed = [(a, b) for a, b in pairwise([{"reward_id": first}, *rows])
                if a["reward_id"] != b["reward_id"]]  # fmt: skip
@@ -148,7 +148,7 @@ def _reward(run: RunFolder, rows: Rows) -> Result:
 
 
 def _config(run: RunFolder) -> Result:
-    """Check that every setting that differs from the start was changed by a resume."""
+    """Check that every changed setting was changed by a resume of the run."""
     problems: list[str] = []
     start = run.environment(problems.append).get("config")
     if start is None and not problems:
@@ -216,7 +216,7 @@ def _records(run: RunFolder) -> Iterator[tuple[str, int, bytes]]:
 
 
 def _checkpoints(run: RunFolder, rows: Rows) -> Result:
-    """Check the digests of checkpoints, and their counters against the steps."""
+    """Check the digests of checkpoints, and compare their counters with the logged steps."""
     by_step, problems = {row["step"]: row for row in rows}, []
     for step, folder in run.checkpoints():
         if why := damage(folder):

@@ -1,4 +1,4 @@
-"""Computes a saved step again from its recorded rollouts, and compares it with its checkpoint."""
+"""Trains a saved step again from its recorded rollouts, and compares the checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NAME = "recomputed step"
 
 
 def recomputed(run: RunFolder) -> Result:
-    """Train again up to the newest checkpoint, from the one before it; compare all weights.
+    """Train again from the second-newest checkpoint to the newest one; compare all weights.
 
-    Nothing is generated or scored: the rollouts of these steps are read from the run.
+    No rollouts are generated or scored; the recorded rollouts of these steps are used.
     """
     saved = run.checkpoints()
     if not saved:
@@ -63,7 +63,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _changed_after(run: RunFolder, first: int, last: int) -> int | None:
-    """Return the step between two checkpoints at which settings changed; None if none did."""
+    """Return the first step between two checkpoints at which settings changed, or None."""
     file = run.path / CHANGES
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     steps = [int(json.loads(line)["step"]) for line in lines]

@@ -1,7 +1,7 @@
 """Decode backends: the eager backend, and the choice of the fastest backend for a model.
 
-The eager backend runs one decode step per call from Python. decode_graph.py replays several steps
-per call as a CUDA graph.
+The eager backend runs one decode step per call from Python. The backend in decode_graph.py replays
+several steps per call as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 
 CAPACITY_STEP = 32
-"""Slot capacity is a multiple of this, so that one cache serves many calls."""
+"""The capacity of a slot is a multiple of this number, so that many calls can share a cache."""
 SPARE_BYTES = 64 * 2**20
 """Maximum size of a cache that is kept between calls."""
 
 
 class DecodeBackend(Protocol):
-    """Generates tokens in slots."""
+    """A decode backend, which generates tokens in slots; a slot stores one completion."""
 
     description: str
-    """A line for the user: the backend, and why no faster one is used."""
+    """A line for the user: the backend's name, and why no faster backend is used."""
 
     def width_for(self, completions: int) -> int:
-        """Return the number of slots to allocate: at least one per concurrent completion."""
+        """Return the number of slots to allocate, at least one per concurrent completion."""
 
     def begin(
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
         """Return empty slots for `prompts` prompts of at most `longest` tokens.
 
-        Uses the weights at the time of this call. `Limits` documents `steady`.
+        The backend uses the weights at the time of this call. `Limits` documents `steady`.
         """
 
     def refresh(self) -> None:
-        """Continue with weights that have changed since `begin`."""
+        """Continue with new values of the weights, which have changed since `begin`."""
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Generate 1 to `most` tokens in each unfinished slot among the first `width`."""
@@ -53,21 +53,21 @@ class DecodeBackend(Protocol):
 
 @dataclass(slots=True)
 class EagerBackend:
-    """One token per call."""
+    """The eager backend, which generates one token per call."""
 
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """None if the model has no KV cache; slots then store tokens."""
+    """The shape of the KV cache; None if the model has no KV cache, so that slots store tokens."""
     description: str = "one token at a time"
     sampling: Sampling | None = None
     steady: bool = False
     spare: SlotCache | None = field(init=False, default=None)
-    """A small cache on the CPU is kept for the next call, because new memory is slow to touch."""
+    """A small CPU cache that is kept for the next call, because first use of new memory is slow."""
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
-        """Return the same number, because this backend needs no rounding up."""
+        """Return the same number, because the eager backend supports any number of slots."""
         return completions
 
     def begin(
@@ -88,7 +88,7 @@ class EagerBackend:
         return Slots.make(cache.emptied(), sampling, self.model.stop_ids)
 
     def refresh(self) -> None:
-        """Let the decoder prepare the weights."""
+        """Let the decoder prepare for the current weights."""
         self.decoder.begin(self.capacity)
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
@@ -112,7 +112,7 @@ class EagerBackend:
 
 @torch.inference_mode()
 def choose_backend(model: LanguageModel) -> DecodeBackend:
-    """Return the fastest backend that passes the parity check."""
+    """Return the fastest backend that passes the parity check with the model."""
     try:
         return _cached_backend(model, _kv_shape(model))
     except UnsupportedModel as error:

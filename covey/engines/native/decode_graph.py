@@ -1,9 +1,9 @@
-"""CUDA graph backend: replays several decode steps per call without the host in between.
+"""CUDA graph backend: replays several decode steps per call without waiting for Python in between.
 
-A decode step is hundreds of small kernels, and launching them one by one takes longer than running
-them. A CUDA graph launches them all at once. It is captured once for each number of slots and
-sampling distribution. It stays valid while slots, completions and weights change, because all of
-them keep their addresses.
+A decode step runs hundreds of small kernels, and launching them one by one takes longer than
+running them. A CUDA graph launches all kernels at once. A graph is captured once for each number of
+slots and sampling distribution. The graph stays valid while slots, completions and weights change,
+because their tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""Tokens generated before the host checks which completions have ended."""
+"""Number of tokens between two checks by the CPU for ended completions."""
 SLOTS = 4
-"""The number of slots in the capture check."""
+"""The number of slots in the check of a captured graph."""
 TOLERANCE = 0.02
-"""The relative difference allowed between a replayed step and an eager step, which may use other
-kernels and round differently."""
+"""The allowed relative difference between a replayed step and an eager step. The two steps may use
+different kernels and round differently.
+"""
 
 
 @dataclass(slots=True)
@@ -49,9 +50,9 @@ class GraphBackend:
     cache: SharedPromptCache | None = None
     """The KV cache, kept between calls because graphs contain its addresses."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """The sizes with which the cache was made."""
+    """The sizes with which the KV cache was allocated."""
     slots: dict[int, Slots] = field(default_factory=dict)
-    """The slots, by the length of the longest completion."""
+    """Length of the longest completion -> slots."""
     distribution: Distribution = field(default_factory=Distribution)
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
@@ -91,7 +92,7 @@ class GraphBackend:
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
-        """Enqueue some tokens for every unfinished slot; does not wait for them."""
+        """Start to generate tokens in every unfinished slot, without waiting for the result."""
         # Without CUDA the kernels run in Triton's interpreter. Kept sets go to main memory, which
         # a graph cannot do.
         if self.shape.device.type != "cuda" or slots.kept is not None:
@@ -174,11 +175,11 @@ def _small_cache(slots: int, shape: KVShape) -> SharedPromptCache:
 
 
 def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
-    """Raise UnsupportedModel unless a step can be captured and replayed for other tokens.
+    """Raise UnsupportedModel if a decode step cannot be captured and replayed for other tokens.
 
-    Synchronization with the host is detected before the capture, because a failed capture leaves
-    the CUDA context in a bad state. A branch that depends on token values would be frozen in the
-    graph.
+    Synchronization with the CPU is detected before the capture, because a failed capture leaves the
+    CUDA context in a bad state. The replay with other tokens detects code that branches on token
+    values, because a graph repeats the captured branch.
     """
     cache.active[:] = True
     for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):

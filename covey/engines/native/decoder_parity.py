@@ -1,7 +1,7 @@
-"""Parity check of decoders: finds the fastest one whose hidden states match the model's.
+"""Parity check of decoders: finds the fastest decoder whose hidden states match the model's.
 
-A decoder runs two steps in three slots of different lengths. The reference is the model's forward
-pass over all tokens at once, without a KV cache.
+The check runs two decode steps in three slots of different lengths. The reference is the model's
+forward pass over all tokens at once, without a KV cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.models.adapter import perturbed_adapter
 from covey.models.language_model import LanguageModel
 
 LENGTHS = [5, 2, 4]
-"""Prompt lengths of the check."""
+"""Prompt lengths of the slots in the parity check."""
 CAPACITY = 9
 
 MakeCache = Callable[[int, KVShape], KVCache]
@@ -66,7 +66,7 @@ def first_error_line(error: Exception) -> str:
 
 
 def _float32_layers(model: LanguageModel) -> LanguageModel:
-    """Return the model itself, or for a 16-bit model its first layers in float32."""
+    """Return the model itself, or the first layers of a 16-bit model in float32."""
     if model.head.linear.weight.dtype in (torch.float32, torch.float64):
         return model
     few = SimpleNamespace(base_model=first_layers(model.backbone), config=model.model.config)
@@ -91,7 +91,7 @@ def decode_with_cache(
 
 @torch.inference_mode()
 def decode_without_cache(model: LanguageModel) -> torch.Tensor:
-    """Return the same hidden states from the model's forward pass over all tokens."""
+    """Return the hidden states of the same tokens from the model's own forward pass."""
     ids = _tokens(model)
     cache = SlotCache(3, CAPACITY, None, model.device)
     return _two_steps(ids, RecomputeDecoder(model), cache, [ids[:, None]])

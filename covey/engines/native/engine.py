@@ -20,20 +20,21 @@ from covey.models.language_model import LanguageModel
 def has_exact_logp(model: LanguageModel) -> bool:
     """Return whether the engine's log-probabilities equal the trainer's, up to rounding.
 
-    In float32 the two forward passes differ by about 1e-6. In 16 bits they round differently.
+    In float32, the forward passes of engine and trainer differ by about 1e-6. In 16 bits, the two
+    passes round differently.
     """
     return model.head.linear.weight.dtype == torch.float32
 
 
 @dataclass(slots=True)
 class NativeEngine:
-    """Generates from a language model that may be in training at the same time."""
+    """The native engine, which generates with the weights of a model in training."""
 
     model: LanguageModel
     backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
     scheduler: Scheduler | None = field(init=False, default=None)
-    """The scheduler of the run in progress."""
+    """The scheduler of the current run, if there is one."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model)
@@ -51,9 +52,9 @@ class NativeEngine:
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Record the version. The engine already uses the model's weights.
+        """Record the new version of the weights, which the engine already uses.
 
-        If the source of requests calls this during a run, completions continue with the new
+        If the request source calls this method during a run, completions continue with the new
         weights.
         """
         self.version = version
@@ -62,11 +63,11 @@ class NativeEngine:
             self.scheduler.change_version(version)
 
     def events(self) -> list[str]:
-        """Return no events: a failure of this engine is a failure of the trainer."""
+        """Return no events, because a failure of this engine is a failure of the trainer."""
         return []
 
     def close(self) -> None:
-        """Do nothing: the model belongs to the trainer."""
+        """Do nothing, because the model belongs to the trainer."""
 
     @torch.inference_mode()
     @skip_determinism_check()
@@ -105,7 +106,7 @@ class NativeCopy(NativeEngine):
 
     @property
     def info(self) -> EngineInfo:
-        """The properties of the native engine, except that weights are not shared."""
+        """The properties of the native engine, with `shares_weights` set to false."""
         return self._info(shares_weights=False)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -120,7 +121,7 @@ class NativeCopy(NativeEngine):
 
 
 def _check_finite(one: Finished) -> None:
-    """Refuse a completion whose logits were not finite. The device does not wait for this check."""
+    """Reject a completion whose logits were not finite; the device does not wait for this check."""
     wrong = ~np.isfinite(one.logp)
     if wrong.any():
         raise ModelError(
@@ -131,5 +132,5 @@ def _check_finite(one: Finished) -> None:
 
 
 def _tuple(row: np.ndarray) -> tuple[Any, ...]:
-    """Return a row as a tuple of Python numbers, without the list that `tolist` builds."""
+    """Return a row of an array as a tuple of Python numbers, without building a list."""
     return struct.unpack(f"{len(row)}{row.dtype.char}", row.data)

@@ -1,8 +1,8 @@
 """Decode step of Llama-like models on a GPU: the arithmetic of `LlamaDecoder` in a few kernels.
 
-The residual stream is float32, as in the trainer's fused forward pass, so that the two agree. All
-inputs of matrix products have the dtype of the weights. A step never synchronizes with the host and
-does not depend on the lengths of completions, so it can be captured as a CUDA graph.
+The residual stream is float32, as in the trainer's fused forward pass, so that engine and trainer
+agree. All inputs of matrix products have the dtype of the weights. A step never synchronizes with
+the CPU and does not depend on the lengths of completions, so it can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.models.language_model import LanguageModel
 
 
 class FusedDecoder(LlamaDecoder):
-    """Decoder of Llama-like models on a GPU."""
+    """The decoder of Llama-like models on a GPU, with fused kernels."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
@@ -35,7 +35,7 @@ class FusedDecoder(LlamaDecoder):
         self.fuses = not any(block.adapted for block in self.blocks)
 
     def begin(self, positions: int) -> None:
-        """Tabulate the rotary embedding, and update copies of fused weights in place."""
+        """Compute the table of RoPE angles, and update copies of fused weights in place."""
         if len(self.rope[0]) != positions:
             weight = self.embedding.weight
             places = torch.arange(positions, device=weight.device)

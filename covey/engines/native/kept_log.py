@@ -1,4 +1,4 @@
-"""Kept sets of completions in progress: the tokens left after truncation at each draw."""
+"""Kept sets of completions in progress: the tokens left after top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class KeptLog:
 
     @staticmethod
     def make(slots: int) -> KeptLog:
-        """Return an empty log for all slots."""
+        """Return an empty log of kept sets for all slots."""
         return KeptLog([[] for _ in range(slots)])
 
     def open(self, index: torch.Tensor) -> None:
-        """Begin new completions in some slots."""
+        """Start new completions in the given slots."""
         for slot in index.tolist():
             self.slots[slot] = []
 

@@ -1,13 +1,14 @@
 """KV cache of the native engine: each slot stores one completion.
 
-`KVCache` is the interface that the scheduler sees. `SlotCache`, in this module, keeps prompt and
-completion together in a slot; shared_prompt_cache.py stores a prompt once for its whole group.
+`KVCache` is the interface that the scheduler uses. `SlotCache`, in this module, stores prompt and
+completion together in a slot. The cache in shared_prompt_cache.py stores a prompt once for its
+whole group.
 
 transformers passes each layer's new keys and values to a `Cache`, and attends to the keys and
-values that the `Cache` returns. So a subclass with slots of different lengths works with any model
-without changes to the model's code.
+values that the `Cache` returns. A subclass of `Cache` with slots of different lengths therefore
+works with any model, without changes to the model's code.
 
-Shapes: S slots, H key-value heads, L positions, D head size.
+Tensor shapes use S slots, H key-value heads, L positions and head size D.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from covey.accel.attention import NAME
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """Shape, type and device of a model's keys and values."""
+    """Shape, dtype and device of a model's keys and values."""
 
     layers: int
     heads: int
@@ -57,7 +58,7 @@ class KVShape:
 class KVCache:
     """Keys and values of prompts and of the completions in slots.
 
-    The scheduler chooses the id under which a prompt is stored.
+    The scheduler chooses the id of each stored prompt.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -75,15 +76,15 @@ class KVCache:
 
     @property
     def spare_prompts(self) -> int:
-        """Number of prompts that may be stored before a slot needs them."""
+        """Number of prompts that can be stored in advance, before a slot uses them."""
         return 0
 
     def emptied(self) -> Self:
-        """Free all slots and drop all prompts."""
+        """Free all slots and remove all prompts."""
         raise NotImplementedError
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Store prompts after their prefill: row i of every tensor in `states` is prompt i.
+        """Store prompts after their prefill; row i of every tensor in `states` is prompt i.
 
         `states` are keys and values [prompts, H, L, D], layer by layer.
         """
@@ -94,13 +95,13 @@ class KVCache:
         raise NotImplementedError
 
     def all_entered(self, prompt: int) -> None:
-        """Record that no further slot needs this prompt."""
+        """Record that no further slot needs a prompt."""
 
     def all_ended(self, prompt: int) -> None:
-        """Record that all completions of this prompt have ended."""
+        """Record that all completions of a prompt have ended."""
 
     def keep(self, slots: torch.Tensor) -> None:
-        """Move the given slots to the front and free the others."""
+        """Move the given slots to the front and free the other slots."""
         for tensor in self.per_slot:
             tensor[: len(slots)] = tensor[slots]
         self.active[len(slots) :] = False
@@ -118,19 +119,19 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         Cache.__init__(self, layers=[])
         KVCache.__init__(self, slots, device)
         self.prompts: dict[int, tuple[list[torch.Tensor], int, int]] = {}
-        """For each prompt: the states it was stored with, its row in them, and its length."""
+        """Prompt id -> the tensors that contain the prompt, its row in them, and its length."""
         self.layer_keys = [] if shape is None else shape.zeros(slots, capacity)
         self.layer_values = [] if shape is None else shape.zeros(slots, capacity)
         rows = slots if shape is None else 0
         self.tokens = torch.zeros(rows, 1, capacity, dtype=torch.long, device=device)
-        """[S, 1, L] for models without keys and values; otherwise empty."""
+        """Token ids [S, 1, L] for models without keys and values; otherwise empty."""
         layers = zip(self.layer_keys, self.layer_values, strict=True)
         self.stored = [tensor for layer in layers for tensor in layer] or [self.tokens]
         self.per_slot += self.stored
         self.capacity = capacity
-        """The number of positions of a slot."""
+        """The number of token positions of a slot."""
         self.width = slots
-        """Slots 0 to width - 1 take part in the next step."""
+        """The next step runs slots 0 to width - 1."""
         self.reach = 0
         """Number of positions that the next step attends to: the largest `place` in use, plus 1."""
 
@@ -140,7 +141,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return sum(tensor.nbytes for tensor in self.stored)
 
     def emptied(self) -> Self:
-        """Free all slots and drop all prompts."""
+        """Free all slots, set them to zero and remove all prompts."""
         # Masked values are multiplied by 0. A failed call may have left NaN, and 0 * NaN is
         # NaN.
         for tensor in self.stored:
@@ -169,11 +170,11 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.place[slots] = lengths - 1
 
     def all_entered(self, prompt: int) -> None:
-        """Drop the prompt: every slot has a copy."""
+        """Remove the stored prompt, because every slot has a copy."""
         del self.prompts[prompt]
 
     def keep(self, slots: torch.Tensor) -> None:
-        """Move the given slots to the front and run the next steps on them only."""
+        """Move the given slots to the front, and run the next steps only on these slots."""
         super().keep(slots)
         self.width = len(slots)
 
@@ -185,7 +186,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one position per slot and return all keys and values to attend to."""
+        """Write one position per slot; return all keys and values for attention."""
         keys = self.layer_keys[layer_idx][: self.width]
         values = self.layer_values[layer_idx][: self.width]
         slots = torch.arange(self.width, device=keys.device)
@@ -194,12 +195,12 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return keys[:, :, : self.reach], values[:, :, : self.reach]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions. Models that receive position ids do not call this."""
+        """Return the number of cached positions, for models that do not receive position ids."""
         return self.reach
 
 
 def attention_mask(model_config: Any, place: torch.Tensor, reach: int, dtype: torch.dtype) -> Any:
-    """Return the mask [S, 1, 1, reach] with which each slot sees its own positions only.
+    """Return the mask [S, 1, 1, reach] that lets each slot attend only to its own positions.
 
     Models with sliding-window layers get a dictionary with one mask per layer type.
     """

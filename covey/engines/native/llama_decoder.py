@@ -1,11 +1,12 @@
-"""Decode step of Llama-like models, written out with the model's own weights.
+"""Decode step of Llama-like models: direct arithmetic with the model's own weights.
 
 Any model can decode with its forward pass in transformers (transformers_decoder.py). Most models
-have Llama's architecture. For these this module does the same arithmetic directly, because with one
-token per slot the Python code between a model's operations takes longer than the operations.
-decoder_parity.py checks the result against the model when the engine is built.
+have Llama's architecture. For Llama-like models, this module does the same arithmetic as
+transformers, directly. With one token per slot, the Python code between a model's operations takes
+longer than the operations themselves. The parity check in decoder_parity.py compares the result
+with the model when the engine is built.
 
-Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
+Tensor shapes use W occupied slots, H heads, K key-value heads, head size D and L positions.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
 
 FUSED_COPY_BYTES = 64 * 2**20
-"""Weights up to this size are copied into fused matrices at the start of every generation call. The
-copy is cheap, and it replaces several small matrix products, which are inefficient, by one. Larger
-models use their weights in place."""
+"""Weights of up to this many bytes are copied into fused matrices at the start of every generation
+call. Copying small weights is cheap, and one matrix product is faster than several small ones.
+Larger models use their weights in place.
+"""
 
 
 class UnsupportedModel(Exception):
-    """Raised if a backend cannot run a model. The message completes a sentence after "because"."""
+    """Raised if a backend cannot run a model; the message is worded to follow "because"."""
 
     def __str__(self) -> str:
         return super().__str__() or "it does not have Llama's architecture"
 
 
 class Decoder(Protocol):
-    """Runs a model for one token per slot."""
+    """A decoder, which runs a model for one token per slot."""
 
     def begin(self, positions: int) -> None:
         """Prepare for sequences of up to `positions` tokens, with the current weights.
 
-        A decoder that keeps no copies of weights has nothing to prepare.
+        A decoder without copies of weights has nothing to prepare.
         """
         return
 
@@ -66,7 +68,7 @@ class Linear:
             raise UnsupportedModel
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Return W x + b + scale * B A x."""
+        """Return W x + b, plus scale * B A x if the layer has LoRA matrices A and B."""
         result = linear(values, self.layer.weight, self.layer.bias)
         if self.down is None or self.up is None:
             return result
@@ -81,7 +83,7 @@ class LinearGroup:
         self.layers = [Linear(module) for module in modules]
         self.widths = [each.layer.out_features for each in self.layers]
         self.fused: list[torch.Tensor] = []
-        """The weight of all layers, and the bias if they have one; empty if not fused."""
+        """The fused weight of all layers, and the fused bias, if any; empty if not fused."""
         self._copies: list[torch.Tensor] = []
 
     def fuse(self) -> None:
@@ -102,13 +104,13 @@ class LinearGroup:
         self.fused = self._copies
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the results of all layers side by side."""
+        """Return the results of all layers in one tensor."""
         if self.fused:
             return linear(values, *self.fused)
         return torch.cat([layer(values) for layer in self.layers], dim=-1)
 
     def apart(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the result of each layer."""
+        """Return the result of each layer in a separate tensor."""
         if not self.fused:
             return [layer(values) for layer in self.layers]
         parts: Sequence[torch.Tensor] = self.together(values).split(self.widths, dim=-1)
@@ -116,7 +118,7 @@ class LinearGroup:
 
 
 class Block:
-    """The modules of one layer. It refers to modules, so the weights are always current."""
+    """The modules of one decoder layer, whose weights are always current."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -145,7 +147,7 @@ class Block:
 
 
 class LlamaDecoder(Decoder):
-    """The arithmetic of a Llama-like model without the model's Python code."""
+    """The decoder of Llama-like models, which does not run the model's Python code."""
 
     def __init__(self, model: LanguageModel) -> None:
         backbone: Any = model.backbone
@@ -159,7 +161,7 @@ class LlamaDecoder(Decoder):
             raise UnsupportedModel
 
     def begin(self, positions: int) -> None:
-        """Tabulate the rotary embedding, and fuse the weights of a small model."""
+        """Compute the table of RoPE angles, and fuse the weights of a small model."""
         weight = self.embedding.weight
         places = torch.arange(positions, device=weight.device)
         cosine, sine = self.rotary(weight[:1, None], places[None])
@@ -208,7 +210,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 def _heads(
     block: Block, qkv: torch.Tensor, key_heads: int, rope: Rope
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return query [W, H, D], key and value [W, K, D], with query and key rotated."""
+    """Return query [W, H, D], key and value [W, K, D], with RoPE applied to query and key."""
     heads = qkv.view(len(qkv), -1, block.head_size)
     rotated, value = heads[:, :-key_heads], heads[:, -key_heads:]
     if block.query_norm is not None:
@@ -233,7 +235,7 @@ def _apply_rope(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
-    """Return the rows of the new positions in a cache that is flattened to [S * K * L, D]."""
+    """Return the row indices of the new positions in the cache flattened to [S * K * L, D]."""
     slots = torch.arange(len(place) * heads, device=place.device)
     return slots * capacity + place.repeat_interleave(heads)
 
@@ -241,7 +243,7 @@ def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
 def _attention(
     seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function from query [W, H, D], keys and values [W, K, L, D] to [W, H * D]."""
+    """Return a function of query [W, H, D], keys and values [W, K, L, D] that gives [W, H * D]."""
     mask = seen[:, None, None]
     shared = block.qkv.widths[0] // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:

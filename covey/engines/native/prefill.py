@@ -20,7 +20,7 @@ PREFILL_TOKENS = 16_384
 def read_prompts(
     model: LanguageModel, cache: KVCache, prompts: dict[int, tuple[int, ...]]
 ) -> dict[int, torch.Tensor]:
-    """Prefill prompts into a cache; return the logits [V] of the first token after each."""
+    """Prefill prompts into a cache; return the first logits [V] after each prompt."""
     found: dict[int, torch.Tensor] = {}
     for together in _in_parts(prompts):
         tokens = [prompts[prompt] for prompt in together]
@@ -62,7 +62,7 @@ def _prefill_packed(
 def _prefill(
     model: LanguageModel, prompts: Sequence[tuple[int, ...]], *, keeps_tokens: bool
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Run the model's own forward pass; return the states for the cache, and logits."""
+    """Run the model's own forward pass; return keys and values for the cache, and logits."""
     rows = [torch.tensor(tokens) for tokens in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     last = torch.tensor([len(row) - 1 for row in rows], device=model.device)
@@ -75,5 +75,5 @@ def _prefill(
 
 
 def cache_states(cache: DynamicCache) -> list[torch.Tensor]:
-    """Return the keys and values of transformers' cache, layer by layer."""
+    """Return the keys and values in transformers' cache, in the order of layers."""
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]

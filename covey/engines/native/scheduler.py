@@ -1,4 +1,4 @@
-"""The scheduler of the native engine: it queues requests, prefills prompts and fills slots."""
+"""The scheduler of the native engine, which queues requests, prefills prompts and fills slots."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from covey.rng import completion_uniforms
 from covey.types import Finish, VersionSpan
 
 REFILL_SHARE = 8
-"""Slots are refilled once 1 in this many is free, because a prefill of one prompt is slow."""
+"""Slots are refilled when one slot in this many is free, because small prefills are slow."""
 
 
 class Finished(NamedTuple):
-    """A completion read from its slot."""
+    """A finished completion, read from its slot."""
 
     request: Request
     tokens: np.ndarray
@@ -35,7 +35,7 @@ class Finished(NamedTuple):
 
 
 class Scheduler:
-    """Generates the completions of one source of requests."""
+    """The scheduler, which generates the completions of one source of requests."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class Scheduler:
     ) -> None:
         self.model, self.backend, self.source = model, backend, source
         self.version = version
-        """The version of the weights."""
+        """The version of the weights that generate now."""
         self.spans: dict[int, list[VersionSpan]] = {}
-        """For each request index: the spans of tokens that earlier weights have generated."""
+        """Request index -> spans of tokens that earlier weights have generated."""
         self.limits = limits = source.limits
         self.sampling = sampling = limits.sampling
         self.queue: deque[Request] = deque()
         self.prompts: dict[int, tuple[int, ...]] = {}
-        """Tokens of each prompt with unfinished requests."""
+        """Prompt index -> tokens, for prompts with unfinished requests."""
         self.waiting: Counter[int] = Counter()
-        """Requests of each prompt that have no slot yet."""
+        """Prompt index -> number of requests that have no slot yet."""
         self.unfinished: Counter[int] = Counter()
-        """Requests of each prompt that are not complete."""
+        """Prompt index -> number of requests that are not complete."""
         self.first_logits: dict[int, torch.Tensor] = {}
-        """The first logits of each prompt that was prefilled and has waiting requests."""
+        """Prompt index -> first logits, for prefilled prompts with waiting requests."""
         self._pull()
         self.width = backend.width_for(min(sampling.max_concurrent, limits.requests))
         self.slots = backend.begin(
@@ -72,14 +72,14 @@ class Scheduler:
         self.requests: list[Request | None] = [None] * self.width
         """The request of each slot."""
         self.taken = np.zeros(self.width, dtype=bool)
-        """Which slots have a request."""
+        """Whether each slot has a request."""
         self.counts = np.zeros(self.width, dtype=np.int64)
-        """The number of tokens of each slot when it was last read from the device."""
+        """The number of tokens of each slot, as last read from the device."""
         self.searched = [0] * self.width
-        """How many tokens of each slot were already searched for stop strings."""
+        """The number of tokens of each slot that were already searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
-        """Stop strings that never appear in text, because decoding omits special tokens."""
+        """Ids of stop strings that are special tokens, which decoding omits from the text."""
         self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
 
     def _pull(self) -> None:
@@ -101,25 +101,26 @@ class Scheduler:
         self.version = version
 
     def _versions(self, request: Request, length: int) -> tuple[VersionSpan, ...]:
-        """Return the spans of a completion of `length` tokens."""
+        """Return the version spans of a completion of `length` tokens."""
         spans = self.spans.pop(request.number, [])
         last = VersionSpan(spans[-1].stop if spans else 0, length, self.version)
         return tuple(span for span in (*spans, last) if span.stop > span.start)
 
     @property
     def running(self) -> int:
-        """How many completions are in progress."""
+        """The number of completions in progress."""
         return int(self.taken.sum())
 
     @property
     def left(self) -> int:
-        """How many tokens can still be appended to the shortest completion."""
+        """The number of tokens that can still be appended to the shortest completion."""
         return self.sampling.max_tokens - int(self.counts[self.taken].min())
 
     def run(self) -> Iterator[list[Finished]]:
         """Yield completions as they end, in batches.
 
-        The caller handles a batch while the device decodes the next tokens of the others.
+        The caller processes a batch while the device decodes the next tokens of the other
+        completions.
         """
         ended: list[Finished] = []
         while self.queue or self.running or ended:
@@ -139,7 +140,7 @@ class Scheduler:
         return free >= min(max(1, self.width // REFILL_SHARE), len(self.queue))
 
     def _refill(self) -> None:
-        """Give waiting requests the free slots and write their first token."""
+        """Assign free slots to waiting requests, and write the first token of each request."""
         free = np.flatnonzero(~self.taken)[: len(self.queue)].tolist()
         requests = [self.queue.popleft() for _ in free]
         cache = self.slots.cache
@@ -163,11 +164,11 @@ class Scheduler:
                 cache.all_entered(request.prompt)
 
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
-        """Return the prompts to prefill: those of some requests that were not prefilled yet.
+        """Return the prompts to prefill: prompts of the given requests that were not prefilled yet.
 
-        If there are any, prompts from the front of the queue are added while there is room. On a
-        GPU a pass over few prompts takes as long as a pass over many, and all slots wait for the
-        pass.
+        If a prefill is needed, it also includes prompts from the front of the queue, as many as
+        fit. On a GPU, a pass over few prompts takes as long as a pass over many, and all slots wait
+        for the pass.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}
@@ -191,7 +192,7 @@ class Scheduler:
         return logits[index]
 
     def _shrink(self) -> None:
-        """Move the slots in use to the front, because with an empty queue free slots waste time."""
+        """Move the slots in use to the front, because free slots waste time."""
         width = self.backend.width_for(self.running)
         if self.limits.steady:  # more requests may come
             return
@@ -209,7 +210,8 @@ class Scheduler:
     def _take_finished(self) -> list[Finished]:
         """Free the slots whose completion has ended, and return these completions.
 
-        The device waits for this, so all work that can be done later is left to the caller.
+        The device waits for this function, so all work that can be done later is left to the
+        caller.
         """
         active, self.counts = self.slots.progress(self.width)
         cut = self._stop_strings() if self.sampling.stop_strings else {}
@@ -240,7 +242,7 @@ class Scheduler:
         return result
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return the slots whose completion has a stop string, and the tokens up to its end."""
+        """Return slot -> number of tokens up to a stop string, for completions that contain one."""
         found: dict[int, int] = {}
         slots, counts = np.flatnonzero(self.taken).tolist(), self.counts.tolist()
         tokens, _ = self.slots.written(slots)
@@ -258,7 +260,7 @@ class Scheduler:
         return found
 
     def _first_stop(self, tail: list[int], seen: int) -> int:
-        """Return the length of `tail` up to the end of a stop string that ends after `seen`."""
+        """Return the length of `tail` up to the first stop string that ends after `seen` tokens."""
         for length in range(seen + 1, len(tail)):
             tokens = tail[max(0, length - self.stop_reach) : length]
             if self._stops(tokens, self.model.decode(tokens)):
@@ -266,13 +268,13 @@ class Scheduler:
         return len(tail)
 
     def _stops(self, tokens: list[int], text: str) -> bool:
-        """Return whether tokens, whose text is `text`, contain a stop string."""
+        """Return whether tokens or their text contain a stop string."""
         found = any(stop in text for stop in self.sampling.stop_strings)
         return found or not self.stop_tokens.isdisjoint(tokens)
 
 
 def check_length(request: Request, model: LanguageModel, most: int) -> None:
-    """Refuse a prompt that, with a completion of `most` tokens, exceeds the model's context."""
+    """Reject a prompt that exceeds the model's context together with `most` completion tokens."""
     prompt, size = request.address.prompt, len(request.tokens)
     if not size:
         raise DataError(f"prompt {prompt} has no tokens")

@@ -1,9 +1,9 @@
-"""KV cache for CUDA graphs: each prompt is stored once for its group, completions in slots.
+"""KV cache for CUDA graphs, which stores each prompt once for its group of completions.
 
-The cache's tensors never move, so a captured graph stays valid. Storing a prompt once saves memory.
-The slots that share a prompt read it mostly from the GPU's L2 cache.
+The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
+saves memory. Slots that share a prompt read the prompt mostly from the GPU's L2 cache.
 
-Shapes: P prompts, S slots, K key-value heads, C positions, D head size.
+Tensor shapes use P prompts, S slots, K key-value heads, C positions and head size D.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from covey.accel.kernels.decode_attention import LayerCache
 
 PROMPT_STEP = 128
-"""Prompt capacity is a multiple of this, so that one cache and its graphs serve many calls."""
+"""The capacity for prompt tokens is a multiple of this, so that calls can share a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Slot counts for which graphs are captured; larger counts are multiples of the last one."""
+"""Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 
 
 def width_for(completions: int) -> int:
@@ -33,7 +33,7 @@ def width_for(completions: int) -> int:
 
 
 class SharedPromptCache(KVCache):
-    """Keys and values of prompts and of completions in separate tensors."""
+    """A KV cache with separate tensors for prompts and for completions."""
 
     def __init__(
         self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int, shape: KVShape
@@ -44,11 +44,11 @@ class SharedPromptCache(KVCache):
         self.layer_keys = shape.zeros(slots, capacity)
         self.layer_values = shape.zeros(slots, capacity)
         self.prompt_row, self.prompt_length = (torch.zeros_like(self.place) for _ in range(2))
-        """[S]: the row of each slot's prompt, and the prompt's length."""
+        """[S]: the cache row of each slot's prompt, and the prompt's length."""
         self.per_slot += [self.prompt_row, self.prompt_length]
         self.per_slot += [*self.layer_keys, *self.layer_values]
         self.rows: dict[int, tuple[int, int]] = {}
-        """For each prompt: its row and its length."""
+        """Prompt id -> row of the prompt in the cache, and its length."""
         self.free = list(range(prompts))
 
     @property
@@ -57,7 +57,7 @@ class SharedPromptCache(KVCache):
         return len(self.free)
 
     def holds(self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int) -> bool:
-        """Return whether the cache is large enough."""
+        """Return whether the cache is large enough for the given sizes."""
         rows, _, room, _ = self.prompt_keys[0].shape
         return (
             self.slots >= slots
@@ -74,7 +74,7 @@ class SharedPromptCache(KVCache):
         return self
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Copy prompts to free rows."""
+        """Copy prompts to free rows of the cache."""
         index = torch.tensor(self._rows_for(prompts, lengths), device=self.place.device)
         for target, source in zip(self._prompt_tensors(), states, strict=True):
             target[index, :, : source.shape[2]] = source
@@ -121,12 +121,12 @@ class SharedPromptCache(KVCache):
         return rows
 
     def enter(self, slots: torch.Tensor, prompts: Sequence[int]) -> None:
-        """Point each slot to the row of its prompt."""
+        """Set the prompt row of each slot."""
         mine = to_device([torch.tensor([self.rows[p] for p in prompts])], slots.device)[0]
         self.prompt_row[slots], self.prompt_length[slots] = mine.unbind(1)
         # Writing a token first increments `place`, and then writes at the new `place`.
         self.place.index_fill_(0, slots, -1)
 
     def all_ended(self, prompt: int) -> None:
-        """Free the row of a prompt."""
+        """Free the cache row of a prompt."""
         self.free.append(self.rows.pop(prompt)[0])

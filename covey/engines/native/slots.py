@@ -17,7 +17,7 @@ from covey.engines.protocol import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """State of the slots. Row s of every tensor is slot s; R is the longest completion."""
+    """State of the slots; row s of each tensor is slot s, and R is the longest completion."""
 
     cache: KVCache
     uniforms: torch.Tensor
@@ -27,17 +27,17 @@ class Slots:
     logps: torch.Tensor
     """[S, R]."""
     last: torch.Tensor
-    """[S]: the newest token."""
+    """[S]: the newest token of each slot."""
     count: torch.Tensor
-    """[S]: tokens generated so far."""
+    """[S]: the number of tokens generated so far in each slot."""
     stop_ids: torch.Tensor
     """Tokens that end a completion."""
     kept: KeptLog | None = None
-    """The kept set of each token: the tokens left after truncation. None if not recorded."""
+    """The kept set of each token (tokens left after truncation); None if not recorded."""
 
     @staticmethod
     def make(cache: KVCache, sampling: Sampling, stop_ids: Sequence[int]) -> Slots:
-        """Allocate completions for the slots of a cache."""
+        """Allocate memory for the completions in the slots of a cache."""
         device, slots, room = cache.place.device, cache.slots, sampling.max_tokens
         return Slots(
             cache=cache,
@@ -63,7 +63,7 @@ class Slots:
             self.kept.open(index)
 
     def draw(self, index: torch.Tensor, logits: torch.Tensor, distribution: Distribution) -> None:
-        """Draw the next token of the slots `index` from logits [n, V], and append it."""
+        """Draw the next token of the slots `index` from logits [n, V], and append the token."""
         uniforms = self.uniforms[index, self.count[index]]
         self.write(index, *self.pick(index, logits, uniforms, distribution))
 
@@ -82,12 +82,12 @@ class Slots:
         return pick_from(logp, uniforms)
 
     def close(self, slots: list[int]) -> None:
-        """End the completions of some slots early."""
+        """End the completions of the given slots early."""
         if slots:
             self.cache.active[torch.tensor(slots, device=self.count.device)] = False
 
     def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Append a token to the slots `index`. A stop token or the R-th token ends them."""
+        """Append a token to the slots `index`. A stop token or the R-th token ends a slot."""
         count = self.count[index]
         self.tokens[index, count] = tokens
         self.logps[index, count] = logps
@@ -106,7 +106,7 @@ class Slots:
             self.kept.keep(slots)
 
     def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which slots are unfinished, and their token counts; synchronizes."""
+        """Return which slots are unfinished, and their token counts; this waits for the device."""
         both = torch.stack([self.cache.active[:width].long(), self.count[:width]]).cpu().numpy()
         return both[0].astype(bool), both[1]
 

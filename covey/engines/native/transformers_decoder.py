@@ -1,10 +1,12 @@
-"""Decode step by a model's own forward pass in transformers, for any architecture.
+"""Decode step with a model's own forward pass in transformers, for any architecture.
 
-There are three decoders. Each assumes less than the one before, and is slower. The first uses a
-shared-prompt cache and can be captured as a CUDA graph. The second uses slots that store prompt
-and completion. The third uses no KV cache, for models whose state is more than keys and values.
+This module has three decoders. `SharedPromptDecoder` is the fastest; it uses a shared-prompt cache
+and can be captured as a CUDA graph. `TransformersDecoder` uses slots that store prompt and
+completion. `RecomputeDecoder` is the slowest; it uses no KV cache, for models whose state is more
+than keys and values.
 
-Shapes: W slots in use, S slots, L positions, H heads, K key-value heads, D head size.
+Tensor shapes use W occupied slots, S slots, L positions, H heads, K key-value heads and head size
+D.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Layer types whose queries attend to all earlier positions, or to a window of them."""
+"""Supported layer types: attention to all earlier positions, or to a window of positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersDecoder(Decoder):
-    """The model's forward pass over slots."""
+    """A decoder that runs the model's forward pass over slots."""
 
     model: LanguageModel
 
@@ -52,9 +54,9 @@ class TransformersDecoder(Decoder):
 
 
 class SharedPromptDecoder(Decoder):
-    """The model's forward pass over a shared-prompt cache; it can be captured as a CUDA graph.
+    """A decoder that runs the model's forward pass over a shared-prompt cache.
 
-    It never synchronizes with the host, unless the model's own code does.
+    This decoder never synchronizes with the CPU, unless the model's own code does.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -84,7 +86,7 @@ class SharedPromptDecoder(Decoder):
 
 
 class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
-    """A shared-prompt cache during one step: the model's cache and its attention function."""
+    """A view of a shared-prompt cache that acts as the model's cache and attention function."""
 
     def __init__(
         self, cache: SharedPromptCache, windows: Sequence[int | None] | int | None
@@ -96,11 +98,11 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pass the new keys and values to the attention function, which stores them."""
+        """Return the new keys and values unchanged; the attention function stores them."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0; models that get positions as an argument do not use it."""
+        """Return 0, which models with position ids do not use."""
         return 0
 
     def attend(
@@ -135,7 +137,7 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
 
 
 def _windows(config: Any) -> list[int | None] | int | None:
-    """Return the window of each layer from the configuration, or one window for all layers."""
+    """Return the sliding window of each layer, or one window for all layers, from the config."""
     window: int | None = getattr(config, "sliding_window", None)
     types: list[str] | None = getattr(config, "layer_types", None)
     if types is None:
@@ -147,7 +149,7 @@ def _windows(config: Any) -> list[int | None] | int | None:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeDecoder(Decoder):
-    """The model's forward pass over all tokens so far, without a KV cache."""
+    """A decoder that runs the forward pass over all tokens so far, without a KV cache."""
 
     model: LanguageModel
 

@@ -1,7 +1,7 @@
 """The trainer's side of the native engine in a separate process.
 
-The process has a copy of the model. It receives new weights through shared memory, and exchanges
-requests and completions through a pipe. If it dies, a new process replaces it. The new process
+The engine's process has its own copy of the model. The process receives new weights through shared
+memory, and exchanges requests and completions through a pipe. If the process dies, a new process
 loads the same weights and generates the same requests again, so the run continues with the same
 numbers.
 """
@@ -37,11 +37,11 @@ POLL_SECONDS = 0.005
 """Seconds between two calls of the source's `take` method while completions are generated."""
 EXIT_SECONDS = 5.0
 MOST_DEATHS = 3
-"""The run fails if the process dies this often in a row without a completion in between."""
+"""The run fails if the engine's process dies this often without a completion in between."""
 
 
 class _Process:
-    """A running process, with a pipe for work and one for control."""
+    """A running engine process, with a pipe for requests and a pipe for control."""
 
     def __init__(self, module: str, setup: Any, weights: SharedWeights) -> None:
         self.work, work = Pipe()
@@ -59,11 +59,11 @@ class _Process:
             self.control.send((setup, weights.handle, torch.get_num_threads()))
 
     def reply(self) -> Any:
-        """Wait for a reply on the control pipe; raise EOFError if the process has died."""
+        """Wait for a reply on the control pipe; raise EOFError if the engine process has died."""
         return _checked(self.control)
 
     def how_ended(self) -> str:
-        """Return how the process ended."""
+        """Return a text that says how the process ended."""
         return how_ended(self.process, EXIT_SECONDS)
 
     def kill(self) -> None:
@@ -76,7 +76,7 @@ class _Process:
 
 
 def _checked(connection: Connection) -> Any:
-    """Receive a message; if it is an error, raise it."""
+    """Receive a message from the process; if it is an error, raise it."""
     try:
         kind, content = connection.recv()
     except ConnectionResetError:
@@ -89,14 +89,14 @@ def _checked(connection: Connection) -> Any:
 
 @dataclass(slots=True)
 class ProcessEngine:
-    """Generates in another process on this machine."""
+    """The native engine in another process on this machine."""
 
     module: str
-    """The module that the process runs. It builds a model and calls `worker.serve`."""
+    """The module that the process runs, which builds a model and calls `worker.serve`."""
     setup: Any
-    """The data from which that module builds the model."""
+    """The data from which `module` builds the model."""
     weights: SharedWeights
-    """The trainer's weights, as of the last `load_weights`."""
+    """The trainer's weights at the time of the last `load_weights`."""
     version: int = 0
     process: _Process | None = field(init=False, default=None)
     told: EngineInfo | None = field(init=False, default=None)
@@ -106,23 +106,23 @@ class ProcessEngine:
     happened: list[str] = field(init=False, default_factory=list)
     deaths: int = field(init=False, default=0)
     closed: int = field(init=False, default=0)
-    """How often the engine was closed. A run that sees a change must end."""
+    """The number of times the engine was closed; a run ends when this number changes."""
     lock: threading.RLock = field(init=False, default_factory=threading.RLock)
-    """A lock, held while the process starts or loads weights."""
+    """A lock that is taken while the process starts or loads weights."""
 
     def __post_init__(self) -> None:
         self.process = _Process(self.module, self.setup, self.weights)
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the native engine in the process."""
+        """Properties of the native engine in the other process."""
         if self.told is None:
             self._running()
         assert self.told is not None
         return self.told
 
     def _running(self) -> _Process:
-        """Return the process, once it has loaded its model and the weights."""
+        """Wait until the process has loaded its model and weights; return the process."""
         with self.lock:
             while True:
                 if self.process is None:
@@ -142,7 +142,7 @@ class ProcessEngine:
         assert process.reply() == self.version, "the engine has loaded these weights"
 
     def _died(self, process: _Process) -> None:
-        """Record once that a process has died; the next use starts a new process."""
+        """Record that a process has died; the next use starts a new process."""
         with self.lock:
             if self.process is not process:
                 return
@@ -190,13 +190,13 @@ class ProcessEngine:
                 raise
 
     def events(self) -> list[str]:
-        """Return the restarts since the last call."""
+        """Return messages about restarts since the last call."""
         with self.lock:
             happened, self.happened = self.happened, []
         return happened
 
     def close(self) -> None:
-        """End the process. If the engine is used again, it starts a new process."""
+        """End the process. If the engine is used again, a new process starts."""
         with self.lock:
             self.closed += 1
             if self.process is not None:
@@ -206,7 +206,7 @@ class ProcessEngine:
 
 @dataclass(slots=True)
 class _Work:
-    """The requests of one source, and which of them are complete."""
+    """The requests of one source, and the indices of completed requests."""
 
     source: RequestSource
     taken: dict[int, Request] = field(default_factory=dict)
@@ -216,8 +216,8 @@ class _Work:
     def run(self, connection: Connection) -> None:
         """Let the process generate all requests.
 
-        After a restart, complete requests are generated again with the others, because the last
-        bits of log-probabilities may depend on what is generated at the same time.
+        After a restart, completed requests are generated again too. The last bits of
+        log-probabilities may depend on which requests are generated at the same time.
         """
         self.progress = False
         if not self.taken:

@@ -1,8 +1,8 @@
 """Weights shared by two processes on one machine: in main memory, or in GPU memory by CUDA IPC.
 
 The trainer writes its weights into one block of memory, and the engine's process copies them into
-its own model. The block belongs to the trainer and outlives the engine's process. It is freed when
-the trainer's process ends, however it ends.
+its own model. The block belongs to the trainer and outlives the engine's process. The block is
+freed when the trainer's process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 ALIGNMENT = 256
-"""Alignment in bytes, because vector instructions and GPUs read aligned memory fastest."""
+"""Alignment of weights in bytes; vector instructions and GPUs read aligned memory fastest."""
 
 
 class Piece(NamedTuple):
-    """The place of a weight in the block."""
+    """Name, shape, dtype and offset of a weight in the block."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The offset of the byte after the weight."""
+        """The offset of the first byte after the weight."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -42,14 +42,14 @@ class Handle(NamedTuple):
     pieces: tuple[Piece, ...]
     size: int
     descriptor: int = -1
-    """The file descriptor, which the process inherits; -1 if the block is in GPU memory."""
+    """The file descriptor, which the engine's process inherits; -1 if the block is on a GPU."""
     cuda: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] | None = None
-    """Opens the tensor in another process; torch.multiprocessing shares it by CUDA IPC."""
+    """A function and its arguments that open the tensor in another process by CUDA IPC."""
 
 
 @dataclass(slots=True)
 class SharedWeights:
-    """The block of memory, in the process that made it or in one that opened it."""
+    """The block of memory with all weights, in the trainer or in the engine's process."""
 
     handle: Handle
     flat: torch.Tensor
@@ -58,7 +58,7 @@ class SharedWeights:
 
     @staticmethod
     def allocate(weights: Iterable[tuple[str, torch.Tensor]], *, on_gpu: bool) -> SharedWeights:
-        """Allocate a block for weights; `on_gpu` allocates it on the GPU that holds the weights."""
+        """Allocate a block for weights; with `on_gpu`, on the GPU of the weights."""
         pieces, size, device = [], 0, torch.device("cpu")
         for name, weight in weights:
             pieces.append(Piece(name, tuple(weight.shape), weight.dtype, size))
@@ -72,7 +72,7 @@ class SharedWeights:
 
     @staticmethod
     def open(handle: Handle) -> SharedWeights:
-        """Open the block that another process has made."""
+        """Open a block that another process has allocated."""
         if handle.cuda is not None:
             rebuild, arguments = handle.cuda
             return SharedWeights(handle, rebuild(*arguments))
@@ -80,7 +80,7 @@ class SharedWeights:
         return SharedWeights(handle, torch.frombuffer(memory, dtype=torch.uint8), memory)
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the weights by name, in place."""
+        """Yield each name and its weight, as a view of the block."""
         for piece in self.handle.pieces:
             part = self.flat[piece.start : piece.stop]
             yield piece.name, part.view(piece.dtype).view(piece.shape)
@@ -96,7 +96,7 @@ class SharedWeights:
 
 
 def _anonymous_file(size: int) -> int:
-    """Return the descriptor of an anonymous file in memory, freed when its processes have ended."""
+    """Return the descriptor of an in-memory file, which is freed when its processes have ended."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("covey-weights")
     else:

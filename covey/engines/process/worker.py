@@ -1,6 +1,6 @@
-"""The worker process of an engine: it generates for a trainer in another process.
+"""The worker process of an engine, which generates for a trainer in another process.
 
-It ends when the trainer closes the pipes, which also happens if the trainer is killed.
+The worker ends when the trainer closes the pipes, which also happens if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(build: Callable[[Any], LanguageModel]) -> None:
 
 @contextlib.contextmanager
 def _told(connection: Connection) -> Iterator[None]:
-    """Send an error to the trainer, which raises it."""
+    """Send an error to the trainer, which raises the error."""
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -63,7 +63,7 @@ class _Worker:
         self.shared = SharedWeights.open(self.handle)
 
     def load(self) -> None:
-        """Copy the weights that the trainer has written, and confirm it."""
+        """Copy the weights that the trainer has written, and confirm the copy."""
         _, version = self.control.recv()
         self.engine.load_weights(self.shared.weights, version)
         self.control.send(("loaded", version))
@@ -91,9 +91,9 @@ class _Remote:
     ended: bool = False
 
     def take(self) -> Sequence[Request]:
-        """Return the requests that have arrived; load weights if there are new ones.
+        """Return the requests that have arrived; load new weights if the trainer has sent any.
 
-        Wait if nothing is being generated and the trainer may have more requests.
+        The method waits if no completion is in progress and the trainer may have more requests.
         """
         work, control = self.worker.work, self.worker.control
         while True:

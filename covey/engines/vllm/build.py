@@ -39,10 +39,10 @@ SHARED_MEMORY = Path("/dev/shm")
 def vllm_engine(
     config: Config, model: LanguageModel, *, cuda: bool, first_gpu: int | None = None
 ) -> VllmEngine:
-    """Start the servers, or connect to running ones, and return the engine.
+    """Start the servers, or connect to running servers, and return the engine.
 
-    If `cuda`, servers get the GPUs from index `first_gpu` on; if it is None, from the
-    configured index on.
+    If `cuda` is true, servers use the GPUs that start at index `first_gpu`. If `first_gpu` is None,
+    the first GPU is the configured one.
     """
     section = config.engine.vllm
     _check_adapter(model)
@@ -117,7 +117,7 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
 def _started(
     config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
 ) -> list[Replica]:
-    """Start servers on this machine's GPUs from index `first_gpu` on, or on its CPU if None."""
+    """Start servers on the GPUs that start at index `first_gpu`, or on the CPU if it is None."""
     section = config.engine.vllm
     settings = _settings(config, model, cuda=first_gpu is not None)
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 OLDEST, NEWEST = (0, 27), (0, 33)
-"""The supported versions of vLLM: at least the first, below the second."""
+"""The range of supported vLLM versions, from OLDEST up to but not including NEWEST."""
 CHECK_SECONDS = 20.0
 GIB = 2**30
 PROCESS_BYTES = 1.5 * GIB
@@ -65,7 +65,7 @@ def check_installed() -> str:
 
 
 def check_memory(config: Config) -> None:
-    """Refuse servers whose weights do not fit into memory, if their size is known."""
+    """Reject servers whose weights do not fit into memory, if the size of the weights is known."""
     import torch
 
     section, weights = config.engine.vllm, _weights_bytes(config.model.path)
@@ -92,7 +92,7 @@ def _weights_bytes(path: str) -> int:
 def available_memory(table: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes of main memory that new processes can get.
 
-    Counting only free pages is too low, because Linux frees its file cache on demand.
+    The number includes the file cache, because Linux frees its file cache on demand.
     """
     if table.exists():
         rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
@@ -101,7 +101,7 @@ def available_memory(table: Path = Path("/proc/meminfo")) -> int:
 
 
 def check_version(version: str, what: str) -> None:
-    """Refuse an unsupported version of vLLM."""
+    """Reject an unsupported version of vLLM."""
     match = re.match(r"(\d+)\.(\d+)", version)
     found = tuple(int(part) for part in match.groups()) if match else (0, 0)
     if not OLDEST <= found < NEWEST:
@@ -113,7 +113,7 @@ def check_version(version: str, what: str) -> None:
 
 
 def served_version(client: Client) -> str:
-    """Return the vLLM version of a server, and check that it is supported."""
+    """Return the vLLM version of a server; reject an unsupported version."""
     version = client.version()
     check_version(version, f"the vLLM server {client.url}")
     return version

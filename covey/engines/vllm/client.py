@@ -1,8 +1,8 @@
 """HTTP client of one vLLM server: generation by token ids, weight updates, version and config.
 
 Numbers from a server are checked before they are used. If a server cannot be reached, fails or does
-not reply, it raises `Unavailable`, and a restart may help. Any other failure raises `EngineError`,
-which ends the run with one line.
+not reply, the client raises `Unavailable`, and a restart may help. Any other failure raises
+`EngineError`, which ends the run with a one-line message.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reply:
 
 
 def check_url(url: str) -> str:
-    """Return a server's address without a trailing slash; refuse a malformed address."""
+    """Return a server's address without a trailing slash; reject a malformed address."""
     try:
         split = urlsplit(url)
         proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
@@ -62,7 +62,7 @@ class Client:
     opened: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
 
     def close(self) -> None:
-        """Close all connections. Requests in progress fail."""
+        """Close all connections, so that requests in progress fail."""
         for connection in list(self.opened):
             connection.close()
 
@@ -106,7 +106,7 @@ class Client:
         return text
 
     def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Send one request on this thread's connection; reconnect if the server has closed it."""
+        """Send one request on this thread's connection; reconnect if it was closed."""
         headers = {"Content-Type": "application/json", "User-Agent": "covey"}
         kept = getattr(self.local, "connection", None)
         for connection in ([kept] if kept is not None else []) + [None]:
@@ -142,7 +142,7 @@ class Client:
 
     @property
     def base(self) -> str:
-        """The path of the address."""
+        """The path component of the server's address."""
         return urlsplit(self.url).path
 
     def error(self, what: str) -> EngineError:

@@ -1,8 +1,9 @@
 """The vLLM engine: completions from one or more vLLM servers, which have a copy of the weights.
 
 Requests and completions are token ids. All requests of a prompt go to the same server, which
-prefills the prompt once. A server that dies is restarted, gets the current weights, and is probed.
-Its requests are then sent again with the same seeds, so the step loses no completions.
+prefills the prompt once. A server that dies is restarted, gets the current weights, and is checked
+by a probe. The server's requests are then sent again with the same seeds, so the step loses no
+completions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 
 ATTEMPTS = 3
-"""How many times a request is sent before the run fails."""
+"""The number of times that a request is sent before the run fails."""
 
 
 @dataclass(slots=True)
@@ -51,29 +52,29 @@ class Replica:
 
     client: Client
     process: ServerProcess | None = None
-    """The server's process; None if the user started the server, and must restart it."""
+    """The server's process; None if the user started the server and has to restart it."""
     started: int = 0
-    """How often Covey restarted the server, or found it running again."""
+    """The number of times that the server was restarted, by Covey or by the user."""
     alive: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """A lock, held while the server is being repaired."""
+    """A lock that is taken while the server is being repaired."""
 
 
 @dataclass(slots=True, kw_only=True)
 class VllmEngine:
-    """Generates with vLLM servers."""
+    """The vLLM engine, which generates with one or more vLLM servers."""
 
     model: LanguageModel
-    """The trainer's model, for its tokenizer and the probe."""
+    """The trainer's model, which the engine needs for the tokenizer and the probe."""
     replicas: Sequence[Replica]
     sync: Sync
     release: Callable[[], None]
-    """Removes the files that were written for the servers."""
+    """A function that removes the files that were written for the servers."""
     vllm_version: str
     restarts: int
-    """How many times a server is restarted before the run fails."""
+    """The number of restarts of a server before the run fails."""
     patience: float
-    """The seconds to wait for a server."""
+    """The seconds to wait for a server that starts or restarts."""
     sleeps: bool = False
     """Whether the engine frees its memory for the trainer between rollouts."""
     asleep: bool = field(default=False, init=False)
@@ -82,7 +83,7 @@ class VllmEngine:
     closed: bool = field(default=False, init=False)
     probe: Reply | None = field(default=None, init=False)
     gap: float = field(default=0.0, init=False)
-    """The largest difference of log-probs that a probe found after a sync."""
+    """The largest difference of log-probs that the last probe found."""
     repaired: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +91,7 @@ class VllmEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Backend, exactness of log-probabilities, and handling of weights."""
+        """Properties of this engine, such as its backend and the exactness of log-probabilities."""
         count = len(self.replicas)
         return EngineInfo(
             backend=f"vLLM {self.vllm_version}, {count} server{'s' if count > 1 else ''}",
@@ -113,7 +114,7 @@ class VllmEngine:
         self.release()
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Send the weights to all servers, clear their caches, and check them with a probe."""
+        """Send the weights to all servers, clear their caches, and check them by a probe."""
         if version == self.version:
             return
         self._wake()
@@ -130,19 +131,19 @@ class VllmEngine:
         self.probe = replies[0]
 
     def _gap(self, client: Client, reply: Reply, weights: Mapping[str, torch.Tensor]) -> float:
-        """Compare a completion of the probe with the trainer's weights."""
+        """Compare the log-probs of a server's probe completion with the trainer's."""
         prompt = probe_prompt(self.model)
         wanted = trainer_logp(self.skeleton, weights, prompt, reply.tokens)
         return check_probe(client, reply, wanted, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The trainer's compute dtype."""
+        """The dtype in which the trainer computes."""
         dtype: torch.dtype = self.model.head.linear.weight.dtype
         return dtype
 
     def _load(self, replica: Replica, *, fresh: bool) -> Reply:
-        """Let a server load the current weights; return its completion of the probe."""
+        """Let a server load the current weights; return its completion of the probe prompt."""
         try:
             return self._load_once(replica, fresh=fresh)
         except Unavailable as problem:
@@ -223,7 +224,7 @@ class VllmEngine:
         )
 
     def _answer(self, request: Request, params: Mapping[str, Any]) -> Reply:
-        """Send a request to a server; after a failure, repair the server and send it again."""
+        """Send a request to a server; after a failure, repair the server and retry."""
         problems: list[str] = []
         while True:
             replica = self._replica_of(request)
@@ -237,12 +238,12 @@ class VllmEngine:
                 self._repair(replica, started, str(problem))
 
     def _replica_of(self, request: Request) -> Replica:
-        """Return the server of a prompt: always the same, unless it is being repaired."""
+        """Return the server of a prompt, which changes only while a server is being repaired."""
         alive = [replica for replica in self.replicas if replica.alive] or self.replicas
         return alive[request.prompt % len(alive)]
 
     def _repair(self, replica: Replica, started: int, problem: str) -> None:
-        """Restart a server, or wait until it is back, and send it the current weights."""
+        """Restart a server, or wait for the user's restart, and send the current weights."""
         with replica.lock:
             if replica.started != started and replica.alive:  # another thread has repaired it
                 return
@@ -272,7 +273,7 @@ class VllmEngine:
 
 
 def answers(replica: Replica) -> bool:
-    """Return whether a server is healthy: a broken connection alone does not show a failure."""
+    """Return whether a server is healthy; a broken connection alone is not a failure."""
     dead = replica.process is not None and replica.process.ended
     return not dead and replica.client.healthy()
 
@@ -291,7 +292,7 @@ def wait_for(client: Client, problem: str, patience: float) -> None:
 
 
 def request_seed(request: Request) -> int:
-    """Return the seed of a request: 63 bits of its random address."""
+    """Return the seed of a request: 63 bits of a hash of its random-number address."""
     text = "\0".join(str(part) for part in request.address)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

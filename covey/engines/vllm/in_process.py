@@ -1,8 +1,8 @@
 """vLLM without a server: this process drives vLLM's engine on the trainer's own GPU.
 
-It has the interface of a server's client, so callers treat both alike. vLLM runs its scheduler and
-workers in separate processes. Between rollouts it sleeps: its weights go to main memory, and its KV
-cache is freed for the trainer.
+`LocalClient` has the interface of a server's client, so callers treat both alike. The scheduler and
+workers of vLLM run in separate processes. Between rollouts vLLM sleeps: its weights are in main
+memory, and its KV cache is freed for the trainer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
 
 @dataclass(slots=True, kw_only=True)
 class LocalClient(Client):
-    """The engine, with the interface of a server's client."""
+    """vLLM's engine in this process, with the interface of a server's client."""
 
     llm: Any
     loop: asyncio.AbstractEventLoop
@@ -96,7 +96,7 @@ class LocalClient(Client):
             raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        """Return the function that replaces a server's endpoint."""
+        """Return a coroutine that does the work of a server's endpoint."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self.llm

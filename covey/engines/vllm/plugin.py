@@ -1,6 +1,6 @@
-"""The plugin that vLLM loads in each of its processes: it registers covey's transfer engine.
+"""The plugin that vLLM loads in each of its processes; it registers covey's transfer engine.
 
-vLLM finds it by the entry point `vllm.general_plugins` in pyproject.toml.
+vLLM finds the plugin by the entry point `vllm.general_plugins` in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ BACKEND = "covey_file"
 
 
 def register() -> None:
-    """Register the transfer engine. vLLM may call this more than once in a process."""
+    """Register the transfer engine; vLLM may call this function several times in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

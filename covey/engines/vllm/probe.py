@@ -1,7 +1,8 @@
-"""The probe: after each sync, server and trainer must give the same log-probs for a prompt.
+"""The probe: compares the log-probs of server and trainer for one prompt after each sync.
 
-vLLM may keep old weights without a warning: a packed head, a cached prefix, an adapter of the same
-name. Then every number of the training would be slightly wrong, so a difference ends the run.
+vLLM may keep old weights without a warning, for example in a packed head, a cached prefix, or an
+adapter of the same name. With old weights, all log-probs would be slightly wrong, so a difference
+ends the run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from covey.engines.vllm.client import Client, Reply
 from covey.models.language_model import LanguageModel
 
 PROMPT_TOKENS = 160
-"""Longer than a prefix-cache block (128 tokens on a CPU), so that a stale block is detected."""
+"""Length of the probe prompt: more than a prefix-cache block, to detect a stale block."""
 NEW_TOKENS = 8
 PARAMS: dict[str, Any] = {
     "temperature": 1.0,
@@ -29,18 +30,18 @@ PARAMS: dict[str, Any] = {
     "detokenize": False,
 }
 EXACT, ROUNDED = 1e-4, 0.1
-"""Tolerances: largest log-prob difference in float32, mean difference in 16 bits."""
+"""Tolerances: largest log-prob difference in float32, mean log-prob difference in 16 bits."""
 
 
 def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
-    """Return a prompt with tokens from the whole vocabulary."""
+    """Return a probe prompt with tokens from the whole vocabulary."""
     size = len(model.head.linear.weight)
     count = min(PROMPT_TOKENS, max(1, model.context // 2))
     return tuple((7919 * (place + 1)) % size for place in range(count))
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a model without weights, to be called with the weights of any version."""
+    """Return a copy of a model without weights, which can be called with any weights."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in module.parameters()
@@ -64,7 +65,7 @@ def trainer_logp(
 
 
 def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return the difference of log-probs, or raise if it is too large."""
+    """Return the difference of log-probs, or raise an error if it is too large."""
     gaps = (torch.tensor(reply.logp[: len(wanted)]) - wanted).abs()
     exact = dtype == torch.float32
     gap, most = float(gaps.max() if exact else gaps.mean()), EXACT if exact else ROUNDED

@@ -1,7 +1,7 @@
-"""A vLLM server that ends with the process that started it: `serve.py PARENT FOLDER ARGUMENTS`.
+"""A vLLM server that ends when its parent process ends (`serve.py PARENT FOLDER ARGUMENTS`).
 
-Without this a killed trainer would leave servers that occupy memory for ever. FOLDER contains the
-weights that the trainer sends; it is removed when the trainer ends.
+Without this program, the servers of a killed trainer would occupy memory for ever. FOLDER contains
+the weights that the trainer sends. The folder is removed when the trainer ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _watch(parent: int, folder: str) -> None:
 
 
 def main() -> None:
-    """Watch the parent, and serve."""
+    """Run the server, and end if the parent process ends."""
     parent, folder, *arguments = sys.argv[1:]
     threading.Thread(target=_watch, args=(int(parent), folder), daemon=True).start()
     sys.argv = [SERVER, *arguments]

@@ -1,8 +1,8 @@
 """The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
 
-A tied head is sent as a separate weight, because vLLM's CPU build packs the head when it loads it
-and would keep the packed copy of old weights. vLLM refuses attention heads narrower than 32;
-padding with zeros makes them wider without changing their results.
+A tied head is sent as a separate weight. Otherwise vLLM's CPU build, which packs the head when it
+loads it, would keep the packed copy of old weights. Attention heads narrower than 32 dimensions,
+which vLLM rejects, are padded with zeros. The padding does not change the results of a head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from covey.errors import ModelError
 
 NARROWEST = 32
-"""The narrowest attention heads that vLLM serves."""
+"""The smallest head size that vLLM supports."""
 PADDABLE = ("llama", "mistral", "qwen2")
 """Model types whose heads can be padded: standard RoPE attention without a per-head norm."""
 PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|bias|lora_[AB])")
@@ -26,11 +26,11 @@ PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPadding:
-    """Zero-padding of attention heads from `width` to `padded` dimensions, exact up to rounding.
+    """Zero-padding of attention heads from `width` to `padded` dimensions.
 
-    Rotary embedding turns dimensions i and i + width / 2 by the frequency base^(-2 i / width). In a
-    head `times` as wide, the pair times * i has that frequency. Attention divides by the root of
-    the padded width, so queries are multiplied by the root of `times`.
+    RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). In a head
+    that is `times` as wide, the dimension with the same frequency is times * i. Attention divides
+    by the square root of the padded width, so queries are multiplied by the square root of `times`.
     """
 
     heads: int
@@ -60,7 +60,7 @@ class HeadPadding:
 
     @property
     def times(self) -> int:
-        """The factor by which padding widens a head."""
+        """The ratio of the padded head size to the original head size."""
         return self.padded // self.width
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:

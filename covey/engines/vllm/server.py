@@ -21,7 +21,7 @@ from covey.errors import EngineError
 from covey.escape import printable
 
 HOST = "127.0.0.1"
-"""Only this machine can reach the server, because vLLM's weight updates need no login."""
+"""The server accepts only local connections, because vLLM's weight updates need no login."""
 SERVE = str(Path(__file__).with_name("serve.py"))
 POLL_SECONDS = 0.5
 END_SECONDS = 5.0
@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The settings with which a server is started."""
+    """Settings of a vLLM server that are fixed at its start."""
 
     dtype: str
     cuda: bool
@@ -51,7 +51,7 @@ class ServerSettings:
     memory: float = 0.5
     """The fraction of GPU memory to use; on a CPU, the size of the KV cache in GiB."""
     backend: str = "covey_file"
-    """vLLM's name of the transfer engine."""
+    """vLLM's name of the weight transfer engine."""
     arguments: tuple[str, ...] = ()
 
     def command(self, model: Path, port: int) -> list[str]:
@@ -81,12 +81,12 @@ class ServerSettings:
 
     @property
     def served_rank(self) -> int:
-        """The adapter's rank, rounded up to a rank that vLLM has kernels for."""
+        """The adapter's rank, rounded up to a rank for which vLLM has kernels."""
         sizes = (8, 16, 32, 64, 128, 256, 320, 512)
         return next((size for size in sizes if size >= self.lora_rank), self.lora_rank)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the process."""
+        """Return the environment variables of the server process."""
         return {**self.variables(), **os.environ}
 
     def variables(self) -> dict[str, str]:
@@ -103,14 +103,14 @@ class ServerSettings:
 
 @dataclass(slots=True, kw_only=True)
 class ServerProcess:
-    """A server that Covey starts, and restarts when it has died."""
+    """A vLLM server that Covey starts, and restarts if it has died."""
 
     settings: ServerSettings
     model: Path
     """A folder with the configuration and the tokenizer of the model."""
     log: Path
     gpus: str = ""
-    """CUDA_VISIBLE_DEVICES of the server; if empty, it is unchanged."""
+    """CUDA_VISIBLE_DEVICES of the server; an empty text leaves the variable unchanged."""
     port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -125,7 +125,7 @@ class ServerProcess:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        """Start the process. The server is not ready yet."""
+        """Start the process, without waiting until the server is ready."""
         command = [sys.executable, "-P", SERVE, str(os.getpid()), str(self.model)]
         command += self.settings.command(self.model, self.port)
         with self.log.open("ab") as log:
@@ -157,14 +157,14 @@ class ServerProcess:
         return EngineError(f"engine: the vLLM server {what}: {self.last_line()}; see {self.log}")
 
     def last_line(self) -> str:
-        """Return the last line of the log that names an error, or else the last line."""
+        """Return the last line of the log with an error, or the last line if there is no error."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         wrong = [line for line in lines if "Error" in line and "Traceback" not in line]
         return printable((wrong or lines or ["no output"])[-1])[:300]
 
     def stop(self) -> None:
-        """End the server and its own processes."""
+        """End the server and its child processes."""
         if self.process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):

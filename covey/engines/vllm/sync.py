@@ -24,16 +24,16 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class Sync(Protocol):
-    """Sends weights: call `prepare` once for each version, then `load` for each server."""
+    """Sends weights to servers; call `prepare` once per version, then `load` once per server."""
 
     def prepare(self, named: Named, version: int) -> None:
-        """Make the weights of a version ready to load. Older versions are no longer needed."""
+        """Prepare the weights of a version for loading; older versions are no longer needed."""
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Let a server load the weights. A `fresh` server has just been started and has none."""
+        """Let a server load the weights; a `fresh` server was just started and has no weights."""
 
     def served(self, version: int) -> str:
-        """Return the name of the adapter that a request asks for; empty for the model itself."""
+        """Return the adapter name to put in requests; empty for the model itself."""
 
 
 def write_model(model: LanguageModel, folder: Path) -> None:
@@ -81,27 +81,27 @@ class FileSync:
         return self.folder / f"weights-{version}"
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Let a server read the file."""
+        """Let a server read the file with the weights."""
         _update(client, {"path": str(self._file(version))}, version)
 
     def served(self, version: int) -> str:
-        """Return an empty name: the server's own model."""
+        """Return an empty name, which means the server's own model."""
         return ""
 
 
 @dataclass(slots=True)
 class AdapterSync:
-    """Sends only the adapter.
+    """Sends only the weights of the LoRA adapter.
 
-    Each version has its own name, because vLLM caches adapters by name.
+    Each version of the adapter has its own name, because vLLM caches adapters by name.
     """
 
     model: LanguageModel
     folder: Path
     base: Sync
-    """Sends the frozen weights, once to each server."""
+    """The sync that sends the frozen weights, once to each server."""
     loaded: dict[str, int] = field(default_factory=dict)
-    """The version on each server, by address."""
+    """Server address -> version of the adapter on the server."""
     based: bool = False
 
     def prepare(self, named: Named, version: int) -> None:
@@ -124,7 +124,7 @@ class AdapterSync:
                 shutil.rmtree(old)
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Load the adapter under its new name, and unload the previous one."""
+        """Load the adapter under its new name, and unload the previous adapter."""
         before = self.loaded.pop(client.url, None)
         if fresh:
             before = None
@@ -146,19 +146,20 @@ class AdapterSync:
 class NcclSync:
     """Sends all weights by vLLM's NCCL transfer, from the trainer's GPU to the servers' GPUs.
 
-    The call of `load` for the last server sends them, because the broadcast needs all servers.
+    The weights are sent when `load` is called for the last server, because the broadcast needs all
+    servers.
     """
 
     model: LanguageModel
     clients: Sequence[Client]
     host: str
-    """Address of this machine, as the servers see it."""
+    """The address at which servers reach this machine."""
     engine: Any = None
     named: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(default=lambda: iter(()))
     pending: set[str] = field(default_factory=set)
 
     def prepare(self, named: Named, version: int) -> None:
-        """Keep the weights for the broadcast."""
+        """Store the weights for the broadcast."""
         weights = list(served_weights(named, self.model.model))
         self.named = lambda: iter(weights)
         self.pending = {client.url for client in self.clients}
@@ -180,12 +181,12 @@ class NcclSync:
             each.post("/update_weight_version", {"new_version": str(version)})
 
     def served(self, version: int) -> str:
-        """Return an empty name: the server's own model."""
+        """Return an empty name, which means the server's own model."""
         return ""
 
 
 class Fleet:
-    """Control plane for vLLM's trainer engine, which forwards each call to all servers."""
+    """The control plane of vLLM's trainer engine, which sends each call to all servers."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
@@ -199,7 +200,7 @@ class Fleet:
                 pass
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Give each server its ranks in the group."""
+        """Tell each server its ranks in the NCCL group."""
         bodies = [{"init_info": {**init_info, "rank_offset": each}} for each in self.offsets]
         self._all("/init_weight_transfer_engine", bodies)
 
@@ -242,6 +243,6 @@ def nccl_engine(clients: Sequence[Client], host: str, sync: NcclSync) -> Any:
 
 
 def has_only_lora(model: LanguageModel) -> bool:
-    """Return whether the adapter has only LoRA weights; vLLM loads no others."""
+    """Return whether the adapter has only LoRA weights, the only kind that vLLM loads."""
     trained = [name for name, p in model.model.named_parameters() if p.requires_grad]
     return model.adapter is not None and all(f".{NAME}." in n and ".lora_" in n for n in trained)

@@ -1,8 +1,8 @@
 """The vLLM side of a weight update through a file: a transfer engine that vLLM's workers run.
 
 vLLM's own transfer engines move weights between GPUs. This transfer engine reads a safetensors file
-in shared memory, or on a file system that trainer and servers share. It works on any device.
-plugin.py registers it with vLLM.
+in shared memory, or on a file system that trainer and servers share. This transfer engine works on
+any device, and plugin.py registers it with vLLM.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vllm.model_executor.model_loader.reload import (
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Initial settings of the transfer engine: none are needed."""
+    """Initial settings of the transfer engine, which needs none."""
 
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """One update of all weights."""
+    """The message that announces new weights, with the path of their file."""
 
     path: str
 
@@ -40,7 +40,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
     update_info_cls = FileUpdate
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Do nothing: a file needs no connection."""
+        """Do nothing, because a file needs no connection."""
 
     def start_weight_update(self) -> None:
         """Restore the layout that the model's weight loaders expect."""
@@ -53,8 +53,8 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             self.model.load_weights((name, file.get_tensor(name)) for name in names)
 
     def finish_weight_update(self) -> None:
-        """Process weights for the kernels that read them."""
+        """Convert the loaded weights to the layout that the kernels need."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Do nothing: no file is open between updates."""
+        """Do nothing, because no file is open between updates."""

@@ -1,4 +1,4 @@
-"""The `games` environment: partly visible worlds, one action per turn, a limit on actions."""
+"""The `games` environment: games in partly visible worlds, with one action per turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.types import Message, Prompt
 
 
 class Game(Protocol):
-    """One game in progress. Its other public methods are the tools of the policy."""
+    """One game in progress; its public methods are the tools of the policy."""
 
     SIZES: ClassVar[tuple[int, int, int]]
     """The smallest, the default and the largest size."""
@@ -34,7 +34,7 @@ class Game(Protocol):
 
     @property
     def state(self) -> Any:
-        """Identifies this state of the game, as data for JSON."""
+        """Data for JSON that identifies the current state of the game."""
 
     @property
     def won(self) -> bool:
@@ -47,11 +47,12 @@ GAMES: Mapping[str, type[Game]] = MappingProxyType(
 
 
 class Games(ToolEnvironment):
-    """One game per episode, generated from `info["world"]`, or else from the run's seed.
+    """An environment with one game per episode, generated from `info["world"]` or the seed.
 
-    Reward: 1 for a game that is won. Only the first call of a turn has an effect, so a game can be
-    won in one turn only by luck. The episode ends when the game is won, after `actions` actions (0:
-    as many as good play needs), or with a message without a call.
+    The reward is 1 for a game that is won, and 0 otherwise. Only the first call of a turn has an
+    effect, so a game can be won in one turn only by luck. The episode ends when the game is won,
+    after `actions` actions, or with a message without a call. With `actions` = 0, the game's own
+    limit on actions applies.
     """
 
     quick: ClassVar[bool] = True
@@ -84,7 +85,7 @@ class Games(ToolEnvironment):
         return tools_of(self._game)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Make the world; show the rules and the visible part of the world."""
+        """Start the episode: make the world; show the rules and the visible part of the world."""
         self._game = self._make(Random(str(prompt.info.get("world", seed))), self._size)
         *before, last = prompt.messages
         limit = f"You have {self._most} actions, one in each turn."
@@ -94,7 +95,7 @@ class Games(ToolEnvironment):
         return replace(start, messages=messages, state=self._game.state)
 
     async def step(self, message: Message) -> Step:
-        """Take the first action of a message, and refuse the others."""
+        """Run the first action of a message, and reject its other actions."""
         calls = list(message.get("tool_calls", ()))
         first = await super().step({**message, "tool_calls": calls[:1]})
         self._taken += len(calls[:1])

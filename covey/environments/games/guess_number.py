@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class GuessNumber:
-    """A number from 1 to `size`, with as many guesses as halving the range needs."""
+    """The game: guess a number from 1 to `size`, with enough guesses for a binary search."""
 
     SIZES: ClassVar[tuple[int, int, int]] = (2, 100, 10**9)
 

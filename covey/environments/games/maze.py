@@ -11,7 +11,7 @@ MOVES: dict[str, Place] = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "w
 
 
 def neighbour(place: Place, direction: str) -> Place:
-    """Return the place one step away: (row, column)."""
+    """Return the row and column one step away in a direction."""
     down, right = MOVES[direction]
     return place[0] + down, place[1] + right
 
@@ -37,7 +37,7 @@ def carve(random: Random, size: int) -> dict[Place, set[str]]:
 
 
 class Maze:
-    """`size` x `size` rooms; the treasure is in the room farthest from the start."""
+    """A maze of `size` x `size` rooms, with the treasure in the room farthest from the start."""
 
     SIZES: ClassVar[tuple[int, int, int]] = (2, 4, 50)
 
@@ -58,7 +58,7 @@ class Maze:
 
     @property
     def view(self) -> str:
-        """The exits of the room."""
+        """A text that lists the exits of the current room."""
         if self.won:
             return "You have found the treasure."
         ways = ", ".join(d for d in MOVES if d in self._exits[self._place])

@@ -1,4 +1,4 @@
-"""Sokoban with a limited view: push the boxes onto the goals; only near squares are visible."""
+"""Sokoban with a limited view: push boxes onto goals while only near squares are visible."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 from covey.environments.games.maze import MOVES, Direction, Place, neighbour
 
 SIGHT = 2
-"""How many squares the player sees in each direction."""
+"""The number of squares that the player sees in each direction."""
 PULLS = 40
 """The number of random backward moves from the solved board."""
 _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""The character that shows a square, by (player, box, goal)."""
+"""(player, box, goal) on a square -> the character that shows the square."""
 
 
 class Sokoban:
-    """A board of `size` x `size` squares with some walls, and a box for every 16 squares.
+    """A board of `size` x `size` squares with some walls and one box per 16 squares.
 
-    The board is made backwards, by pulling boxes away from their goals, so `PULLS` moves are enough
-    to solve it.
+    The board is generated backwards, by pulling boxes away from their goals. A board can therefore
+    be solved with `PULLS` moves.
     """
 
     SIZES: ClassVar[tuple[int, int, int]] = (4, 5, 20)
@@ -47,7 +47,7 @@ class Sokoban:
                 return
 
     def _back(self, random: Random) -> None:
-        """Make a random move in reverse: a step back, which may pull a box along."""
+        """Make a random backward move, which may pull a box along."""
         direction = random.choice(list(MOVES))
         to = neighbour(self._player, direction)
         if to not in self._free or to in self._boxes:

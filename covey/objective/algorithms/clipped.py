@@ -18,16 +18,17 @@ def grpo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-clip_low, 1+clip_high) A) - beta k3 ]
         r    = exp(logp - old_logp),  k3 = exp(-d) - 1 + d,  d = logp - ref_logp
 
-    Choices: ddof 1, eps 1e-6, clip 0.2; the paper does not specify them.
+    Choices: the defaults are ddof 1, eps 1e-6 and a clip range of 0.2, which the paper does not
+    specify.
 
-    Departure: a group whose rewards are all equal has advantage exactly 0. Otherwise the rounding
-    error of the mean would be divided by eps: six float32 rewards of 0.3 with eps 1e-8 give an
-    advantage of 0.7.
+    Departure: a group whose rewards are all equal has advantage exactly 0. For equal rewards, the
+    formula would divide the rounding error of the group's mean by eps: six float32 rewards of 0.3
+    with eps 1e-8 would give an advantage of 0.7.
 
-    Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the forward KL.
-    `kl = "k2"` has the gradient of KL(policy, reference), the reverse KL. With beta 0, which most
-    users want today, no reference model is loaded. With one optimizer step per rollout batch the
-    ratio is 1 and the clip has no effect.
+    Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the forward KL. `kl =
+    "k2"` has the gradient of KL(policy, reference), the reverse KL. With beta 0, which most users
+    want today, no reference model is loaded. With one optimizer step per rollout batch, every ratio
+    is 1 and the clip has no effect.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -45,12 +46,14 @@ def dr_grpo() -> Objective:
         A_i  = R_i - mean_g R
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    `length` is a constant, the generation budget. In a run its default is rollout.max_tokens; in
-    Python it must be given. Some libraries use the padded width of the batch instead, which changes
-    from batch to batch.
+    `length` is a constant: the largest number of tokens of a completion. In a run, the default of
+    `length` is rollout.max_tokens; in Python, `length` must be given. Instead of dividing by a
+    constant length, some libraries divide by the padded width of the batch, which changes from
+    batch to batch.
 
     Worth knowing: in other libraries `dr_grpo` often keeps the division by the standard deviation
-    (TRL, if only loss_type is set) or by the completion's own length. Neither is this algorithm.
+    (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` does not
+    divide by the standard deviation or by the completion's length.
     """
     return Objective(
         advantage=advantage.group_centered,
@@ -69,13 +72,14 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    This is the loss of DAPO: its clip and its aggregation. The rest of DAPO is not a loss and
-    combines with any algorithm: dynamic sampling (filter.dynamic_sampling), overlong filtering
-    (filter.mask_truncated) and soft overlong punishment (length_penalty.name = "soft").
+    `dapo` implements the loss of DAPO: its clip range and its aggregation. The other parts of DAPO
+    are not part of the loss and work with any algorithm: dynamic sampling
+    (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
+    punishment (length_penalty.name = "soft").
 
-    Where paper and released code differ: equation 8 takes the token mean inside each prompt's group
-    (`aggregation = "group_mean_token_mean"`). The released code, like ours, takes it over the
-    optimizer step.
+    Where paper and released code differ: equation 8 of the paper takes the token mean inside each
+    prompt's group (`aggregation = "group_mean_token_mean"`). The authors' released code, like
+    Covey's default, takes the token mean over the optimizer step.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -92,7 +96,8 @@ def lite_ppo() -> Objective:
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The batch consists of all completions of a training step, however many optimizer steps it has.
+    The standard deviation is over all completions of a training step, for any number of optimizer
+    steps.
     """
     return Objective(
         advantage=advantage.standardized_by_batch,
@@ -109,11 +114,12 @@ def opo() -> Objective:
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The baseline weights each completion by its length, so every token has the same weight. This
-    minimises the variance if the squared norm of a completion's gradient grows with its length.
+    The baseline weights each completion by its length, so every token has the same weight. OPO's
+    baseline minimises the variance of the gradient if the squared norm of a completion's gradient
+    grows with its length.
 
-    Departure: the paper takes one optimizer step per batch, so that a clip would have no effect. We
-    keep the clip for runs with several optimizer steps per batch.
+    Departure: the paper takes one optimizer step per batch, so that a clip would have no effect.
+    Covey's `opo` has a clip for runs with several optimizer steps per batch.
     """
     return Objective(
         advantage=advantage.length_weighted,
@@ -131,8 +137,8 @@ def reinforce_pp() -> Objective:
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Because the baseline is the mean of the batch, most completions of an easy prompt and few of a
-    hard prompt are reinforced; `reinforce_pp_baseline` corrects that.
+    Because the baseline is the mean of the batch, most completions of an easy prompt are
+    reinforced, and few completions of a hard prompt; `reinforce_pp_baseline` removes this effect.
     """
     return Objective(
         advantage=advantage.returns_whitened,
@@ -153,9 +159,10 @@ def reinforce_pp_baseline() -> Objective:
         C_i  = R_i - mean_g R;   A_i = C_i / (std_batch C + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Libraries disagree on the standard deviation: it is over tokens in verl and OpenRLHF, and over
-    completions in ms-swift. We take it over completions, so that the mean of C stays 0 and does not
-    depend on lengths; `weighting = "token"` takes it over tokens. A KL in the loss is k2, as the
+    Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
+    ms-swift over completions. Covey computes the standard deviation over completions, so that the
+    mean of the centered rewards C stays 0 and does not depend on lengths. With `weighting =
+    "token"`, the standard deviation is over tokens. The KL estimator in the loss is k2, as the
     paper recommends.
     """
     return Objective(

@@ -1,4 +1,4 @@
-"""Algorithms with a critic: a model that is trained to expect the reward."""
+"""Algorithms with a critic, which is a model that is trained to predict the reward."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ def ppo() -> Objective:
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         critic  = 1/T sum_i sum_t 1/2 max((V - U)^2, (clip(V, V_old +- value_clip) - U)^2)
 
-    r_t is -beta (old_logp - ref_logp)_t, plus the reward at the last trained token. V_t is the
-    critic's value before token t, computed at the start of the step; after the last token it is 0.
-    The target U is A + V before whitening, with `value_lam` instead of lam. The critic is a
-    separate model with its own optimizer: see the section [critic].
+    The reward r_t of token t is -beta (old_logp - ref_logp)_t, plus the rollout's reward at the
+    last trained token. V_t is the critic's value before token t, computed at the start of the step;
+    the value after the last token is 0. The critic's target U is A + V before whitening, computed
+    with `value_lam` instead of lam. The critic is a separate model with its own optimizer, set in
+    the configuration section [critic].
 
-    Groups are not compared, so a prompt may have any number of completions.
+    PPO does not compare the completions of a group, so a prompt may have any number of completions.
 
-    Choices: value_lam is 1, so that targets are the returns, as in VC-PPO (arXiv 2503.01491); TRL
-    and verl use lam for both. The KL is k1 in the reward, as in RLHF. A truncated completion ends
-    with the value 0 too. A completion that could not be scored counts in neither loss nor in any
-    denominator.
+    Choices: value_lam is 1, so that the critic's targets are the returns, as in VC-PPO (arXiv
+    2503.01491); TRL and verl use lam for advantages and targets. The KL penalty is k1 in the
+    reward, as in RLHF. The value after a truncated completion is 0 too. A completion that could not
+    be scored counts in no loss and in no denominator.
 
-    Worth knowing: with V = 0, lam 1 and no whitening, A is the reward. If V is the mean reward of
-    the group, A is the advantage of Dr.GRPO.
+    Worth knowing: if the critic's value is always 0, lam is 1 and whitening is off, the advantage
+    is the reward. If the critic's value is the mean reward of the group, the advantage is that of
+    Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

@@ -1,4 +1,4 @@
-"""Algorithms that differ from GRPO in how a group's rewards become advantages."""
+"""Algorithms that differ from GRPO in how advantages are computed from a group's rewards."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
         A_i    = (a[i] - mean a) / (std a + eps)                  over the completions of the step
         loss   = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    A part with a small spread has as much influence as a part with a large spread. The weights
-    multiply advantages, not rewards: half the weight is half the influence, whatever the part's
-    scale. `gate` is the index of a part; the other parts count only where that part reaches
-    `gate_at` (equation 8). In a run, `parts` names the parts that count and their order; without
-    it all parts count, with weight 1. Then scores that only describe a completion count as parts
-    too; many rewards report such scores.
+    A part of the reward with a small spread has the same influence as a part with a large spread.
+    The weights in part_weights multiply advantages, not rewards: half the weight is half the
+    influence, whatever the part's scale. `gate` is the index of a part; all other parts count only
+    for completions where the gate part reaches `gate_at` (equation 8). In a run, `parts` names the
+    parts that count and their order. Without `parts`, all parts count with weight 1, even scores
+    that only describe a completion, which many reward functions report.
 
-    Choices: mean a and std a are over completions, as in the paper and in TRL. In verl they are
-    over tokens, so that long completions count more. If a part of a completion could not be scored,
-    the completion is left out of all statistics.
+    Choices: the mean and standard deviation of the summed advantage a are over completions, as in
+    the paper and in TRL. In verl, the mean and standard deviation of the summed advantage are over
+    tokens, so that long completions count more. If a part of a completion could not be scored, the
+    completion is left out of all statistics.
 
-    Worth knowing: with one part this is GRPO times a factor that is the same for the whole step. A
-    KL in the reward is refused, because it belongs to no part; put it into the loss.
+    Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
+    `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
+    penalty in the loss.
     """
     return Objective(
         advantage=advantage.parts_standardized,
@@ -50,14 +52,17 @@ def maxrl() -> Objective:
         A_i  = (R_i - mean_g R) / mean_g R,  and 0 where every reward is 0
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    A group's weight is 1 / (pass rate). With binary rewards this is an unbiased estimate of the
-    gradient of log(pass rate), expanded to order G - 1. `all_wrong = "minus_one"` gives A = -1 to
-    groups without success; this makes the expansion one of order G, but adds much noise.
+    A group's weight is 1 / (pass rate). With binary rewards and groups of G completions, the
+    gradient is an unbiased estimate of the gradient of log(pass rate), expanded to order G - 1.
+    With `all_wrong = "minus_one"`, completions in groups without success get an advantage of -1.
+    The expansion of log(pass rate) then has order G instead of G - 1, but the gradient has much
+    more noise.
 
-    Choice: token sums are divided by a constant, as in Dr.GRPO. The authors' code takes the mean
-    over tokens, which makes the estimate biased. Rewards must not be negative.
+    Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The authors' code
+    takes the mean over tokens, which makes the estimate biased. With `maxrl`, rewards must not be
+    negative.
 
-    Worth knowing: with binary rewards and groups of two this is RLOO.
+    Worth knowing: with binary rewards and groups of two completions, `maxrl` is RLOO.
     """
     return Objective(
         advantage=advantage.divided_by_mean,
@@ -74,17 +79,19 @@ def pkpo() -> Objective:
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The expected gradient is that of max@k, which is pass@k for binary rewards. Each baseline gives
-    an unbiased gradient. With `loo1`, the paper's choice with the least variance, A_i is the gain
-    of the completion over k - 1 others, which is never negative. With `centred` the advantages of a
-    group add up to 0. `loo` is the paper's equation 29.
+    The expected gradient of `pkpo` is the gradient of max@k, which is pass@k for binary rewards.
+    With every choice of `baseline`, the gradient is unbiased. The baseline `loo1` is the paper's
+    choice with the least variance; the advantage is then the gain of the completion over k - 1
+    other completions, which is never negative. With the baseline `centred`, the advantages of a
+    group add up to 0. The baseline `loo` is the paper's equation 29.
 
-    Choices: we do not divide by a standard deviation, and divide by a constant length, because
-    otherwise the gradient would be biased. A group whose rewards are all equal has advantage 0.
-    With `loo1` and `centred` this follows from the formula; with `loo` it causes a bias.
+    Choices: Covey does not divide by a standard deviation, and divides by a constant length,
+    because otherwise the gradient would be biased. If all rewards of a group are equal, advantages
+    are 0. With the baselines `loo1` and `centred`, advantages of 0 for equal rewards follow from
+    the formula; with the baseline `loo`, this rule causes a bias.
 
-    Worth knowing: with k = 1 this is RLOO. With `loo1` and binary rewards, a group with more than
-    G-k+1 successes has no gradient: lower k as the policy gets better.
+    Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
+    completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
     """
     return Objective(
         advantage=best_of_k.best_of_k,
@@ -102,12 +109,14 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    T counts the tokens of all completions, as in equation 2; TRL counted only the kept completions.
-    Completions outside S need no forward pass (filter.skip_zero_gradient). Choice: ddof 1 and eps
-    as in `grpo`; the paper has ddof 0. Keeping half the group (4 of 8) is a good default.
+    The token count T includes all completions, as in equation 2 of the paper; TRL counted only the
+    kept completions. Completions that are not kept need no forward pass
+    (filter.skip_zero_gradient). The defaults of ddof (1) and eps are those of `grpo`; the paper has
+    ddof 0. Keeping half the group (4 of 8) is a good default.
 
-    Worth knowing: in a group with correct and wrong completions, the shortest may all be wrong;
-    then the group has no gradient. With keep >= G this is `grpo` with a token mean.
+    Worth knowing: in a group with correct and wrong completions, the shortest completions may all
+    be wrong; such a group has no gradient. If `keep` is at least the group size, `gfpo` is `grpo`
+    with a token mean.
     """
     return Objective(
         advantage=keep.kept_standardized,
@@ -125,10 +134,11 @@ def scalerl() -> Objective:
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
-    A mixed group has rewards that differ. The rest of the recipe is not part of the loss: groups
-    with equal rewards are dropped and not replaced (filter.drop_flat), solved prompts are no longer
-    drawn (curriculum), and the LM head runs in float32 in both the engine and the trainer. The
-    paper does not say over which completions the std is taken; here it is over mixed groups.
+    A mixed group is a group with different rewards. The other parts of the ScaleRL recipe are not
+    part of the loss. In the ScaleRL recipe, groups with equal rewards are dropped and not replaced
+    (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
+    float32 in both the engine and the trainer. The paper does not say over which completions the
+    standard deviation is computed; Covey computes it over mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

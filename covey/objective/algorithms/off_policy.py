@@ -1,4 +1,4 @@
-"""Algorithms for stale data: they bound how far the policy has moved since generation."""
+"""Algorithms for stale data, which limit the policy's change since generation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def bapo() -> Objective:
         share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
         loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
 
-    In stale batches, tokens with a negative advantage dominate. The bounds c_low and c_high rise
-    until tokens with a positive advantage make up the fraction `target` of the step's surrogate.
-    The bounds are computed once per optimizer step, over all micro-batches and ranks, which costs
-    one more forward pass.
+    In stale batches, tokens with a negative advantage dominate. So the clip bounds c_low and c_high
+    rise until tokens with a positive advantage make up the fraction `target` of the step's
+    surrogate. The clip bounds are computed once per optimizer step, over all micro-batches and
+    ranks, which costs one more forward pass.
 
-    Choices: only tokens with a gradient count in `share`. In equation 8 as printed (`measure =
-    "value"`), the ratio of a clipped token counts as its bound; then raising c_low lowers `share`,
-    contrary to the paper's text. The authors' code raises c_low first and works per micro-batch.
+    Choices: only tokens with a gradient count in `share`. In the paper's equation 8 as printed
+    (`measure = "value"`), the ratio of a clipped token counts as its clip bound. With equation 8,
+    raising c_low lowers `share`, contrary to the paper's text. The authors' code raises c_low
+    first, and computes the bounds per micro-batch.
 
-    Worth knowing: on policy nothing is clipped, and this is `grpo` with a token mean.
+    Worth knowing: on policy nothing is clipped, and `bapo` is `grpo` with a token mean.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -50,11 +51,13 @@ def m2po() -> Objective:
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
-    T counts all tokens. A few outliers are dropped; all other tokens have unclipped importance
-    weights. The outliers are chosen over a whole optimizer step, which costs one more forward pass.
-    The authors' code chooses them per micro-batch, also clips, and bounds a different mean.
+    The token count T includes dropped tokens. `m2po` drops a few outlier tokens; all other tokens
+    have unclipped importance weights. The outliers are chosen over a whole optimizer step, which
+    costs one more forward pass. The authors' code chooses the outliers per micro-batch, also clips,
+    and bounds a different mean.
 
-    Worth knowing: on policy nothing is dropped, and this is `grpo` with a token mean, unclipped.
+    Worth knowing: on policy no token is dropped, and `m2po` is `grpo` with a token mean and without
+    a clip.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -75,11 +78,13 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
 
     The behaviour policy is the policy that generated the token; its version may differ from token
     to token. The proximal policy is the trainer's policy at the start of the batch, the same for
-    every token. So the clip is centred on the policy that is updated, and w corrects for stale
-    tokens. With one optimizer step per batch r is 1, and only w corrects.
+    every token. So the clip range is centred on the proximal policy, and the importance weight w
+    corrects for stale tokens. With one optimizer step per batch, the ratio r is 1, and only the
+    weight w has an effect.
 
-    Choice: tokens whose weight exceeds the cap are dropped, as in AReaL's paper;
-    `objective.correction` offers other treatments. AReaL's code now leaves w out by default.
+    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper;
+    `objective.correction` offers other treatments. AReaL's code now leaves the importance weight
+    out by default.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -24,25 +24,28 @@ def _of_pairs(surrogate: Callable[..., Gain]) -> Objective:
 
 @takes("beta", "average")
 def dpo() -> Objective:
-    """Direct Preference Optimization, arXiv 2305.18290; of sampled groups it is online DPO.
+    """Direct Preference Optimization, arXiv 2305.18290; online DPO if groups are sampled.
 
         D    = sum_t (logp - ref_logp)[chosen] - sum_t (logp - ref_logp)[rejected]
         loss = - 1/pairs sum log sigmoid(beta D)
 
-    The chosen completion is the best of its group, and the rejected completion is the worst. Ties
-    go to the shorter completion, then to the earlier one. The other completions of the group are
-    not trained on. A group with equal rewards has no pair; the metric `pairs/ties` counts such
-    groups. Pairs may also come from a file: see the section [preferences].
+    The chosen completion is the completion with the highest reward in its group, and the rejected
+    completion has the lowest reward. Among completions with equal rewards, the shorter completion
+    is taken, and among equally short completions the earlier one. Completions of a group that are
+    neither chosen nor rejected are not trained on. A group with equal rewards has no pair; the
+    metric `pairs/ties` counts these groups. The configuration section [preferences] reads pairs
+    from a file.
 
-    The two sides of a pair may be in different micro-batches or ranks. So D is computed for the
-    whole optimizer step first, at the cost of one more forward pass over the pairs.
+    The two completions of a pair may be in different micro-batches or ranks. So one more forward
+    pass first computes the margin D of all pairs of the optimizer step.
 
-    Choice: the mean is over the pairs of a training step, so every pair has the same weight in
-    whichever optimizer step it is. `average` divides the sums by the lengths.
+    Choice: the loss is a mean over the pairs of a training step, so every pair has the same weight
+    in any optimizer step. The option `average` divides the sums over tokens by the lengths of the
+    completions.
 
-    Worth knowing: where policy and reference agree, the gradient is that of REINFORCE with
-    advantages of beta / 2 and -beta / 2. There is no ratio, so stale pairs are not corrected for.
-    TRL's online DPO also makes pairs from equal rewards.
+    Worth knowing: if policy and reference agree, the gradient of `dpo` is the gradient of REINFORCE
+    with advantages of beta / 2 and -beta / 2. DPO has no ratio, so it does not correct for stale
+    pairs. TRL's online DPO also makes pairs from completions with equal rewards.
     """
     return _of_pairs(pairs.logistic)
 
@@ -54,10 +57,12 @@ def ipo() -> Objective:
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
-    Pairs are chosen as in `dpo`. Unlike in `dpo`, D has a target, 1 / (2 beta), and a larger D is
-    pulled back. So even a policy that separates every pair stays near the reference.
+    `ipo` chooses pairs as `dpo` does. Unlike in `dpo`, the margin D has a target of 1 / (2 beta),
+    and the loss reduces a larger margin. So even a policy that separates every pair stays near the
+    reference.
 
-    Choice: D has means over tokens, as in TRL's DPO trainer after asking the authors. The paper's
-    formula and OpenRLHF have sums over tokens: `average = false`.
+    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer, whose
+    developers asked the authors. The paper's formula and OpenRLHF use sums over tokens, as Covey
+    does with `average = false`.
     """
     return _of_pairs(pairs.squared)

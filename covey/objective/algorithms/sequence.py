@@ -18,10 +18,11 @@ def gspo() -> Objective:
         s_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    Worth knowing: s is a geometric mean, so it moves far less than the ratio of a token. A clip of
-    0.2, which fits token ratios, has no effect on it. With one optimizer step per rollout batch s
-    is 1 and the gradient is GRPO's. The mean is over completions. With a mean over tokens it would
-    be a different algorithm (`luspo`, up to a constant), although several libraries call that GSPO.
+    Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so it changes
+    far less than the ratio of a token. A clip range of 0.2, which fits token ratios, has no effect
+    on s. With one optimizer step per rollout batch, s is 1 and the gradient equals GRPO's. GSPO's
+    loss is a mean over completions. With a mean over tokens, which several libraries call GSPO, the
+    algorithm would be `luspo` up to a constant.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -33,13 +34,14 @@ def gspo() -> Objective:
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def gspo_token() -> Objective:
-    """GSPO-token, arXiv 2507.18071 equations 13 to 18: GSPO with a gradient per token.
+    """GSPO-token, arXiv 2507.18071 equations 13 to 18: a form of GSPO with a gradient per token.
 
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
         loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
 
-    The value and the gradient equal those of `gspo` if all tokens of a completion have the same
-    advantage. Use this form if tokens have their own advantages, as with `top_entropy`.
+    The loss and the gradient of `gspo_token` equal those of `gspo` if all tokens of a completion
+    have the same advantage. Use `gspo_token` if tokens have their own advantages, as with
+    `top_entropy`.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -51,12 +53,12 @@ def gspo_token() -> Objective:
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def luspo() -> Objective:
-    """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: GSPO, times the length.
+    """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: GSPO weighted by length.
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    GSPO's division by the completion's length favours short correct completions; this algorithm
-    removes the division.
+    GSPO's division by the completion's length favours short correct completions; `luspo` does not
+    divide by the length.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -73,8 +75,8 @@ def gmpo() -> Objective:
         z_t  = min(x, clip(x, -clip_low, clip_high)) if A > 0 else max(...),  x = logp - old_logp
         loss = - 1/N sum_i A_i exp( 1/T_i sum_t z_t )
 
-    The bounds apply to the logarithm: 0.4 allows ratios from 0.67 to 1.49. Bounds such as 0.2 and
-    0.28 therefore mean ratios of exp(-0.2) and exp(0.28).
+    The clip bounds apply to the logarithm of the ratio: a bound of 0.4 allows ratios from 0.67 to
+    1.49. Clip bounds such as 0.2 and 0.28 therefore allow ratios from exp(-0.2) to exp(0.28).
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -93,10 +95,11 @@ def rloo() -> Objective:
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(q A, clip(q, 1-clip_low, 1+clip_high) A)
 
-    A completion is one action, so its ratio is the product over its tokens and the gradient of each
-    token has weight 1/N, whatever the length. The paper takes one step per batch, where the ratio
-    is 1; the clip for several steps comes from TRL. For long completions the product soon leaves
-    the clip range, so take few optimizer steps.
+    RLOO treats a completion as one action. So the ratio of a completion is the product of its token
+    ratios, and the gradient of each token has weight 1/N (N completions), whatever the length. The
+    paper takes one optimizer step per batch, where the ratio is 1; the clip for several optimizer
+    steps comes from TRL. For long completions the product of ratios soon leaves the clip range, so
+    take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,
@@ -131,14 +134,16 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
         w_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
 
-    Choices: the paper prints w as a mean of ratios (equation 8, `mean = "arithmetic"`) and as a
-    geometric mean (algorithm 1), which is our default. In its equations the sums over k are over
-    the group, in its runs over the batch (`scope`). A clip of 0.2 and 0.28 has practically no
-    effect on a geometric mean. In 1/H, H is at least entropy_floor. A completion is correct if the
-    reward calls it a success.
+    Choices: the paper prints the ratio w of a completion as an arithmetic mean of token ratios
+    (equation 8, `mean = "arithmetic"`) and as a geometric mean (algorithm 1), which is Covey's
+    default. The paper's equations sum entropies over the group; the paper's runs sum them over the
+    batch (`scope`). A clip range of 0.2 and 0.28 has practically no effect on a geometric mean of
+    ratios. In 1/H, the entropy H is at least entropy_floor. A completion is correct if the reward
+    function calls it a success.
 
-    Departure: a group that is all correct or all wrong has advantage 0. The paper's runs drop such
-    groups by dynamic sampling.
+    Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
+    The paper's runs use dynamic sampling, which drops groups without correct or without wrong
+    completions.
     """
     return Objective(
         advantage=shaping.entropy_shaped_sequences,

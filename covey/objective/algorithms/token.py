@@ -30,18 +30,20 @@ def gtpo() -> Objective:
         A       = (rp - mean rp) / (std rp + eps), and the same for rn
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    d_t and h_t count the correct and wrong completions that reach position t. Do not confuse this
-    algorithm with `gtpo_trajectory`, which has the same initials.
+    d_t and h_t are the numbers of correct and of wrong completions that reach position t. Do not
+    confuse `gtpo` with `gtpo_trajectory`, an algorithm with the same initials.
 
-    Choices: mean and std are over all tokens of the batch; rp is 0 for tokens of wrong
-    completions, and rn is 0 for tokens of correct ones. The paper can also be read as "over tokens
-    of the same polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and about half
-    the tokens of correct completions get a negative advantage. The sums over k are over the group,
-    as in the equations; the paper's runs took them over the batch (`scope`). In 1/H, H is at least
-    entropy_floor. A completion is correct if the reward calls it a success.
+    Choices: mean and standard deviation are over all tokens of the batch; the shaped reward rp is 0
+    for tokens of wrong completions, and rn is 0 for tokens of correct completions. The paper can
+    also be read as "over tokens of the same polarity" (`norm = "polarity"`). With `norm =
+    "polarity"`, alpha1 and alpha2 cancel, and about half the tokens of correct completions get a
+    negative advantage. Sums of entropies are over the group, as in the paper's equations; the
+    paper's runs summed over the batch (`scope`). In 1/H, the entropy H is at least entropy_floor. A
+    completion is correct if the reward function calls it a success.
 
-    Departure: a group that is all correct or all wrong has advantage 0. The paper's runs drop such
-    groups by dynamic sampling.
+    Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
+    The paper's runs use dynamic sampling, which drops groups without correct or without wrong
+    completions.
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
@@ -54,21 +56,21 @@ def gtpo() -> Objective:
 
 @takes("bonus", "max_entropy", "entropy_cost", "beta", "kl")
 def gtpo_trajectory() -> Objective:
-    """Group-relative Trajectory-based Policy Optimization, arXiv 2508.03772: the other GTPO.
+    """Group-relative Trajectory-based Policy Optimization, arXiv 2508.03772: also called GTPO.
 
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
     H_i is the mean entropy of the completion. A conflict token occurs at the same position in a
-    good and in a bad completion of the group, within a common prefix or, counted from the end, a
-    common suffix. For a conflict token, delta is `bonus` in a good completion and 0 in a bad one,
-    once for the prefix and once for the suffix; for other tokens it is 1. So bad completions do not
-    lower the probability of the format that all completions share. There is no ratio, no clip and
-    no reference.
+    good and in a bad completion of the group, within a common prefix or a common suffix. The factor
+    delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. A conflict
+    token in both a prefix and a suffix gets the factor twice; the delta of all other tokens is 1.
+    So bad completions do not lower the probability of the format that all completions share.
+    `gtpo_trajectory` has no ratio, no clip and no reference.
 
-    Departures: H_i is computed once, when the batch is collected, and not in every optimizer step,
-    so that the advantage is a constant of the batch. A group with equal rewards has advantage 0; in
-    the authors' code its advantage is -entropy_cost H_i.
+    Departures: the entropy H_i is computed once, when the batch is collected, and not in every
+    optimizer step, so that the advantage is a constant of the batch. In a group with equal rewards,
+    advantages are 0; in the authors' code they are -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
@@ -87,9 +89,9 @@ def clip_cov() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
-    Choices: cov is computed over the whole optimizer step, not per micro-batch. This takes one
-    more forward pass. The random tokens are picked by a hash of the sampler's log-probabilities, so
-    the choice does not depend on the order of rows or on the micro-batches.
+    Choices: the covariance cov is computed over the whole optimizer step, not per micro-batch,
+    which takes one more forward pass. A hash of the sampler's log-probabilities picks the random
+    tokens, so the choice does not depend on the order of completions or on the micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -108,8 +110,9 @@ def kl_cov() -> Objective:
         loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
                tokens with the largest cov ]
 
-    Ratios are not clipped. Choices: cov is computed over the whole optimizer step, not per
-    micro-batch. This takes one more forward pass. Only tokens with a positive cov are selected.
+    `kl_cov` does not clip ratios. The covariance cov is computed over the whole optimizer step, not
+    per micro-batch, which takes one more forward pass. `kl_cov` penalizes only tokens with a
+    positive covariance.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -1,4 +1,4 @@
-"""Algorithms with advantages of single turns."""
+"""Algorithms that compute an advantage for each turn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def gigpo() -> Objective:
         A    = A_E + step_weight A_S
         loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Worth knowing: this is for multi-turn rollouts; the environment must report its states. A state
-    that occurs only once adds nothing, so without repeated states this is GRPO. With `normalize =
-    "mean"` neither term is divided by its standard deviation. The mean and std of A_E are over
-    rollouts; the released code takes them over turns, so that long episodes count more.
+    Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
+    state that occurs only once does not change the advantage, so without repeated states `gigpo` is
+    GRPO. With `normalize = "mean"`, advantages are not divided by a standard deviation. The mean
+    and standard deviation of the episode advantage A_E are over rollouts; in the authors' code they
+    are over turns, so that long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

@@ -1,4 +1,4 @@
-"""Algorithms that weight log-probabilities or gate them softly instead of clipping a ratio."""
+"""Algorithms that use weights or soft gates instead of clipping a ratio."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def cispo() -> Objective:
 
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
-    No token loses its gradient; only its weight is bounded. Both bounds are absolute numbers,
-    because libraries disagree: the cap is 1 + eps_high in the paper and verl, but eps_high itself
-    in TRL. The paper publishes no value of the cap; 5 is ScaleRL's. The paper has no lower bound.
+    With `cispo`, no token loses its gradient; only the importance weight of a token is bounded.
+    Covey's bounds min_weight and max_weight are absolute numbers, because libraries disagree: the
+    upper bound is 1 + eps_high in the paper and verl, but eps_high itself in TRL. The paper does
+    not publish its upper bound; the default of 5 is ScaleRL's. CISPO's paper has no lower bound.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -34,8 +35,8 @@ def sapo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t f(r) A,  f(r) = 4/tau sigmoid(tau (r - 1))
         tau  = tau_pos if A > 0 else tau_neg
 
-    The slope of f is 1 at r = 1 and falls off smoothly on both sides, faster for tokens with a
-    negative advantage.
+    The slope of the gate f is 1 at a ratio of 1 and falls smoothly on both sides, faster for tokens
+    with a negative advantage.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -54,10 +55,10 @@ def gpg(
         A_i  = alpha (R_i - mean_g R),  alpha = N / completions in groups with variance
         loss = - 1/T sum_i sum_t A logp
 
-    There is neither a ratio nor a clip, so with several optimizer steps per batch nothing limits
-    how far the policy moves. alpha compensates for groups with equal rewards; if all groups have
-    equal rewards, all advantages are 0. verl counts non-zero rewards instead, which gives a
-    different alpha.
+    `gpg` has no ratio and no clip, so with several optimizer steps per batch, the change of the
+    policy is not limited. The factor alpha compensates for groups with equal rewards; if all groups
+    have equal rewards, all advantages are 0. To compute alpha, verl counts completions with
+    non-zero rewards, which gives a different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,
@@ -74,9 +75,9 @@ def vespo() -> Objective:
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/T sum_i sum_t sg(phi(q)) A logp,  phi(w) = w^power exp(rate (1 - w))
 
-    with (power, rate) = (2, 3) for A >= 0 and (3, 2) otherwise. phi is 1 on policy, and goes to 0
-    for small and large q. Choice: the correction for the sampler is a separate factor, not part of
-    q.
+    In the loss, (power, rate) is (2, 3) for A >= 0 and (3, 2) for A < 0. The weight phi is 1 on
+    policy, and approaches 0 for small and large ratios q of a completion. In Covey, the correction
+    for the sampler is a separate factor, not part of the ratio q.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -93,8 +94,8 @@ def dppo() -> Objective:
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
         keep = p - p_old <= clip_high if A > 0 else p - p_old >= -clip_low,  p = exp(logp)
 
-    The bounds apply to probabilities, not to ratios: a rare token may double its probability, a
-    common token may lose only little.
+    The bounds of `dppo` apply to probabilities, not to ratios: a rare token may double its
+    probability, while the probability of a common token may change only little.
     """
     return Objective(
         advantage=advantage.group_standardized,

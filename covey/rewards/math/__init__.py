@@ -1,4 +1,4 @@
-"""Comparison of a math answer with its target, in the order in which `MathAnswer` tries it.
+"""Comparisons of a math answer with its target, in the order in which `MathAnswer` tries them.
 
     extract.py                     the final answer of the completion
     math/number.py                 both are numbers: compare exactly

@@ -32,8 +32,8 @@ class ExpressionError(ValueError):
 def evaluate(text: str, powers: bool = False) -> Fraction:
     """Return the exact value of an expression of numbers, + - * / and parentheses.
 
-    With `powers`, `**` and `^` are powers. Precedence is Python's: `-2**2` is -4, and `2**3**2` is
-    512.
+    With `powers`, `**` and `^` are powers. Precedence is Python's: For example, `-2**2` is -4, and
+    `2**3**2` is 512.
 
     >>> evaluate("(3 + 4) * 2 / 4"), evaluate("3.14159 * 5**2", powers=True)
     (Fraction(7, 2), Fraction(314159, 4000))
@@ -48,7 +48,7 @@ def evaluate(text: str, powers: bool = False) -> Fraction:
 
 
 def numbers_in(text: str) -> list[int]:
-    """Return the whole numbers of an expression in order, repeats included.
+    """Return the whole numbers of an expression in order, including repetitions.
 
     >>> numbers_in("(75 - 3) * 3")
     [75, 3, 3]
@@ -61,7 +61,7 @@ def numbers_in(text: str) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    """Check the limits on an expression's text; return it on one line in ASCII."""
+    """Check the limits on an expression's text; return the text on one line in ASCII."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
     text = text.rstrip().translate(_TWINS)

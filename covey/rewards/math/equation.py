@@ -1,6 +1,7 @@
-r"""Equations and units in an answer: the value that an equation states.
+r"""Equations and units in an answer, and the value that an equation states.
 
-`x = 42` states 42, and so does `6 \cdot 7 = 42`. `41 = 42` states no value.
+For example, `x = 42` and `6 \cdot 7 = 42` both state the value 42. An equation such as `41 = 42`
+states no value.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
 
 
 def sides(formula: str) -> list[str]:
-    """Split a formula at its equals signs.
+    """Split a formula into sides at its equals signs.
 
-    Brackets, lists and formulas with another relation are not split.
+    Brackets, lists and formulas with a relation other than `=` are not split.
 
     >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
     (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])
@@ -60,10 +61,11 @@ def variables(formula: str) -> set[str]:
 
 
 def stated_values(parts: list[str], target: str) -> list[str]:
-    """Return the sides of an equation that must each equal the target; empty if it is not solved.
+    """Return the sides of an equation that must each equal the target; [] if it is not solved.
 
-    A side could be the target if it is a number or has the target's variables. Other sides, such as
-    the `x` of `x = 42`, are names for the value. `2x = 42` is not solved for x.
+    A side of the equation could be the target if it is a number or has the target's variables.
+    Other sides, such as the `x` of `x = 42`, only name the value. An equation such as `2x = 42` is
+    not solved for x.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])

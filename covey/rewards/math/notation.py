@@ -1,7 +1,7 @@
-r"""One notation for math signs, repeating decimals, powers of ten and number bases.
+r"""Conversion of math signs, repeating decimals, powers of ten and number bases to one notation.
 
-`0.\overline{3}` is a third, `√2` is `\sqrt{2}`, and `52_8` is a numeral in base 8, compared digit
-by digit. Every function here is for short texts.
+For example, `0.\overline{3}` is a third, `√2` is `\sqrt{2}`, and `52_8` is a numeral in base 8,
+which is compared digit by digit. Every function of this module is for short texts.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ _TEN = ("10", "ten")
 def same_numeral(answer: str, target: str) -> bool | None:
     """Return whether two texts are the same numeral, or None if neither names a base.
 
-    If the target names a base, the answer may omit it. `42_8` is not 42, and `0x2a` is not a
-    product with 0.
+    If the target names a base, the answer may omit the base. For example, `42_8` is not 42, and
+    `0x2a` is not a product with 0.
 
     >>> same_numeral("42_8", "42"), same_numeral("52", "52_8"), same_numeral("52", "52")
     (False, True, None)

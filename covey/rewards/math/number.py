@@ -1,4 +1,4 @@
-"""Parsing a number as people write it: with units, currency, LaTeX or Markdown around it.
+"""Parses a number as people write it: with units, currency, LaTeX or Markdown around it.
 
 Numbers have a maximum length, so parsing is fast for any text.
 """
@@ -59,10 +59,10 @@ def _plain_character(character: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Return the text in plain characters: NFKC, but superscripts and subscripts stay marked.
+    """Return the text in plain characters: apply NFKC, but keep superscripts and subscripts marked.
 
-    Each character is normalised alone, because NFKC of the whole text would turn `5²` into 52 and
-    takes time quadratic in the number of combining marks.
+    Each character is normalised alone, because NFKC of the whole text would turn `5²` into 52, and
+    would take time quadratic in the number of combining marks.
 
     >>> normalise("x² = ½")
     'x^{2} =  1/2 '
@@ -87,7 +87,7 @@ _WRAPPED = re.compile(
 )
 _LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
-"""For a quick test: patterns above match only text with one of these; plain answers have none."""
+"""Signs for a quick test: only a text with one of these signs can match a LaTeX pattern."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 
@@ -122,7 +122,7 @@ def strip_latex(text: str) -> str:
 
 
 def strip_markup(text: str) -> str:
-    r"""Return a short text without LaTeX, Markdown and quotes that do not change its value.
+    r"""Remove LaTeX, Markdown and quotes that do not change the value of a short text.
 
     >>> strip_markup(r"**\text{Tuesday}**.")
     'Tuesday'
@@ -138,7 +138,10 @@ def strip_markup(text: str) -> str:
 
 
 def is_unit(unit: str, glued: bool) -> bool:
-    """Whether the text after a number is a unit. `glued` means that no space separates the two."""
+    """Whether the text after a number is a unit.
+
+    `glued` means that no space separates the number and the unit.
+    """
     if unit in ("", "%") or unit in CURRENCY:
         return True
     if not _UNIT.fullmatch(unit):
@@ -169,9 +172,9 @@ def _value(body: str) -> Fraction | None:
 def parse_number(text: str) -> Fraction | None:
     r"""Return the value of a text that is one number, or None.
 
-    Units, currencies and `%` are ignored: `50 %` is 50. A comma groups digits by three, so `1,000`
-    is a thousand. `3,14` and `0,500` are not numbers, because a decimal comma is ambiguous. A list
-    is not a number.
+    Units, currencies and `%` are ignored: for example, `50 %` is 50. A comma groups digits by
+    three, so `1,000` is a thousand. Texts such as `3,14` and `0,500` are not numbers, because a
+    decimal comma is ambiguous. A list of numbers is not a number.
 
     >>> [str(parse_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
     ['2001/2', '3/4', '18', 'None']

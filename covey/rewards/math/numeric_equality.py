@@ -1,9 +1,9 @@
-r"""Equality of two formulas by evaluating both at a few points, 100 times as fast as algebra.
+r"""Equality of two formulas by evaluation at a few points, 100 times faster than algebra.
 
 Two expressions that agree at three arbitrary points, one of them negative, are equal. Two
-expressions that agree at no point are not equal. Anything else is undecided: agreement at some
-points, a value that cannot be computed, or syntax that is not parsed here (inequalities, matrices,
-words).
+expressions that differ at all points are not equal. Other cases are undecided: agreement at only
+some points, a value that cannot be computed, or syntax that this module does not parse
+(inequalities, matrices, words).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from itertools import pairwise
 from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
-"""Limits on relative differences: values are equal up to SAME and different above DIFFERENT. If a
+"""Limits on relative differences. Values are equal up to SAME, and different above DIFFERENT. If a
 formula has decimals, which may be rounded, values are different above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. A smaller one could be lost in floats: 1 - 2^{-100} is not 1."""
+"""Minimum ratio of two summands. A summand below this ratio could be lost in floats; for
+example, 2^{-100} would be lost in 1 - 2^{-100}."""
 MAX_DIGITS = 12
 """Maximum digits of a number, so that neighbouring numbers are different floats."""
 
 Values = list[complex]
-"""The value of an expression at each point."""
+"""The values of an expression, one for each point."""
 
 _TOKEN = re.compile(
     r"\s+|\\[,;:! ]|\\(?:left|right|displaystyle)(?![A-Za-z])"
@@ -50,8 +51,9 @@ class _UnsupportedError(ValueError):
 def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if undecided.
 
-    Intervals and points are compared part by part, sets in any order. Equations are equal if one is
-    a multiple of the other. `y = 2x` and `2x` are compared by value.
+    Intervals and points are compared part by part, sets in any order. Equations are equal if one
+    equation is a multiple of the other. An equation such as `y = 2x` and an expression such as `2x`
+    are compared by value.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)
@@ -73,7 +75,7 @@ def same_numerically(answer: str, target: str) -> bool | None:
 
 
 def _same_set(answer: list[str], target: list[str]) -> bool | None:
-    """Match every element with an equal one; return None if some pairs are undecided."""
+    """Return whether every element has an equal element in the other set; None if undecided."""
     left = list(answer)
     for wanted in target:
         equal = [same_numerically(element, wanted) for element in left]
@@ -105,7 +107,7 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
 
 
 def _value(left: str, right: str) -> list[str]:
-    """Return the value of `y = ...`; empty if no letter is defined, or it is on both sides."""
+    """Return the right side of `y = ...` as a list; [] if the left side is not a single letter."""
     letter, value = left.strip(), right
     alone = len(letter) == 1 and letter.isascii() and letter.isalpha()
     return [value] if alone and letter not in value else []
@@ -148,13 +150,13 @@ def _compare(answer: _Evaluator, target: _Evaluator) -> bool | None:
 
 
 def _points(variable: str) -> Values:
-    """Return the points for a variable: two above 0 and one below."""
+    """Return the values of a variable at the points: two above 0 and one below 0."""
     share = zlib.crc32(variable.encode()) / 2**32
     return [complex(0.61 + 1.7 * share), complex(2.53 - 1.3 * share), complex(-1.87 + 1.1 * share)]
 
 
 def _added(a: complex, b: complex) -> complex:
-    """Return a + b; raise if floats would lose a summand or cancel too many digits."""
+    """Return a + b; raise an error if floats would lose a summand or too many digits."""
     total = a + b
     least, _, most = sorted((abs(a), abs(b), abs(total)))
     if 0 < least < LOST * most:
@@ -227,7 +229,7 @@ class _Evaluator:
                 return total
 
     def implicit_factor(self) -> bool:
-        """Whether a factor follows without an operator."""
+        """Whether the next token is a factor without an operator before it."""
         command = self.next[:1] == "\\" and self.next not in (*_TIMES, *_DIVIDED)
         return self.next in ("(", "{") or self.next[:1].isalpha() or command
 

@@ -1,7 +1,8 @@
 """Equality of two formulas by computer algebra, for pairs that numeric evaluation cannot decide.
 
-math-verify compares them with sympy, which evaluates text and may never finish. So it runs in the
-sandbox with a time limit, and formulas that are too expensive are rejected in advance.
+The library math-verify compares formulas with sympy, which evaluates text and may never finish. So
+math-verify runs in the sandbox with a time limit, and formulas that would take too long are
+rejected in advance.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""Maximum digits of a number's power, because sympy would factor it under a root."""
+"""Maximum digits of a power of a number, because sympy would factor the power under a root."""
 MAX_DEGREE = 100
 """Maximum degree of a polynomial in a division, whose time is quadratic in the degree."""
 
@@ -55,7 +56,7 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 
 
 def _exponent(formula: str, at: int) -> str:
-    """Return the exponent after the `^` before `at`; append `^` if another power follows."""
+    """Return the exponent that follows the `^` before `at`; append `^` if another power follows."""
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
     depth = 0
@@ -106,7 +107,7 @@ def _powers_are_small(formula: str) -> bool:
 
 
 def is_tractable(formula: str) -> bool:
-    r"""Whether a formula is small enough to compute, by a cheap check of its text.
+    r"""Whether a formula is small enough to compute, according to a cheap check of its text.
 
     A short text can describe a number that fills the memory, such as `10^{10^{10}}` or `9999999!`.
 

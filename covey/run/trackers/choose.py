@@ -15,11 +15,12 @@ from covey.run.trackers.protocol import Tracker
 TRACKERS: Mapping[str, str] = MappingProxyType(
     {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "trackio": "TrackioTracker"}
 )
-"""Name -> class of a tracker. Its module, its package and its pip extra have the same name."""
+"""Class of each tracker, by the tracker's name. A tracker's module, Python package and pip extra
+all have its name."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse an unknown tracker, or one whose package is not installed."""
+    """Refuse an unknown tracker, or a tracker whose package is not installed."""
     for name in names:
         if name not in TRACKERS:
             hint = nearest(name, TRACKERS)

@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return the main numbers of a step in one line; `short` for a narrow terminal."""
+    """Return the main numbers of a step in one line; `short` fits a narrow terminal."""
     if short and "objective/scores" in metrics:
         return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
     if "loss/cross_entropy" in metrics:
@@ -119,7 +119,7 @@ class ConsoleTracker(Tracker):
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
-        """Print the result, and commands to look at it."""
+        """Print the result, and commands that show more about the run."""
         if done < steps:
             self.note(f"{signal}: saved step {done} of {steps}")
             self.note(f"resume with: covey {command} --resume {self.run.path}")
@@ -160,7 +160,7 @@ class LiveTracker(ConsoleTracker):
         self.progress.start()
 
     def sampled(self, count: int) -> None:
-        """Count completions, so that a long step shows progress."""
+        """Count finished completions, so that the bar shows progress within a long step."""
         self.count += count
         self.progress.update(self.task, sampled=f"+{self.count}")
 
@@ -177,7 +177,7 @@ class LiveTracker(ConsoleTracker):
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Print an evaluation above the bar."""
+        """Print an evaluation above the progress bar."""
         self.count = 0
         super().evaluation(step, evaluation)
 
@@ -222,5 +222,5 @@ def before_and_after(run: RunFolder) -> Table | None:
 
 
 def _cell(text: str) -> Text:
-    """Return a table cell without markup or control characters."""
+    """Return text for a table cell, without markup or control characters."""
     return Text(printable(text))

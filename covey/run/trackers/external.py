@@ -1,4 +1,5 @@
-"""Base classes for trackers of other packages. They choose what is logged, and when."""
+"""Base classes for trackers that log to other packages. The base classes choose what is logged, and
+when."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ PROJECT = "covey"
 
 
 class ExternalTracker(Tracker):
-    """A tracker of another package. Subclasses open it, write numbers and tables, and close it."""
+    """A tracker that logs to another package.
+
+    Subclasses open the package's log, write numbers and tables, and close the log.
+    """
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         self.run = run
@@ -34,16 +38,19 @@ class ExternalTracker(Tracker):
         self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
 
     def open(self, done: int) -> None:
-        """Start to log the steps after step `done`."""
+        """Open the log, for the steps after step `done`."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table of completions; `COLUMNS` names its columns. Does nothing by default."""
+        """Log a table of completions with the columns in `COLUMNS`.
+
+        The method does nothing by default.
+        """
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether an event of a step is new, so not logged before the run was resumed."""
+        """Return whether an event of a step is new, and was not already logged before a resume."""
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -74,7 +81,7 @@ class ExternalTracker(Tracker):
 class RememberingTracker(ExternalTracker):
     """A tracker that can only append, so a resumed run does not log a step twice.
 
-    Steps after the checkpoint that a run resumes from are computed again, with the same numbers.
+    A resumed run repeats the steps after its checkpoint and gets the same numbers.
     NAME.json in the run folder contains the run's id and the last logged steps.
     """
 
@@ -95,14 +102,17 @@ class RememberingTracker(ExternalTracker):
             return {}
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether this event of a step was never logged, and record that it now is."""
+        """Return whether this event of a step was never logged, and record it as logged."""
         if step <= self.known.get(event, -1):
             return False
         self.known[event] = step
         return True
 
     def remember(self) -> None:
-        """Save the last logged steps, after logging. There is no fsync, because it is slow."""
+        """Save the numbers of the last logged steps, after each log entry.
+
+        The file is written without fsync, because fsync is slow.
+        """
         new = self.file.with_suffix(".partial")
         new.write_text(json.dumps(self.known) + "\n")
         new.replace(self.file)
@@ -114,14 +124,14 @@ class RememberingTracker(ExternalTracker):
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row without its step, and the values of estimates."""
+    """Return the finite numbers of a row, except its step; an estimate counts with its value."""
     values = {n: v.get("value") if isinstance(v, Mapping) else v for n, v in row.items()}
     values.pop("step", None)
     return {name: value for name, value in values.items() if is_number(value)}
 
 
 def sample_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return the completions with the highest and lowest rewards as cells of plain text."""
+    """Return the completions with the highest and lowest rewards as rows of plain text cells."""
     scored = sorted((row for row in rows if row["reward"] is not None), key=lambda r: -r["reward"])
     chosen = scored if len(scored) <= 2 * SHOWN else [*scored[:SHOWN], *scored[-SHOWN:]]
     return [[_cell(row, column) for column in COLUMNS] for row in chosen]

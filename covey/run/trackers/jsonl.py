@@ -27,5 +27,5 @@ class JsonlTracker(Tracker):
         self.run.log_evaluation({"step": step, **evaluation.row()})
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of a step."""
+        """Write a table of a step to its file."""
         self.run.write_table(name, step, rows)

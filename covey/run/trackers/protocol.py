@@ -1,4 +1,4 @@
-"""The tracker interface: a sink for metrics, evaluations, tables and notes.
+"""The tracker interface: a tracker receives metrics, evaluations, tables and notes.
 
 To add a tracker, subclass `Tracker` and override the events that it shows. The training loop
 reports every event to all trackers of a run, in order.
@@ -17,7 +17,10 @@ class Tracker:
     """Receives the events of a run. Every method does nothing unless it is overridden."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Training begins. `done` of `steps` steps are finished; each has `rollouts` rollouts."""
+        """Training begins.
+
+        The run has `steps` steps, of which `done` are finished; each step has `rollouts` rollouts.
+        """
 
     def sampled(self, count: int) -> None:
         """`count` more completions of the current step or evaluation are finished."""
@@ -29,7 +32,7 @@ class Tracker:
         """An evaluation after `step` is done."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of a step: "rollouts", or "evaluations" with a row for each held-out prompt."""
+        """A table of a step, "rollouts" or "evaluations" (with one row per held-out prompt)."""
 
     def note(self, text: str) -> None:
         """A message for the user."""
@@ -39,7 +42,7 @@ class Tracker:
 
 
 class Trackers(Tracker):
-    """Several trackers as one. Every event goes to each of them, in order."""
+    """Several trackers combined into one. Every event is passed to each tracker, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)

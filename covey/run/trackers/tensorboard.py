@@ -15,7 +15,10 @@ class TensorBoardTracker(ExternalTracker):
     writer: Any = None
 
     def open(self, done: int) -> None:
-        """Open a new event file. TensorBoard drops earlier events of the steps that follow."""
+        """Open a new event file.
+
+        TensorBoard drops the earlier events of steps that are logged again after a resume.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self.run.path / "tensorboard")
@@ -37,7 +40,7 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Write completions as indented Markdown, which the text itself cannot end."""
+        """Write completions as indented Markdown blocks; no content of a text can end its block."""
         lines: list[str] = []
         for row in rows:
             cells = dict(zip(COLUMNS, row, strict=True))

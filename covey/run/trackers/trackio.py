@@ -1,6 +1,7 @@
 """The trackio tracker: a local database, which `trackio show` opens.
 
-TRACKIO_DIR sets its folder and TRACKIO_PROJECT the project; TRACKIO_SPACE_ID sends it to the hub.
+The variable TRACKIO_DIR sets the folder, and TRACKIO_PROJECT the project. TRACKIO_SPACE_ID sends
+the data to a Space on the hub.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from covey.run.trackers.external import COLUMNS, PROJECT, RememberingTracker
 
 
 class TrackioTracker(RememberingTracker):
-    """Logs to a trackio run, with tables of completions. A resumed run continues the same one."""
+    """Logs to a trackio run, with tables of completions.
+
+    A resumed run continues the same trackio run.
+    """
 
     name = "trackio"
     session: Any = None

@@ -34,7 +34,7 @@ class WandbTracker(RememberingTracker):
         self.remember()
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step; the numbers of its evaluation go to the same row."""
+        """Log the numbers of a step; wandb adds the step's evaluation to the same row."""
         self.session.log(dict(values), step=step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:

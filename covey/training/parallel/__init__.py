@@ -1,11 +1,13 @@
 """Ranks: several processes that train one policy together, over torch.distributed.
 
-environment.py   which rank this process is, from the variables of torchrun
-lifeline.py      detects quickly that a rank has failed or died
-world.py         the interface of ranks for the rest of covey; one rank by default
-ranks.py         the same interface over torch.distributed
-join.py          joining the ranks of a run, and leaving them
-passes.py        which rows of a batch this rank computes
-gradients.py     sum of gradients over ranks (strategy "ddp")
-shard.py         sharded parameters, gradients and optimizer state (strategy "fsdp")
+This package has the following files:
+
+    environment.py   which rank this process is, from the variables of torchrun
+    lifeline.py      detects quickly that a rank has failed or died
+    world.py         the interface of ranks for the rest of covey; one rank by default
+    ranks.py         the same interface over torch.distributed
+    join.py          joining the ranks of a run, and leaving them
+    passes.py        which rows of a batch this rank computes
+    gradients.py     sum of gradients over ranks (strategy "ddp")
+    shard.py         sharded parameters, gradients and optimizer state (strategy "fsdp")
 """

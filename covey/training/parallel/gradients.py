@@ -1,9 +1,10 @@
-"""Sums of gradients over ranks, once per optimizer step, before clipping.
+"""Sums gradients over ranks, once per optimizer step, before clipping.
 
-Large gradients are all-reduced in place, and small ones in buckets. If autograd computes gradients
-one by one, the all-reduce of a bucket starts as soon as the last backward pass has computed all its
-gradients, so communication overlaps with the rest of that pass. If CUDA graphs or fused passes
-write gradients, every all-reduce starts after the pass.
+Large gradients are all-reduced in place, and small gradients are all-reduced in buckets. If
+autograd computes gradients one by one, the all-reduce of a bucket starts as soon as the last
+backward pass has computed all gradients of the bucket. So communication overlaps with the remaining
+backward pass. If CUDA graphs or fused passes compute gradients, every all-reduce starts after the
+pass.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ BUCKET_BYTES = 25 * 2**20
 class _Bucket:
     names: list[str]
     missing: int = 0
-    """Number of gradients in the bucket that the last pass has not computed yet."""
+    """Number of gradients in the bucket that the last backward pass has not computed yet."""
     work: Any = None
     flat: torch.Tensor | None = None
-    """A flat copy of the bucket's gradients. None for a single gradient, summed in place."""
+    """A flat copy of the bucket's gradients. The value is None for a bucket of a single gradient,
+    which is summed in place."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Let buckets be summed during the next backward pass, which is the last of the step."""
+        """Sum buckets during the next backward pass, which is the last pass of the step."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True
@@ -73,7 +75,7 @@ class GradientSums:
             self._end(bucket)
 
     def _start_complete(self) -> None:
-        """Start to sum complete buckets, in the same order on every rank."""
+        """Start the all-reduce of complete buckets, in the same order on every rank."""
         while self._started < len(self.buckets) and not self.buckets[self._started].missing:
             self._start(self.buckets[self._started])
             self._started += 1
@@ -100,13 +102,16 @@ class GradientSums:
         bucket.work = bucket.flat = None
 
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
-        """Return a bucket's gradients. A parameter that no pass uses has none on any rank."""
+        """Return a bucket's gradients.
+
+        A parameter that no pass uses has no gradient on any rank.
+        """
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
 
 
 def _buckets(sizes: Sequence[tuple[str, int]]) -> list[_Bucket]:
-    """Put small gradients into shared buckets, and each large one into its own."""
+    """Put small gradients into shared buckets, and each large gradient into its own bucket."""
     buckets: list[_Bucket] = []
     room = 0
     for name, size in sizes:

@@ -1,4 +1,4 @@
-"""Join the ranks of a run, and leave them."""
+"""Join the process group of a run's ranks, and leave it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from covey.training.parallel.world import World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""If a rank fails before it joins, it waits this many seconds for rank 0 to report the failure."""
+"""Seconds that a rank that failed before joining waits for rank 0 to report the failure."""
 
 
 @contextmanager
 def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World]:
-    """Join the process group that the environment variables describe, and leave it after the run.
+    """Join the process group that the environment variables define, and leave it after the run.
 
-    A failure of one rank ends all of them, and rank 0 prints one line with the reason.
+    If one rank fails, all ranks end, and rank 0 prints one line with the reason.
     """
     here = place()
     if here.size == 1 and config.parallel.strategy == "ddp":
@@ -60,7 +60,7 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
 
 
 def check_alike(world: World, what: str, mine: str) -> None:
-    """Refuse ranks that differ in a text that must be equal, such as the settings as TOML."""
+    """Refuse ranks that differ in a text that must be equal on all ranks, such as settings."""
     all_of_them = world.gather(mine)
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
@@ -126,7 +126,7 @@ def _distributed() -> Any:
 
 
 def told_by_main(text: str, code: int) -> bool:
-    """Let rank 0 report why this rank failed before it joined; return whether rank 0 reports it.
+    """Let rank 0 report why this rank failed before joining; return whether rank 0 does so.
 
     If several ranks fail in the same way, the user sees one line.
     """
@@ -149,7 +149,7 @@ def told_by_main(text: str, code: int) -> bool:
 
 
 def _agent() -> bool:
-    """Whether torchrun hosts the store; otherwise rank 0 does."""
+    """Whether torchrun hosts the torch.distributed store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -1,10 +1,10 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
 A collective call waits for all ranks, so it may take minutes to notice a failure. So every rank
-keeps a TCP connection to rank 0, which closes when the process ends in any way. A rank that fails
-sends the reason before it ends, and rank 0 forwards it. The main thread of each rank raises the
-error at its next collective call. If the main thread makes no such call within a few seconds, the
-watching thread ends the process.
+keeps a TCP connection to rank 0, which closes when the process ends, even after a crash. A rank
+that fails sends the reason before it ends, and rank 0 forwards the reason to the other ranks. The
+main thread of each rank raises the error at its next collective call. If the main thread makes no
+collective call within a few seconds, the watching thread ends the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds that the main thread has to notice a lost rank, and then again to end."""
+"""Seconds that the main thread has to notice a lost rank, and the same time again to end."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -41,15 +41,15 @@ class Reported(CoveyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The first rank that failed or died, and why."""
+    """The first rank that failed or died, and the reason."""
 
     rank: int
     text: str
-    """The reason in one line. Empty if the process died without a message."""
+    """The reason in one line. The text is empty if the process died without a message."""
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
-        """Return the error to raise; only a rank that reports the loss gets a message."""
+        """Return the error to raise; it has a message only on the rank that reports the loss."""
         if not reporter:
             error: CoveyError = Reported("")
         elif self.text:
@@ -65,7 +65,7 @@ class Loss:
 
 @dataclass(slots=True)
 class Lifeline:
-    """The connections of one rank: rank 0 is connected to every other rank, and they only to it."""
+    """The connections of one rank: rank 0 is connected to all ranks, the others only to rank 0."""
 
     rank: int
     peers: dict[int, socket.socket]
@@ -83,7 +83,7 @@ class Lifeline:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports a loss to the user: rank 0, or rank 1 if rank 0 is lost."""
+        """Whether this rank reports a lost rank: rank 0 does, or rank 1 if rank 0 is lost."""
         silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
         return self.rank == (1 if silent else 0)
 
@@ -94,12 +94,12 @@ class Lifeline:
             raise self.loss.error(self.reports)
 
     def fail(self, text: str, code: int = 1) -> None:
-        """Tell the other ranks that this one has failed, and why."""
+        """Tell the other ranks that this rank has failed, and the reason."""
         self.closing.set()
         self._send({"rank": self.rank, "text": text[: LINE_BYTES // 2], "code": code})
 
     def close(self) -> None:
-        """Tell the other ranks that this one has ended normally, and close."""
+        """Tell the other ranks that this rank has ended normally, and close the connections."""
         self.closing.set()
         self._send({"rank": self.rank, "left": True})
         for peer in self.peers.values():
@@ -122,7 +122,7 @@ class Lifeline:
             self._end()
 
     def _read(self, rank: int) -> bool:
-        """Read from a rank; return whether its connection is still open."""
+        """Read a message from a rank; return whether its connection is still open."""
         try:
             data = self.peers[rank].recv(LINE_BYTES)
         except OSError:
@@ -166,7 +166,7 @@ class Lifeline:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Open rank 0's socket; return it, and its address for other ranks with a secret."""
+    """Open rank 0's socket; return it, and the address with a secret for the other ranks."""
     server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
     return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"
 
@@ -205,7 +205,7 @@ def connect(address: str, port: int, secret: str, rank: int) -> Lifeline:
 
 
 def _kept_alive(peer: socket.socket) -> socket.socket:
-    """Set TCP keepalive, so that a machine that is down is detected within about 15 seconds."""
+    """Set TCP keepalive, which detects a machine that is down within about 15 seconds."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

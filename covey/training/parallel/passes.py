@@ -1,4 +1,4 @@
-"""Choose the rows of a batch that this rank computes, and divide them into passes."""
+"""Choose the rows of a batch that this rank computes, and divide the rows into forward passes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """False if these rows are placeholders, whose results are ignored because another rank computes
-    the same rows. Placeholders give all ranks the same number of passes, because with sharded
-    parameters every pass involves all ranks."""
+    """Whether the results of this pass count. The results do not count if the rows are
+    placeholders, because another rank computes the same rows. Placeholders give all ranks the same
+    number of passes; with sharded parameters, every pass involves all ranks."""
 
 
 def without_weight(rows: Batch) -> Batch:
-    """Return placeholder rows, whose pass adds nothing to the gradient."""
+    """Return the rows with weight 0, as placeholders that add nothing to the gradient."""
     assert rows.weight is not None, "weights come from the whole step"
     return replace(rows, weight=torch.zeros_like(rows.weight))
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
-    """Return the micro-batches of this rank. Ranks have equally many, of similar sizes.
+    """Return this rank's micro-batches.
 
-    All ranks have the same batch, so each computes the same split on its own. To balance the sizes,
-    the token limit is lowered as far as possible without adding passes.
+    All ranks have the same number of micro-batches, of similar sizes. All ranks have the same
+    batch, so each rank computes the same split without communication. To balance the sizes, the
+    token limit is lowered as far as possible without adding passes.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:

@@ -1,7 +1,7 @@
 """Several ranks over torch.distributed.
 
-Waiting for other ranks never blocks the interpreter, so that signals are handled and the failure of
-a rank is noticed (lifeline.py).
+Waiting for other ranks never blocks the interpreter, so that this rank handles signals and notices
+the failure of another rank (lifeline.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ranks(World):
         self.rank, self.size, self.local_size = place.rank, place.size, place.local_size
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return every `size`-th item."""
+        """Return this rank's items: every `size`-th item."""
         return list(items[self.rank :: self.size])
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
@@ -42,7 +42,7 @@ class Ranks(World):
         return [parts[number % self.size][number // self.size] for number in range(total)]
 
     def gather(self, item: _T) -> list[_T]:
-        """Return the item of every rank, in the order of the ranks."""
+        """Gather one item from every rank, and return the items in the order of the ranks."""
         data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         self.wait(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
@@ -65,7 +65,7 @@ class Ranks(World):
         self.wait(self.summing(tensor))
 
     def summing(self, tensor: torch.Tensor) -> Any:
-        """Start to sum a tensor over the ranks, and return the work to `wait` for."""
+        """Start to sum a tensor over the ranks; return a handle for `wait`."""
         self.check()
         try:
             return dist.all_reduce(tensor, async_op=True)
@@ -84,7 +84,7 @@ class Ranks(World):
         return bool(received)
 
     def barrier(self) -> None:
-        """Wait for the other ranks."""
+        """Wait until all ranks have called `barrier`."""
         self.gather(None)
 
     def device(self, name: str) -> str:
@@ -113,7 +113,7 @@ class Ranks(World):
             self.lifeline.check()
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective call."""
+        """Wait until a collective call has finished."""
         limit, pause = time.monotonic() + self.timeout, 0.0
         try:
             while not work.is_completed():
@@ -130,7 +130,7 @@ class Ranks(World):
             raise self._lost(error) from None
 
     def _lost(self, error: RuntimeError) -> Exception:
-        """Return the error for a failed collective; it names the failed rank if that is known."""
+        """Return the error for a failed collective; it names the failed rank, if known."""
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
             return error
         limit = time.monotonic() + 5.0

@@ -3,7 +3,7 @@
 Each block of the model is gathered when a pass reaches it, and its gradients are reduced and
 sharded again in the backward pass. The sharded parameters are the optimizer's float32 masters; a
 model in bfloat16 computes in bfloat16. Embedding, head and final norm are gathered for a whole
-pass, so a pass must start in one method of the outermost module (`batch_logp`).
+pass, so a pass must be one method call on the outermost module (`batch_logp`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from covey.training.parallel.world import World
 def shard_model(
     model: LanguageModel, settings: Parallel, world: World, *, offload: bool = False
 ) -> LanguageModel:
-    """Return a sharded copy of a model. The model itself keeps its own full tensors.
+    """Return a sharded copy of a model. The original model keeps its full tensors.
 
     With `offload`, the shards stay in main memory until a pass needs them.
     """
@@ -62,7 +62,10 @@ def shard_model(
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
-    """Return the device mesh. All ranks, or every `shard_ranks` ranks, share one model copy."""
+    """Return the device mesh.
+
+    All ranks together, or each set of `shard_ranks` ranks, divide one copy of the model among them.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     size = settings.shard_ranks or world.size
@@ -77,13 +80,13 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. All ranks must call this, because shards are gathered."""
+    """Return the full tensor. All ranks must call this function, because it gathers the shards."""
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a full tensor, sharded like another tensor if that one is sharded."""
+    """Shard a full tensor like another tensor, if the other tensor is sharded."""
     if not hasattr(like, "full_tensor") or value.shape != like.shape:
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -126,6 +129,6 @@ def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
 
 
 def _twin(root: Any, copied: Any, module: nn.Module) -> Any:
-    """Return the copied module that has the same name as the original one."""
+    """Return the copied module with the same name as an original module."""
     name = next(name for name, each in root.named_modules() if each is module)
     return copied.get_submodule(name)

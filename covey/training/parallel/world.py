@@ -1,8 +1,8 @@
 """The world: the interface through which the rest of covey uses the ranks of a run.
 
-Every rank builds the same batch and makes the same decisions; only rollouts and passes through the
-model are divided. So ranks communicate in few places: to gather rollouts and log-probabilities, to
-sum gradients and metrics, and to agree on a signal to stop.
+Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
+the passes through the model are divided among ranks. So ranks communicate only to gather rollouts
+and log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class World:
         return list(items)
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return all ranks' results for the items that `share` divided, in the items' order."""
+        """Gather the ranks' results for the items that `share` divided, in their original order."""
         return list(done)
 
     def gather(self, item: _T) -> list[_T]:
-        """Return the item of every rank, in the order of the ranks."""
+        """Gather one item from every rank, and return the items in the order of the ranks."""
         return [item]
 
     def from_main(self, make: Callable[[], _T]) -> _T:
@@ -59,8 +59,8 @@ class World:
         return stop.received is not None
 
     def barrier(self) -> None:
-        """Wait for the other ranks."""
+        """Wait until all ranks have called `barrier`."""
 
     def device(self, name: str) -> str:
-        """Return the device of this rank for the configured name."""
+        """Return the device of this rank, given the device name in the configuration."""
         return name

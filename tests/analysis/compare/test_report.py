@@ -315,6 +315,9 @@ def test_every_json_field_is_documented(contents: ReportContents) -> None:
     data = report_data(contents)
     assert documented_fields("| field |") == set(data)
     assert documented_fields("| field of a pair |") == set(data["conclusion"]["pairs"][0])
+    evaluation = next(run["evaluations"][0] for run in data["runs"] if run["evaluations"])
+    assert documented_fields("| field of an evaluation |") == {*evaluation, "reward"}
+    assert documented_fields("| field of an arm |") == set(data["conclusion"]["arms"][0])
 
 
 def documented_fields(heading: str) -> set[str]:
