@@ -102,14 +102,12 @@ def plan_command(
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
-        data |= {"memory_unknown": problem, "time": None if isinstance(taken, str) else taken.row()}
-        data |= {"task_unreadable": facts.unreadable}
+        known = None if isinstance(taken, str) else taken.row()
+        data |= {"memory_unknown": problem, "time": known, "task_unreadable": facts.unreadable}
         return typer.echo(json.dumps({**data, "findings": rows}))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
-    if facts.unreadable:
-        console.print(f"cannot start: {facts.unreadable}\n", soft_wrap=True)
-    _show_engine(config, console)
+    _show_obstacles(config, facts, console)
     console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
@@ -125,11 +123,13 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
         show_time(config, as_json)
 
 
-def _show_engine(config: Config, console: Console) -> None:
-    """Print why vLLM or Ray cannot start on this machine, if this is known in advance."""
+def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
+    """Print why the run cannot start: its task cannot be read, or vLLM or Ray is missing here."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
 
+    if facts.unreadable:
+        console.print(f"cannot start: {facts.unreadable}\n", soft_wrap=True)
     try:
         if config.engine.kind == "vllm":
             check_vllm(config)

@@ -44,6 +44,8 @@ from covey.types import Group
 
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
+CHANGES = "changes.jsonl"
+"""File with a line for each resume that changed settings: the step, and each old and new value."""
 MOST_NAMED = 8
 """Maximum number of edited settings that a note names. The note only counts the settings beyond
 this number."""
@@ -345,6 +347,8 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a note on the settings edited since the run was started; None if there are none.
 
+    Settings that a resume changed are not edited.
+
     Runs of older versions do not record the settings at their start.
     """
     if environment.get("config") is None:
@@ -352,11 +356,13 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     try:
         then = dict(flat_settings(tomllib.loads(environment["config"])))
         now = dict(flat_settings(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
+        resumes = usable_lines(run.path / CHANGES, records.ANY_OBJECT, to_stderr)
     except (OSError, ValueError, RecursionError):
         return None  # loading the configuration reports the error
+    known = {key for resume in resumes for key in resume.get("settings", ())}
     changed = [
         f"{key} was {then.get(key, 'not set')} and is {now.get(key, 'not set')}"
-        for key in sorted(then.keys() | now.keys())
+        for key in sorted((then.keys() | now.keys()) - known)
         if then.get(key) != now.get(key)
     ]
     if not changed:

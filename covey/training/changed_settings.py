@@ -14,10 +14,9 @@ from typing import Any
 from covey.config import Config, load_config, to_toml
 from covey.errors import ConfigError
 from covey.run.files import append_line, write_text
-from covey.run.folder import RunFolder
+from covey.run.folder import CHANGES, RunFolder
 from covey.training.resolve import resolve
 
-CHANGES = "changes.jsonl"
 """Name of the file with a line for each resume that changed settings. A line has the step, and each
 old and new value."""
 OTHER_RUN = "start a new run from the checkpoint, with --model"

@@ -59,8 +59,6 @@ def run_loop(
     watch = Watch(parts.config)
     log = Trackers([*(_sinks(parts, run, trackers) if parts.world.is_main else []), watch])
     start = start or start_of(run, save_every=parts.config.save.every)
-    if parts.world.is_main:
-        run.clear_failure()
     try:
         state = checkpoint.resume(
             run,

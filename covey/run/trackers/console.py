@@ -121,7 +121,8 @@ class ConsoleTracker(Tracker):
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
         """Print the result, and commands that show more about the run."""
         if done < steps:
-            self.note(f"{signal}: saved step {done} of {steps}")
+            saved = f"saved step {done} of {steps}" if done else "no step has ended, none is saved"
+            self.note(f"{signal}: {saved}")
             self.note(f"resume with: covey {command} --resume {self.run.path}")
             return
         table = before_and_after(self.run)

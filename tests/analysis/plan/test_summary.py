@@ -114,7 +114,9 @@ def test_the_command_prints_plan_memory_and_findings(capsys: pytest.CaptureFixtu
 
 def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     data = as_data(capsys, "arithmetic", "--set", "optimizer.learning_rate=0")
-    assert list(data) == ["text", "plan", "memory", "memory_unknown", "findings"]
+    assert list(data) == [
+        "text", "plan", "memory", "memory_unknown", "time", "task_unreadable", "findings",
+    ]  # fmt: skip
     assert data["plan"]["held_out"] == 256
     assert data["memory"]["peak_bytes"] > 0
     assert [f["kind"] for f in data["findings"]] == ["risk"]
