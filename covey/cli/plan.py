@@ -98,9 +98,8 @@ def plan_command(
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
         memory, taken, problem, more = _memory_and_time(config, facts, gpu, ranks)
-        found = [*more, *found]
     if as_json:
-        rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
+        rows = [{**each.row(), "settings": list(each.settings)} for each in (*more, *found)]
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
         known = None if isinstance(taken, str) else taken.row()
         data |= {"memory_unknown": problem, "time": known, "task_unreadable": facts.unreadable}
@@ -109,9 +108,8 @@ def plan_command(
     console.print(plan.paragraph(), "", sep="\n")
     _show_obstacles(config, facts, console)
     console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
-    text = memory.text() if memory else f"memory: unknown, {problem}"
-    console.print(text, soft_wrap=True)
-    _show_findings(found, console)
+    console.print(memory.text() if memory else f"memory: unknown, {problem}", soft_wrap=True)
+    _show_findings([*more, *found], console)
 
 
 def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:

@@ -45,7 +45,8 @@ from covey.types import Group
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""File with a line for each resume that changed settings: the step, and each old and new value."""
+"""Name of the file with a line for each resume that changed settings. A line has the step, and each
+old and new value."""
 MOST_NAMED = 8
 """Maximum number of edited settings that a note names. The note only counts the settings beyond
 this number."""

@@ -17,8 +17,6 @@ from covey.run.files import append_line, write_text
 from covey.run.folder import CHANGES, RunFolder
 from covey.training.resolve import resolve
 
-"""Name of the file with a line for each resume that changed settings. A line has the step, and each
-old and new value."""
 OTHER_RUN = "start a new run from the checkpoint, with --model"
 FIXED: Mapping[str, str] = {
     "seed": f"it decides which prompts and random numbers all steps draw; {OTHER_RUN}",

@@ -21,9 +21,8 @@ from covey.config import Config, load_config
 from covey.errors import CoveyError, RunError
 from covey.rng import prompt_indices
 from covey.run.digests import RECORDS_FILE, damage
-from covey.run.folder import RunFolder
+from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, DIGEST, SAVED, STEP, Note, scan_lines, usable_lines
-from covey.training.changed_settings import CHANGES
 from covey.training.resolve import task_of
 
 SHOWN = 3

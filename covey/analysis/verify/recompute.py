@@ -11,8 +11,7 @@ from covey.analysis.doctor.result import Result
 from covey.analysis.explain.recorded import policy_before, read_step
 from covey.config import load_config
 from covey.errors import RunError
-from covey.run.folder import RunFolder
-from covey.training.changed_settings import CHANGES
+from covey.run.folder import CHANGES, RunFolder
 from covey.training.checkpoint import OPTIMIZER_FILE, read_weights
 from covey.training.step import training_step
 
