@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -76,9 +76,9 @@ def plan_command(
     Without --measure, the command trains nothing and loads no weights. It reads only the model's
     configuration and tokenizer.
     """
-    settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
 
+    settings = settings_of(overrides, model)
     label = source_of(source, settings)
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
     with waiting(STARTING) as say, measuring() as measure:
@@ -99,11 +99,10 @@ def plan_command(
         say(f"measuring {config.model.path}")
         memory, taken, problem, more = _memory_and_time(config, facts, gpu, ranks)
     if as_json:
-        rows = [{**each.row(), "settings": list(each.settings)} for each in (*more, *found)]
-        data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
         known = None if isinstance(taken, str) else taken.row()
+        data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
         data |= {"memory_unknown": problem, "time": known, "task_unreadable": facts.unreadable}
-        return typer.echo(json.dumps({**data, "findings": rows}))
+        return typer.echo(json.dumps({**data, "findings": _rows([*more, *found])}))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_obstacles(config, facts, console)
@@ -157,6 +156,10 @@ def _memory_and_time(
     if not memory.fits:
         return memory, "time: unknown, because the run does not fit into memory.", "", found
     return memory, run_time(config, facts, shape, device, ranks), "", found
+
+
+def _rows(found: list[Finding]) -> list[dict[str, Any]]:
+    return [{**finding.row(), "settings": list(finding.settings)} for finding in found]
 
 
 def _show_findings(found: list[Finding], console: Console) -> None:

@@ -163,7 +163,7 @@ def _verify(run: RunFolder) -> None:
         result = recomputed(run)
     if result.passed is False:
         raise RunError(f"--verify: {result.figure}; {result.remedy}")
-    echo(f"verified: {result.figure}")
+    echo(f"{'verified' if result.passed else 'not verified'}: {result.figure}")
 
 
 def _joined(config: Config) -> AbstractContextManager[World]:

@@ -123,6 +123,17 @@ def test_each_change_is_named(
     assert found == names
 
 
+@pytest.mark.parametrize(("step", "passed"), [(2, True), (3, None), (4, None)])
+def test_steps_with_other_settings_cannot_be_recomputed(
+    whole: Path, tmp_path: Path, step: int, passed: bool | None
+) -> None:
+    """The run goes from step 2 to step 4: a resume at step 2 already had the settings of today."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    change = {"step": step, "settings": {"save.keep": [3, 2]}}
+    (run / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    assert recomputed(RunFolder(run)).passed is passed
+
+
 def test_a_checkpoint_that_its_rollouts_do_not_teach_is_not_resumed(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
