@@ -37,10 +37,17 @@ from covey.errors import DiskError, RunError
 from covey.run import records
 from covey.run.digests import add_digest, write_digests
 from covey.run.episodes import episode_row
-from covey.run.files import append_line, check_free, whole_folder, write_text
+from covey.run.files import (
+    append_line,
+    check_free,
+    json_line,
+    whole_folder,
+    write_bytes,
+    write_text,
+)
 from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
-from covey.types import Group
+from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
@@ -110,7 +117,7 @@ class RunFolder:
         self._append("eval.jsonl", result)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        add_digest(self.path, row["step"], name, json.dumps(row).encode())
+        add_digest(self.path, row["step"], name, json_line(row).removesuffix(b"\n"))
         append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -119,10 +126,9 @@ class RunFolder:
         Values that JSON cannot represent become text.
         """
         (self.path / name).mkdir(exist_ok=True)
-        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        file = f"{name}/{step:06d}.jsonl"
-        add_digest(self.path, step, file, text.encode())
-        write_text(self.path / file, text)
+        lines, file = b"".join(json_line(row) for row in rows), f"{name}/{step:06d}.jsonl"
+        add_digest(self.path, step, file, lines)
+        write_bytes(self.path / file, lines)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable rows of a step's evaluation, one for each held-out prompt."""
@@ -174,6 +180,7 @@ class RunFolder:
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
                     **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
+                    **_privileged(rollout),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
@@ -208,12 +215,12 @@ class RunFolder:
         if self.is_sft:
             raise RunError(f"{self.path} is an SFT run, which samples no completions")
         steps = [number for number, _ in self.numbered("rollouts", ".jsonl")]
-        kept = (
-            f"the run has steps {steps[0]} to {steps[-1]}"
+        available = (
+            f"the run has completions of steps {steps[0]} to {steps[-1]}"
             if steps
-            else "the run has none, because save.rollouts = false or no step has ended"
+            else "the run has no completions, because save.rollouts = false or no step has ended"
         )
-        raise RunError(f"{self.path} has no completions of step {step}; {kept}")
+        raise RunError(f"{self.path} has no completions of step {step}; {available}")
 
     @property
     def is_sft(self) -> bool:
@@ -302,14 +309,22 @@ class RunFolder:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            why = f"{path} cannot be locked: {error.strerror}"
-            raise RunError(f"{why}; remove this file if no other process uses the run") from None
+            raise RunError(
+                f"{path} cannot be locked: {error.strerror}; remove this file if no other process "
+                "uses the run"
+            ) from None
         with os.fdopen(handle, "rb", closefd=True) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise RunError(f"{self.path} is in use by another process") from None
             yield
+
+
+def _privileged(rollout: Rollout) -> dict[str, Any]:
+    """Return the feedback of the reward and the teacher's prompt, if the rollout has them."""
+    found = {"feedback": rollout.feedback, "teacher_prompt": rollout.teacher_prompt}
+    return {name: value for name, value in found.items() if value}
 
 
 def check_new_run(path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from covey.errors import users_error
-from covey.rewards.score import NO_CALL, Call, Reward, Score
+from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
 from covey.types import Prompt
 
 READY = "ready"
@@ -82,6 +82,8 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     for text in job.texts:
         try:
             results.append(checked(reward(job.prompt, text)))
+        except SkippedError:
+            results.append(ScoreResult())
         except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
@@ -137,7 +139,12 @@ def checked(score: Score | None) -> ScoreResult:
         if not math.isfinite(value):
             raise ValueError(f"the part {name} is {value}")
     return ScoreResult(
-        score=Score(reward=float(score.reward), success=bool(score.success), parts=parts)
+        score=Score(
+            reward=float(score.reward),
+            success=bool(score.success),
+            parts=parts,
+            feedback=str(score.feedback),
+        )
     )
 
 
