@@ -75,7 +75,7 @@ def token_logp(
         if kept is not None and head.softcap is not None:
             raise ModelError(
                 "model: rollout.mask_replay does not work on a GPU with this model, whose logits "
-                "have a soft cap; set it to false"
+                "have a soft cap; set rollout.mask_replay = false"
             )
         return fused_token_logp(
             hidden,

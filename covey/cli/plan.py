@@ -38,14 +38,22 @@ Gpu = Annotated[
         "--gpu",
         min=1,
         metavar="GIB",
-        help="Plan for a GPU with this much memory instead of this machine's device.",
+        help="Plan for a GPU with this much memory, in GiB, instead of the device of this machine.",
     ),
 ]
 Cluster = Annotated[
-    bool, typer.Option("--cluster", help="Show the best split of 8 to 1,024 GPUs for this run.")
+    bool,
+    typer.Option(
+        "--cluster",
+        help="Show how to divide 8 to 1,024 GPUs between trainers and engines for this run.",
+    ),
 ]
 MeasureSteps = Annotated[
-    bool, typer.Option("--measure", help="Run a few steps here, and forecast the time of the run.")
+    bool,
+    typer.Option(
+        "--measure",
+        help="Train a few steps on this machine, and forecast how long the run will take.",
+    ),
 ]
 
 Ranks = Annotated[
@@ -73,8 +81,8 @@ def plan_command(
 ) -> None:
     """Show what a run will do, how much memory it needs, and which settings have no effect.
 
-    Without --measure, the command trains nothing and loads no weights. It reads only the model's
-    configuration and tokenizer.
+    Without --measure, the command trains nothing and loads no weights. The command reads only the
+    configuration and the tokenizer of the model.
     """
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring

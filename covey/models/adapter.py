@@ -78,7 +78,9 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"model: the adapter {folder} cannot be read: {error}") from None
     if config.peft_type != "LORA":
-        raise ModelError(f"model: {folder} is a {config.peft_type} adapter; covey supports LORA")
+        raise ModelError(
+            f"model: {folder} is a {config.peft_type} adapter; Covey supports only LoRA adapters"
+        )
     config.lora_dropout, config.inference_mode = 0.0, False
     model = _inject(model, config)
     if not _is_plain(model):
@@ -87,14 +89,14 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
         )
     weights = named_weights(model, saved)
     if unknown := saved.keys() - {_file_name(name) for name in weights}:
-        what = f"the model has no {min(unknown)}"
-        raise ModelError(f"model: the adapter {folder} does not fit: {what}")
+        name = min(unknown)
+        raise ModelError(f"model: the adapter {folder} does not fit the model, which has no {name}")
     with torch.no_grad():
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
                 raise ModelError(
-                    f"model: the adapter {folder} does not fit: {name} is missing or has another "
-                    "shape"
+                    f"model: the adapter {folder} does not fit the model: {name} is missing or has "
+                    "another shape"
                 )
             parameter.copy_(weights[name])
     return model
@@ -157,7 +159,7 @@ def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module
     if not found:
         known = {key.rpartition(".")[2] for key in modules if modules[key]._parameters}
         hint = nearest(name, known)
-        raise ConfigError(f"config: adapter.{field}: the model has no {name!r}{hint}")
+        raise ConfigError(f"config: adapter.{field}: the model has no layer {name!r}{hint}")
     return found
 
 
@@ -169,7 +171,7 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
         if not all(_is_linear(m) and m is not head for m in found):
             raise ConfigError(
                 f"config: adapter.targets: {name!r} is not a linear layer of the backbone; "
-                "to train it in full, list it in adapter.also_train"
+                f"to train {name!r} in full, list it in adapter.also_train"
             )
 
 

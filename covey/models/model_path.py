@@ -42,7 +42,8 @@ def check_model_path(path: str) -> None:
                 f"model: {path} is not a GGUF file; give a folder, a hub name or a GGUF file"
             )
     elif _looks_local(path):
-        raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
+        why = _describe_missing(place)
+        raise ModelError(f"model: cannot load {path!r}: {why}")
     prepare_hub(path)
 
 
@@ -82,14 +83,14 @@ def _check_folder(folder: Path) -> None:
     if (folder / "config.toml").is_file() and checkpoints.is_dir():
         steps = [p for p in checkpoints.iterdir() if p.name.isdecimal()]
         newest = max(steps, key=lambda p: int(p.name), default=None)
-        have = (
+        advice = (
             "it has no checkpoint yet"
             if newest is None
             else f"give its newest checkpoint: {newest}"
         )
-        raise ModelError(f"model: {folder} is a run; {have}")
+        raise ModelError(f"model: {folder} is a run, not a model; {advice}")
     raise ModelError(
-        f"model: {folder} is a folder without config.json or adapter_config.json: not a model"
+        f"model: {folder} is not a model: it has no config.json or adapter_config.json"
     )
 
 
@@ -99,8 +100,8 @@ def _check_weights(folder: Path) -> None:
     pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
     if pickled and not SAFE & suffixes.keys():
         raise ModelError(
-            f"model: {folder} has its weights in {pickled[0]}, a pickle, which can run code when "
-            "it is read; convert it to safetensors if you trust it"
+            f"model: {folder} has its weights in the pickle file {pickled[0]}, which can run code "
+            "when it is read; if you trust this file, convert it to safetensors"
         )
 
 

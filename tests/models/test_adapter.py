@@ -383,7 +383,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         (peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]), "not a plain LoRA adapter"),
         (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "not a plain LoRA adapter"),
         (peft.LoraConfig(r=2, target_modules=["lm_head"]), "not a plain LoRA adapter"),
-        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "supports LORA"),
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "supports only LoRA"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # peft warns about such adapters

@@ -83,13 +83,13 @@ def test_braces_in_a_prompt_are_not_fields() -> None:
     ("form", "message"),
     [
         ("chatt", "did you mean 'chat'?"),
-        ("", "is not auto, chat, plain or a text"),
-        ("Q: {questoin}", "has the field {questoin}"),
-        ("Q: {question!r}", "has the field {question!r}"),
-        ("Q: {question:9}", "has the field {question:9}"),
-        ("Q: {}", "has the field {}"),
-        ("Q: {question} {", "double all braces"),
-        ("{system}", "has no {question}"),
+        ("", "is not 'auto', 'chat', 'plain' or a text"),
+        ("Q: {questoin}", "has the unknown field {questoin}"),
+        ("Q: {question!r}", "has the unknown field {question!r}"),
+        ("Q: {question:9}", "has the unknown field {question:9}"),
+        ("Q: {}", "has the unknown field {}"),
+        ("Q: {question} {", "for braces that are not fields"),
+        ("{system}", "must contain the field {question}"),
     ],
 )
 def test_an_invalid_template_is_an_error(form: str, message: str) -> None:
@@ -109,7 +109,9 @@ def test_a_required_chat_template_must_exist_and_work() -> None:
     alternating = (
         "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     )
-    with pytest.raises(DataError, match="conversation of user, assistant, user: one turn"):
+    with pytest.raises(
+        DataError, match="conversation with the roles user, assistant, user: one turn"
+    ):
         made(alternating).text([ASKED, TOLD, ASKED])
     with pytest.raises(DataError, match="a prompt has 3 turns"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
@@ -123,14 +125,17 @@ def test_chat_options_reach_the_chat_template() -> None:
         text = make_renderer(tokenizer, Template(chat_options=options)).text([ASKED])
         assert text == "<|user|>1+1?<eos><|assistant|>" + end
     with pytest.raises(
-        ConfigError, match=r"chat_options\.loud: the chat template of tiny does not"
+        ConfigError,
+        match=r"chat_options\.loud has no effect, because the chat template of tiny does not",
     ):
         make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
-    with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quie has no effect, because the chat"):
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
-    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey sets this itself"):
+    with pytest.raises(
+        ConfigError, match=r"chat_options\.messages cannot be set, because Covey sets it itself"
+    ):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, but tiny"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet has no effect, because tiny"):
         make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 

@@ -164,7 +164,7 @@ def test_another_config_on_one_rank_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damaged", "text"),
     [
-        ("config.json", "model is a folder without config.json"),
+        ("config.json", "model is not a model: it has no config.json"),
         ("model.safetensors", "cannot load"),
     ],
     ids=["before ranks join", "after they have joined"],

@@ -214,7 +214,7 @@ def measure(
 
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError("model: there is no output layer, which Covey needs")
+        raise ModelError("model: the model has no output layer, which Covey needs")
     layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)
@@ -271,7 +271,9 @@ def _shape(
         if everywhere or _named(name, targets)
     ]
     if rank and not adapted:
-        raise ConfigError(f"config: adapter.targets: the model has none of {list(targets)}")
+        raise ConfigError(
+            f"config: adapter.targets: the model has none of the layers {list(targets)}"
+        )
     copied = {name for name in modules if rank and _named(name, also_train)}
     added = sum(rank * sum(weight) for weight in adapted)
     added += sum(modules[name].parameters for name in copied)
