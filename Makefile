@@ -32,6 +32,7 @@ fix: $(STAMP)  ## format, and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)  ## write the pages that are generated from the code
+	$(BIN)/python docs/images/algorithms.py
 	$(BIN)/python -m covey.objective.describe docs/algorithms
 	$(BIN)/python -m covey.run.metric_page docs/metrics.md
 	$(BIN)/python docs/images/step_explorer.py docs/step-explorer.html

@@ -29,8 +29,8 @@ from covey.objective import ALGORITHMS
 from covey.run.folder import RunFolder
 
 RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
-
-
+CURVES = ("objective/success", "policy/entropy_avg")
+"""Metrics that the pages of the algorithms show; `make docs` draws them."""
 TEACHER = "grpo"
 TAUGHT = ("opd",)
 
@@ -64,6 +64,11 @@ def train(
         "finite": all(v is not None and math.isfinite(v) for v in numbers),
         "skipped_updates": sum(row["optim/skipped"] for row in run.steps()),
         "seconds": round(time.perf_counter() - started, 1),
+        "curves": {
+            curve: [float(f"{row[curve]:.4g}") for row in run.steps()]
+            for curve in CURVES
+            if all(curve in row for row in run.steps())
+        },
     }
     shown = f"{name:22} {result['before']:6.1%} -> {result['after']:6.1%}"
     print(f"{shown}  finite {result['finite']}", flush=True)

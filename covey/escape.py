@@ -61,7 +61,8 @@ def printable_data(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable_data(key): printable_data(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [printable_data(each) for each in value]
+        # Most long lists are numbers.
+        return [each if type(each) is float else printable_data(each) for each in value]
     return printable(value) if isinstance(value, str) else value
 
 

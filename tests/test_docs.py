@@ -74,7 +74,8 @@ def test_the_page_of_settings_is_generated_and_explains_each() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_page_of_an_algorithm_is_generated_from_it(name: str) -> None:
     # After a change: make docs.
-    assert (ALGORITHM_PAGES / f"{name}.md").read_text() == describe.page(name)
+    curves = describe.curves_of(name, ALGORITHM_PAGES)
+    assert (ALGORITHM_PAGES / f"{name}.md").read_text() == describe.page(name, curves)
 
 
 def test_no_page_is_of_an_algorithm_that_is_not_there() -> None:

@@ -14,32 +14,59 @@ from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import echo
 from covey.cli.startup import STARTING, tell_edited, waiting
 from covey.config import Config, load_config
-from covey.errors import RunError
+from covey.errors import ConfigError, RunError
+from covey.models.hub_push import Push, files_to_push
 from covey.models.model_path import check_model_path
 from covey.run.files import check_free
 from covey.run.folder import RunFolder
 from covey.run.model_card import Exported, model_card
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT", help="What to export: a run, a checkpoint of a run, or a model."
+    ),
+]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")]
+Step = Annotated[
+    int | None,
+    typer.Option(min=0, help="Export the checkpoint of this step. Default: the newest."),
+]
+Dtype = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option(help="Dtype of the exported weights; 'auto' is the run's compute dtype."),
+]
+Repository = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OWNER/NAME", help="Also upload the folder to this repository of Hugging Face."
+    ),
+]
+Public = Annotated[
+    bool, typer.Option("--public", help="Create a public repository. Default: private.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Export, and only list the files to upload with --push.")
+]
+
 
 def export_command(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="RUN|CHECKPOINT", help="A run, one of its checkpoints, or a model."),
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")],
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, help="Export the checkpoint of this step. Default: the newest."),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        typer.Option(help="Dtype of the exported weights; 'auto' is the run's compute dtype."),
-    ] = "auto",
+    target: Target,
+    folder: Folder,
+    step: Step = None,
+    dtype: Dtype = "auto",
+    push: Repository = None,
+    public: Public = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
-    An adapter is merged into the weights of its base model.
+    An adapter is merged into the weights of its base model. With --push, the folder is also
+    uploaded to the Hugging Face Hub.
     """
+    if push is None and (public or dry_run):
+        raise ConfigError("--public and --dry-run need an upload: give --push OWNER/NAME too")
+    upload = None if push is None else _checked(Push(repository=push, public=public), dry_run)
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
     if step is not None and found != Path(target):
@@ -60,6 +87,25 @@ def export_command(
         card = partial(_card, run, folder.resolve().name, source, chosen)
         export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
     echo(f"exported {source} to {folder} in {chosen}")
+    if upload is not None:
+        _push(upload, folder, dry_run)
+
+
+def _checked(push: Push, dry_run: bool) -> Push:
+    push.check()
+    if not dry_run:
+        push.check_access()
+    return push
+
+
+def _push(push: Push, folder: Path, dry_run: bool) -> None:
+    kind = "public" if push.public else "private"
+    if not dry_run:
+        echo(f"uploading to {push.repository} ({kind}, if it is new)")
+        return echo(f"uploaded to {push.upload(folder)}")
+    for name, size in files_to_push(folder):
+        echo(f"would upload {size:>13,} bytes  {name}")
+    echo(f"would upload to {push.repository} ({kind}, if it is new); nothing was sent")
 
 
 def _card(

@@ -145,8 +145,14 @@ def row(description: Description) -> tuple[str, ...]:
     )
 
 
-def page(name: str) -> str:
-    """Return an algorithm's page as Markdown."""
+def curves_of(name: str, folder: Path) -> str:
+    """Return the link from a page in `folder` to the picture of its curves, "" if there is none."""
+    link = f"../images/algorithms/{name}.svg"
+    return link if (folder / link).is_file() else ""
+
+
+def page(name: str, curves: str = "") -> str:
+    """Return an algorithm's page as Markdown, with a picture of its curves."""
     description = describe(name)
     pieces = "\n".join(f"| {kind} | `{piece}` |" for kind, piece in description.pieces.items())
     return "\n".join(
@@ -168,8 +174,22 @@ def page(name: str) -> str:
             f"`{name}` also accepts the "
             "[options that all algorithms share](README.md#options-of-every-algorithm).",
             "",
+            *(_picture(name, curves) if curves else []),
         ]
     )
+
+
+def _picture(name: str, curves: str) -> list[str]:
+    """Return the section with the curves."""
+    return [
+        "## Curves",
+        "",
+        f"The embedded model on `arithmetic`, trained with `{name}` and its defaults, one seed.",
+        "One seed does not compare algorithms; `covey compare` does.",
+        "",
+        f"![Share of correct completions and entropy over training steps]({curves})",
+        "",
+    ]
 
 
 def index() -> str:
@@ -200,7 +220,7 @@ def _markdown(text: str) -> str:
 def write_pages(folder: Path) -> None:
     """Write every algorithm's page, and the tables of the index page below its introduction."""
     for name in ALGORITHMS:
-        (folder / f"{name}.md").write_text(page(name), encoding="utf-8")
+        (folder / f"{name}.md").write_text(page(name, curves_of(name, folder)), encoding="utf-8")
     readme = folder / "README.md"
     introduction = readme.read_text(encoding="utf-8").partition("| name |")[0]
     readme.write_text(introduction + index(), encoding="utf-8")

@@ -55,7 +55,7 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """Mask (bool) of the values that the clip limits, which have no gradient."""
+    """Mask (bool) of the values outside the clip range, whose gradient is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Objective:
     weights: Callable[[Batch, Totals], torch.Tensor]
     """Function that returns token weights [B, T], given rows and totals of an optimizer step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns factors [B, T], given old_logp - sampler_logp and the mask, or None."""
+    """Function that returns correction factors [B, T], given old_logp - sampler_logp and a mask."""
     penalty: Penalty = k3
     beta: float = 0.0
 
@@ -205,8 +205,8 @@ def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
         return value
     shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
     raise ConfigError(
-        f"objective: its {piece} returned {shape}; it must return a tensor of shape "
-        f"{list(mask.shape)}, one value for each token of each completion"
+        f"objective: the {piece} function returned {shape}; it must return a tensor of shape "
+        f"{list(mask.shape)}, with one value for each token of each completion"
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_json
 
 from covey.errors import DiskError, RunError
 
@@ -33,6 +35,16 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
                 raise
     except OSError as error:
         raise _failed(path, error) from None
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line of ASCII JSON. Values without a JSON type become text."""
+    with suppress(ValueError):  # of a lone surrogate, which UTF-8 does not have
+        # Six times as fast as the json module: a step writes all its tokens and log-probs.
+        line = to_json(row, inf_nan_mode="constants", fallback=str)
+        if line.isascii():
+            return line + b"\n"
+    return (json.dumps(row, default=str) + "\n").encode()
 
 
 def write_text(path: Path, text: str) -> None:

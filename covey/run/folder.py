@@ -36,7 +36,14 @@ from covey.errors import DiskError, RunError
 from covey.run import records
 from covey.run.digests import write_digests
 from covey.run.episodes import episode_row
-from covey.run.files import append_line, check_free, whole_folder, write_text
+from covey.run.files import (
+    append_line,
+    check_free,
+    json_line,
+    whole_folder,
+    write_bytes,
+    write_text,
+)
 from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
 from covey.types import Group, Rollout
@@ -111,8 +118,8 @@ class RunFolder:
         Values that JSON cannot represent become text.
         """
         (self.path / name).mkdir(exist_ok=True)
-        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        write_text(self.path / name / f"{step:06d}.jsonl", text)
+        lines = b"".join(json_line(row) for row in rows)
+        write_bytes(self.path / name / f"{step:06d}.jsonl", lines)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable rows of a step's evaluation, one for each held-out prompt."""
@@ -199,12 +206,12 @@ class RunFolder:
         if self.is_sft:
             raise RunError(f"{self.path} is an SFT run, which samples no completions")
         steps = [number for number, _ in self.numbered("rollouts", ".jsonl")]
-        kept = (
-            f"the run has steps {steps[0]} to {steps[-1]}"
+        available = (
+            f"the run has completions of steps {steps[0]} to {steps[-1]}"
             if steps
-            else "the run has none, because save.rollouts = false or no step has ended"
+            else "the run has no completions, because save.rollouts = false or no step has ended"
         )
-        raise RunError(f"{self.path} has no completions of step {step}; {kept}")
+        raise RunError(f"{self.path} has no completions of step {step}; {available}")
 
     @property
     def is_sft(self) -> bool:
@@ -289,8 +296,10 @@ class RunFolder:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            why = f"{path} cannot be locked: {error.strerror}"
-            raise RunError(f"{why}; remove this file if no other process uses the run") from None
+            raise RunError(
+                f"{path} cannot be locked: {error.strerror}; remove this file if no other process "
+                "uses the run"
+            ) from None
         with os.fdopen(handle, "rb", closefd=True) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, NotRequired
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import from_json
+from typing_extensions import TypedDict
 
 from covey.errors import RunError
-from covey.run.records import OLD_ROLLOUT, ROLLOUT, Row, open_file, parse_line, renamed
+from covey.run.records import OLD_ROLLOUT, ROLLOUT, Number, Row, open_file, parse_line, renamed
 
 LONGEST = 2**26
 """Maximum length of a line in bytes; longer lines are not shown."""
@@ -28,6 +31,24 @@ HEAD = 160
 """Number of characters of each text that a list shows."""
 KEPT = 4
 """Number of files whose index stays in memory."""
+
+
+@with_config(ConfigDict(strict=True))
+class _Listed(TypedDict):
+    """The fields of a line that the index needs. Log-probabilities, the largest, are skipped."""
+
+    prompt_id: str
+    prompt: str
+    target: Annotated[str, Field(validation_alias=AliasChoices("target", "answer"))]
+    text: str
+    reward: Number | None
+    success: bool | None
+    advantage: Number | None
+    finish: NotRequired[str]
+    tokens: NotRequired[list[Any]]
+
+
+LISTED: TypeAdapter[_Listed] = TypeAdapter(_Listed)
 
 
 class Entry(NamedTuple):
@@ -39,17 +60,14 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. The fields `target` and `text` are shortened too."""
+    """The beginning of the prompt. The field `target` is shortened too."""
     target: str
-    text: str
-    sample: int
+    text: int
+    """Hash of the text: completions with the same hash are the same."""
     reward: float | None
     success: bool | None
-    advantage: float | None
     finish: str
     tokens: int
-    turns: int
-    parts: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -58,6 +76,8 @@ class RolloutIndex:
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
+    groups: dict[str, list[Entry]] = field(default_factory=dict)
+    """The entries of each prompt, by its id."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0
@@ -88,14 +108,37 @@ class RolloutIndex:
             size += len(more)
             self._note(f"{self.path} line {self._lines} is longer than 64 MiB; it is left out")
         else:
-            row = _row(raw)
+            row = _listed(raw)
             if row is not None:
-                self.entries.append(_entry(row, self._lines, self._offset, size))
+                self._keep(row, size)
             elif raw.endswith(b"\n"):
                 self._note(parse_line(self.path, self._lines, raw, ROLLOUT).problem)
             else:
                 self._note(f"{self.path}: its last line is cut off; it is left out")
         self._offset += size
+
+    def _keep(self, row: _Listed, size: int) -> None:
+        group = self.groups.setdefault(row["prompt_id"], [])
+        prompt, target = row["prompt"][:HEAD], row["target"][:HEAD]
+        if group:  # share equal texts: a file may have a hundred thousand lines
+            first = group[0]
+            prompt = first.prompt if first.prompt == prompt else prompt
+            target = first.target if first.target == target else target
+        entry = Entry(
+            line=self._lines,
+            offset=self._offset,
+            size=size,
+            prompt_id=group[0].prompt_id if group else row["prompt_id"],
+            prompt=prompt,
+            target=target,
+            text=hash(row["text"]),
+            reward=row["reward"],
+            success=row["success"],
+            finish=sys.intern(row.get("finish", "")),
+            tokens=len(row.get("tokens", ())),
+        )
+        group.append(entry)
+        self.entries.append(entry)
 
     def _note(self, text: str) -> None:
         if len(self.notes) < 5:
@@ -103,10 +146,11 @@ class RolloutIndex:
 
     def row(self, line: int) -> Row:
         """Read a rollout from the file, by its line number, and return it."""
-        entry = next((entry for entry in self.entries if entry.line == line), None)
-        row = None if entry is None else self._read(entry)
+        place = bisect_left(self.entries, line, key=lambda entry: entry.line)
+        found = self.entries[place : place + 1]
+        row = self._read(found[0]) if found and found[0].line == line else None
         if row is None:
-            raise RunError(f"{self.path} has no readable line {line}")
+            raise RunError(f"line {line} of {self.path} cannot be read")
         return row
 
     def _read(self, entry: Entry) -> Row | None:
@@ -146,24 +190,12 @@ def _row(raw: bytes) -> Row | None:
     return renamed([row], OLD_ROLLOUT)[0]
 
 
-def _entry(row: Row, line: int, offset: int, size: int) -> Entry:
-    return Entry(
-        line=line,
-        offset=offset,
-        size=size,
-        prompt_id=row["prompt_id"],
-        prompt=row["prompt"][:HEAD],
-        target=row["target"][:HEAD],
-        text=row["text"][:HEAD],
-        sample=row.get("sample", 0),
-        reward=row["reward"],
-        success=row["success"],
-        advantage=row["advantage"],
-        finish=row.get("finish", ""),
-        tokens=len(row.get("tokens", ())),
-        turns=len(row.get("turns", ())),
-        parts=row.get("parts", {}),
-    )
+def _listed(raw: bytes) -> _Listed | None:
+    """Parse the fields that lists show; None if the line is not a rollout."""
+    try:
+        return LISTED.validate_json(raw)
+    except ValidationError:
+        return None
 
 
 class RolloutIndexes:
@@ -177,7 +209,7 @@ class RolloutIndexes:
         try:
             found = path.stat()
         except OSError:
-            raise RunError(f"{path.name} is not among the run's rollouts") from None
+            raise RunError(f"the run has no rollouts file {path.name}") from None
         key = (path, found.st_size, found.st_mtime_ns)
         with self._lock:
             index = self._kept.pop(key, None) or RolloutIndex(path)

@@ -89,7 +89,7 @@ def _searched(entry: os.DirEntry[str]) -> bool:
 def overview(place: Place, now: float | None = None) -> dict[str, Any]:
     """Return the fields of a run for the list of runs, without reading all of its steps."""
     run, steps = RunFolder(place.path), place.path / "steps.jsonl"
-    last = last_step(steps)
+    last = _last(steps, _stamp(steps))
     settings = settings_cached(run)
     written = _written(steps)
     evaluations = evaluations_cached(run)[0]
@@ -99,9 +99,11 @@ def overview(place: Place, now: float | None = None) -> dict[str, Any]:
         "algorithm": _text(settings, "objective", "name"),
         "task": _text(settings, "task", "name"),
         "model": _text(settings, "model", "path"),
-        "step": last.get("step"),
+        "step": last["step"],
         "steps": _wanted(settings),
-        "reward": last.get("objective/scores", last.get("sft/loss")),
+        "reward": last["sft/loss"]
+        if last["objective/scores"] is None
+        else last["objective/scores"],
         "greedy_before": measured(evaluations[0], "greedy") if evaluations else None,
         "greedy_now": measured(evaluations[-1], "greedy") if evaluations else None,
         "age": None if written is None else max(0.0, (now or time.time()) - written),
@@ -150,6 +152,13 @@ def last_step(path: Path) -> dict[str, Any]:
         if isinstance(row, dict) and type(row.get("step")) is int:
             return {current_name(name): value for name, value in row.items()}
     return {}
+
+
+@lru_cache(maxsize=MOST)
+def _last(path: Path, stamp: str) -> dict[str, Any]:
+    """Return the fields of the last step that the list shows, read again only after a change."""
+    last = last_step(path)
+    return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
 
 
 def _stamp(path: Path) -> str:

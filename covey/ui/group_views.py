@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -36,23 +37,20 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
     index.update(READ_SECONDS)
     words = query.get("search", "").strip()
     lines, searched = index.search(words, SEARCHED_SECONDS) if words else (None, True)
-    made: dict[str, list[Entry]] = {}
-    for entry in list(index.entries):
-        made.setdefault(entry.prompt_id, []).append(entry)
-    rows = [
-        summary(group)
-        for group in made.values()
+    kept = [
+        group
+        for group in list(index.groups.values())
         if _kept(group, query.get("filter", "all"))
         and (lines is None or any(entry.line in lines for entry in group))
     ]
-    _sort(rows, query.get("sort", "order"))
+    _sort(kept, query.get("sort", "order"))
     start = max(0, int(query.get("start") or 0))
     return {
-        "groups": rows[start : start + PAGE],
+        "groups": [summary(group) for group in kept[start : start + PAGE]],
         "start": start,
         "page": PAGE,
-        "total": len(rows),
-        "all": len(made),
+        "total": len(kept),
+        "all": len(index.groups),
         "rollouts": len(index.entries),
         "read": index.share,
         "partial": not index.done,
@@ -85,6 +83,8 @@ def summary(group: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _kept(group: Sequence[Entry], name: str) -> bool:
+    if name == "all":
+        return True
     correct = sum(entry.success is True for entry in group)
     values = {entry.reward for entry in group}
     return {
@@ -97,22 +97,34 @@ def _kept(group: Sequence[Entry], name: str) -> bool:
     }.get(name, True)
 
 
-def _sort(rows: list[dict[str, Any]], name: str) -> None:
+def _sort(groups: list[list[Entry]], name: str) -> None:
     """Sort groups: the lowest reward, the largest spread or the longest completions first."""
     if name == "reward":
-        rows.sort(key=lambda row: (row["mean"] is None, row["mean"] or 0.0))
+        groups.sort(key=_mean_reward)
     elif name in ("spread", "length"):
-        rows.sort(key=lambda row: -(row[name] or 0.0))
+        groups.sort(key=lambda group: -(summary(group)[name] or 0.0))
+
+
+def _mean_reward(group: Sequence[Entry]) -> tuple[bool, float]:
+    mean = summary(group)["mean"]
+    return mean is None, mean or 0.0
 
 
 def group(site: Site, query: Query) -> dict[str, Any]:
     """Return the rollouts of a group with their texts."""
     index = site.rollouts[rollouts_file(site, query)]
     index.update(READ_SECONDS)
-    mine = [e for e in index.entries if e.prompt_id == query.get("prompt_id")]
+    while not index.done and query.get("prompt_id") not in index.groups:
+        index.update(READ_SECONDS)
+    mine = list(index.groups.get(query.get("prompt_id", ""), ()))
     if not mine:
-        raise RunError("this step has no such group")
-    rows = [(entry.line, index.row(entry.line)) for entry in mine[:SHOWN]]
+        raise RunError("this step has no group of the requested prompt")
+    rows = []
+    for entry in mine[:SHOWN]:
+        with suppress(RunError):  # a field that lists do not need is damaged
+            rows.append((entry.line, index.row(entry.line)))
+    if not rows:
+        raise RunError("the rollouts of this group cannot be read")
     return {
         "prompt_id": mine[0].prompt_id,
         "prompt": cut(rows[0][1]["prompt"]),

@@ -9,7 +9,6 @@ requests that change anything must have a custom header.
 from __future__ import annotations
 
 import ipaddress
-import json
 import secrets
 import socket
 import threading
@@ -20,8 +19,10 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from pydantic_core import to_json
+
 from covey.errors import CoveyError
-from covey.escape import finite, printable_data
+from covey.escape import printable_data
 from covey.ui import group_views, views
 from covey.ui.views import NotFound, Query, Site
 
@@ -140,6 +141,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     timeout = SECONDS
+    wbufsize = -1  # headers and body leave in one packet
     server_version, sys_version = "covey", ""
 
     def do_GET(self) -> None:
@@ -193,8 +195,8 @@ class Handler(BaseHTTPRequestHandler):
             status, data = 200, view(self.server.site, query)
         except CoveyError as error:
             status, data = (404 if isinstance(error, NotFound) else 400), {"error": str(error)}
-        body = json.dumps(printable_data(finite(data)), allow_nan=False).encode()
-        self._send(status, "application/json", body)
+        # JSON has no NaN; pydantic's writer is several times as fast as that of the json module.
+        self._send(status, "application/json", to_json(printable_data(data), inf_nan_mode="null"))
 
     def _report(self, query: Query) -> None:
         try:

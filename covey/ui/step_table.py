@@ -2,7 +2,8 @@
 
 A request reads the file for at most a fraction of a second. At first, only a sample of the
 remaining steps of a long file is read, so that curves appear at once. Later requests continue
-reading the file.
+reading the file. A table keeps only the metrics that requests ask for, because a run logs more than
+a hundred metrics and a page shows a dozen.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +31,9 @@ CHUNK = 2**20
 """Number of bytes that are read at a time."""
 SAMPLED = 200
 """Number of steps that are sampled from the part of a file that is not read yet."""
+AXES = ("step", "tokens", "time/from_scratch")
+"""Metrics that are always kept, like the parts of the reward: most pages ask for them."""
+PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
 """Columns by metric name: float32 arrays [rows], with NaN for a missing number. The column `step`
 is float64."""
@@ -43,8 +49,12 @@ class StepTable:
     pieces: list[Columns] = field(default_factory=list)
     """Steps in order. Each piece of the list is larger than the next piece, so that large pieces
     are rarely copied."""
+    names: set[str] = field(default_factory=set)
+    """Every metric that the file has, kept or not."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
+    _kept: set[str] = field(default_factory=lambda: set(AXES))
+    _sample: Columns = field(default_factory=dict)
     _offset: int = 0
     _lines: int = 0
     _inode: int = 0
@@ -55,23 +65,31 @@ class StepTable:
         """Number of bytes that the columns use."""
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
-    def update(self, seconds: float) -> list[Columns]:
-        """Read new lines for some time; return all steps read, and a sample of the others."""
+    def update(
+        self, metrics: Collection[str], seconds: float, samples: int = SAMPLED
+    ) -> list[Columns]:
+        """Read new lines for some time; return all steps read, and a sample of the others.
+
+        If `metrics` has a metric that the table does not keep, the table reads the file again.
+        """
         with self._lock:
             try:
                 with open_file(self.path) as file:
-                    return self._read(file, time.monotonic() + seconds)
+                    return self._read(file, metrics, time.monotonic() + seconds, samples)
             except RunError as error:
                 self.done, self.notes = True, [str(error)]
                 return list(self.pieces)
 
-    def _read(self, file: BinaryIO, until: float) -> list[Columns]:
+    def _read(
+        self, file: BinaryIO, metrics: Collection[str], until: float, samples: int
+    ) -> list[Columns]:
         found = os.fstat(file.fileno())
-        if found.st_size < self._offset or found.st_ino != self._inode:
-            # A resume truncated the file or replaced it.
-            self.pieces, self.notes, self._offset, self._lines = [], [], 0, 0
+        replaced = found.st_size < self._offset or found.st_ino != self._inode  # by a resume
+        if replaced or not self._kept.issuperset(metrics):
+            self.pieces, self.notes, self._sample, self._offset, self._lines = [], [], {}, 0, 0
             self._inode = found.st_ino
-        self.done = False
+            self._kept.update(metrics)
+        self.done = found.st_size == self._offset
         while not self.done and time.monotonic() < until:
             file.seek(self._offset)
             piece = file.read(CHUNK)
@@ -81,8 +99,20 @@ class StepTable:
             self.done = self._offset + len(whole) >= found.st_size or not whole
             self._add(whole.split(b"\n")[:-1])
             self._offset += len(whole)
-        rest = [] if self.done else sampled(file, self._offset, found.st_size)
-        return [*self.pieces, *([columns_of(rest)] if rest else [])]
+        if self.done:
+            self._sample = {}
+            return list(self.pieces)
+        return [*self.pieces, *self._rest(file, found.st_size, samples)]
+
+    def _rest(self, file: BinaryIO, size: int, samples: int) -> Iterator[Columns]:
+        """Yield the sampled steps after those that are read. They are sampled once."""
+        if len(self._sample.get("step", ())) < samples // 2:
+            rows = list(sampled(file, self._offset, size, samples))
+            self._sample = self._columns(rows) if rows else {}
+        if self._sample:
+            last = self.pieces[-1]["step"][-1] if self.pieces else -np.inf
+            rest = self._sample["step"] > last
+            yield {name: column[rest] for name, column in self._sample.items()}
 
     def _add(self, lines: Sequence[bytes]) -> None:
         rows = []
@@ -95,17 +125,32 @@ class StepTable:
         self._lines += len(lines)
         if not rows:
             return
-        new = columns_of(rows)
+        new = self._columns(rows)
         before = self.pieces[-1]["step"][-1:] if self.pieces else new["step"][:0]
         if (np.diff(np.concatenate([before, new["step"]])) <= 0).any():
             # Steps out of order are rare. Read the whole file in the same way as other commands.
             self.notes = []
-            self.pieces = [columns_of(RunFolder(self.path.parent).steps(self._note))]
+            self.pieces = [self._columns(RunFolder(self.path.parent).steps(self._note))]
             return
         self.pieces.append(new)
         while len(self.pieces) > 1 and len(self.pieces[-2]["step"]) < 2 * len(new["step"]):
             new = joined(self.pieces[-2], new)
             self.pieces[-2:] = [new]
+
+    def _columns(self, rows: Sequence[Row]) -> Columns:
+        """Return the kept metrics of rows, and note the names of all."""
+        columns: Columns = {}
+        for written in dict.fromkeys(chain.from_iterable(rows)):
+            name = name_now(written)
+            if name in self._kept or name.startswith(PARTS):
+                values = numbers([row.get(written) for row in rows])
+                if name in columns:  # the same metric under an older name
+                    values = np.where(np.isnan(values), columns[name], values)
+                columns[name] = values
+            if name not in self.names and any(_is_number(row.get(written)) for row in rows):
+                self.names.add(name)
+        columns["step"] = np.array([row["step"] for row in rows], dtype=np.float64)
+        return {name: column for name, column in columns.items() if not np.isnan(column).all()}
 
     def _note(self, text: str) -> None:
         if text and len(self.notes) < 5:
@@ -113,29 +158,24 @@ class StepTable:
 
 
 def step_row(raw: bytes) -> Row | None:
-    """Parse a line as a row with current metric names; None if it is not a step."""
+    """Parse a line; None if it is not a step."""
     try:
         row = from_json(raw, allow_inf_nan=False)
     except ValueError:
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    return {name_now(name): value for name, value in row.items()}
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Convert rows of metrics to columns. Values that are not numbers become NaN."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {
-        name: np.array([_number(row.get(name)) for row in rows], dtype=np.float32) for name in names
-    }
-    if rows:
-        columns["step"] = np.array([row["step"] for row in rows], dtype=np.float64)
-    return {name: column for name, column in columns.items() if not np.isnan(column).all()}
+def numbers(values: Sequence[Any]) -> np.ndarray:
+    """Return values as float32. Those that are not numbers become NaN."""
+    try:
+        return np.frombuffer(array("f", values), dtype=np.float32)
+    except (TypeError, OverflowError):
+        return numbers([value if _is_number(value) else np.nan for value in values])
 
 
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) else np.nan
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
 
 
 def joined(first: Columns, then: Columns) -> Columns:
@@ -152,17 +192,17 @@ def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def sampled(file: BinaryIO, start: int, stop: int) -> list[Row]:
-    """Return evenly spaced steps of the unread part of a file, including the last step."""
-    rows: dict[int, Row] = {}
-    for place in np.linspace(start, max(start, stop - CHUNK // 16), SAMPLED).astype(int):
+def sampled(file: BinaryIO, start: int, stop: int, count: int) -> Iterator[Row]:
+    """Yield evenly spaced steps of the unread part of a file, including the last step."""
+    last = -1
+    for place in np.linspace(start, max(start, stop - CHUNK // 16), count).astype(int):
         file.seek(place)
         if place != start:
             file.readline(CHUNK)
         row = step_row(file.readline(CHUNK))
-        if row is not None:
-            rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
+        if row is not None and row["step"] > last:
+            last = row["step"]
+            yield row
 
 
 def curve(
@@ -194,7 +234,13 @@ def curve(
 
 def _short(values: np.ndarray) -> list[float]:
     """Round numbers to seven digits, the precision of float32."""
-    return [float(f"{value:.7g}") for value in values.tolist()]
+    with np.errstate(divide="ignore"):
+        digits = 6 - np.floor(np.log10(np.abs(values)))
+    digits = np.where(np.abs(digits) < 300, digits, 0)
+    scale = 10.0 ** np.abs(digits)
+    few = np.where(digits >= 0, np.round(values * scale) / scale, np.round(values / scale) * scale)
+    rounded: list[float] = few.tolist()
+    return rounded
 
 
 class StepTables:

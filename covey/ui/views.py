@@ -25,12 +25,14 @@ from covey.ui.find_runs import (
     settings_cached,
 )
 from covey.ui.processes import Explorer, Jobs, covey_json
-from covey.ui.step_table import StepTables, curve
+from covey.ui.step_table import SAMPLED, StepTables, curve
 
-READ_SECONDS = 0.06
+READ_SECONDS = 0.04
 """Seconds that a request may spend reading a file. The page repeats the request until the whole
 file is read."""
-TABLE_BYTES = 150 * 2**20
+LEAST_SAMPLED = 40
+"""Number of steps that are sampled from each file, however many runs are overlaid."""
+TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
 """Seconds after which folders are searched for new runs again."""
@@ -113,20 +115,30 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 
 
 def series(site: Site, query: Query) -> dict[str, Any]:
+    """Return curves of one or several runs, whose ids are separated by NUL.
+
+    All runs share the time for reading. The page asks again for those that are not read yet.
+    """
+    ids = query.get("run", "").split("\0")
+    until = time.monotonic() + READ_SECONDS
+    samples = max(LEAST_SAMPLED, SAMPLED // len(ids))
+    return {"runs": [_curves(site.place({"run": i}), site, query, until, samples) for i in ids]}
+
+
+def _curves(place: Place, site: Site, query: Query, until: float, samples: int) -> dict[str, Any]:
     """Return the curves of the metrics in `metrics`, and the names of all metrics."""
-    place = site.place(query)
     table = site.tables[place.path]
-    pieces = table.update(READ_SECONDS)
-    known = {name for piece in pieces for name in piece}
-    asked = [name for name in query.get("metrics", "").split(",") if name]
     axis = query.get("axis", "step")
+    asked = [name for name in query.get("metrics", "").split(",") if name]
+    pieces = table.update({axis, *asked}, until - time.monotonic(), samples)
+    known = {name for piece in pieces for name in piece}
     names = [name for name in asked if name in known and axis in known]
     between = (_number(query, "from", -1.0), _number(query, "to", float("inf")))
     points = int(min(4000, max(2, _number(query, "points", 600))))
     evaluations, notes = evaluations_cached(RunFolder(place.path))
     return {
         "run": place.id,
-        "names": sorted(known),
+        "names": sorted(table.names),
         "curves": {name: curve(pieces, name, points, axis=axis, between=between) for name in names},
         "evaluations": [_evaluation(row) for row in evaluations],
         "rows": sum(len(piece["step"]) for piece in pieces),
@@ -187,7 +199,7 @@ def rollouts_file(site: Site, query: Query) -> Path:
     place, step = site.place(query), int(_number(query, "step", 0))
     kept = dict(RunFolder(place.path).numbered("rollouts", ".jsonl"))
     if step not in kept:
-        raise RunError(f"step {step} kept no rollouts")
+        raise RunError(f"the run has no rollouts of step {step}")
     return kept[step]
 
 

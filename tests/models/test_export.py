@@ -17,6 +17,7 @@ from covey.engines.protocol import Sampling
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
+from covey.models.hub_push import Push
 from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt
 from covey.run.model_card import Exported, model_card
@@ -209,3 +210,59 @@ def test_a_model_without_a_run_is_exported_too(tmp_path: Path) -> None:
     card = (tmp_path / "out/README.md").read_text()
     assert "Exported by Covey from `embedded`, in float32." in card
     assert "## Results" not in card
+
+
+def test_a_dry_push_lists_every_file_and_sends_nothing(
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.create_connection", None)  # a connection would be an error
+    folder = tmp_path / "model"
+    command = ["export", str(finished), str(folder), "--push", "me/sums", "--dry-run"]
+    assert run(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[-1] for line in lines if " bytes  " in line}
+    assert listed == {path.name for path in folder.iterdir()} >= {"README.md", "model.safetensors"}
+    assert lines[-1] == "would upload to me/sums (private, if it is new); nothing was sent"
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--push", "me//x"], 2, "--push me//x: "),
+        (["--push", "alone", "--dry-run"], 2, "as OWNER/NAME"),
+        (["--dry-run"], 2, "give --push"),
+        (["--push", "me/x"], 1, "Hub cannot be reached"),
+    ],
+)
+def test_a_push_that_cannot_work_exports_nothing(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    more: list[str], code: int, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(["export", str(finished), str(tmp_path / "model"), *more]) == code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_push_sends_the_files_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    sent: list[tuple[str, dict[str, object]]] = []
+
+    class Api:
+        def create_repo(self, name: str, **more: object) -> huggingface_hub.RepoUrl:
+            sent.append((name, more))
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, *, repo_id: str, **more: object) -> None:
+            sent.append((repo_id, more))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    url = Push(repository="me/sums").upload(tmp_path)
+    assert url == "https://huggingface.co/me/sums"
+    assert sent[0] == ("me/sums", {"private": True, "exist_ok": True})
+    assert sent[1][0] == "me/sums"
+    assert sent[1][1]["folder_path"] == tmp_path

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import DiskError, RunError
-from covey.run.files import append_line, whole_folder, write_text
+from covey.run.files import append_line, json_line, whole_folder, write_text
 from covey.run.records import read_lines
 
 Row = dict[str, Any]
@@ -229,3 +229,21 @@ def test_a_broken_line_that_is_not_the_last_is_an_error(tmp_path: Path, broken: 
     path.write_text(f'{{"step": 1}}\n{broken}\n{{"step": 3}}\n')
     with pytest.raises(RunError, match=f"^{path} line 2 cannot be read: "):
         read_lines(path)
+
+
+texts = st.text(st.characters(exclude_categories=()), max_size=9)  # with lone surrogates
+lines = st.dictionaries(texts, values | texts | st.lists(texts, max_size=2), max_size=3)
+
+
+@given(lines)
+@settings(max_examples=100, deadline=None)
+def test_a_line_holds_what_the_json_module_would_write(row: Row) -> None:
+    line = json_line(row)
+    assert line.isascii()
+    assert line.count(b"\n") == 1
+    assert json.loads(line) == json.loads(json.dumps(row))
+
+
+def test_a_line_holds_what_has_no_json_type_as_text() -> None:
+    line = json_line({"a": Path("b"), "c": (1, float("inf")), "d": object})
+    assert json.loads(line) == {"a": "b", "c": [1, float("inf")], "d": "<class 'object'>"}

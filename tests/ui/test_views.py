@@ -31,6 +31,7 @@ from covey.ui.views import Site
 from tests.ui.sample_runs import add_step, make_run, step_row
 
 Serve = Callable[..., Server]
+KEPT = ("objective/scores",)
 
 
 def get(server: Server, path: str, **query: Any) -> Any:
@@ -47,7 +48,7 @@ def write_steps(path: Path, count: int) -> Path:
 
 def test_a_table_read_in_pieces_is_the_whole_file(tmp_path: Path) -> None:
     table = StepTable(write_steps(tmp_path / "run", 20_000))
-    first = table.update(0.0)  # nothing is read, so all of it is sampled
+    first = table.update(KEPT, 0.0)  # nothing is read, so all of it is sampled
     assert not table.done
     steps = column(first, "step")
     assert steps[0] == 1
@@ -55,14 +56,21 @@ def test_a_table_read_in_pieces_is_the_whole_file(tmp_path: Path) -> None:
     assert 100 <= len(steps) <= 200
     rounds = 0
     while not table.done:
-        pieces = table.update(0.01)
+        pieces = table.update(KEPT, 0.01)
         rounds += 1
     assert rounds > 1
     assert column(pieces, "step").tolist() == list(range(1, 20_001))
     assert len(pieces) < 10
     expected = [step_row(step)["objective/scores"] for step in range(1, 20_001)]
     np.testing.assert_array_equal(column(pieces, "objective/scores"), np.float32(expected))
-    assert "objective/scores_mean" not in pieces[0]  # the same number under another name
+    assert "val/ratio" not in table.names  # the same number under another name
+    assert "policy/entropy_avg" in table.names
+    assert "policy/entropy_avg" not in pieces[0]  # it was not asked for
+    while not table.done or "policy/entropy_avg" not in pieces[0]:
+        pieces = table.update(("policy/entropy_avg",), 0.01)
+    entropy = [step_row(step)["policy/entropy_avg"] for step in range(1, 20_001)]
+    np.testing.assert_array_equal(column(pieces, "policy/entropy_avg"), np.float32(entropy))
+    np.testing.assert_array_equal(column(pieces, "objective/scores"), np.float32(expected))
 
 
 def test_a_curve_has_mean_lowest_and_highest_of_each_interval() -> None:
@@ -80,13 +88,13 @@ def test_a_curve_has_mean_lowest_and_highest_of_each_interval() -> None:
 def test_a_table_follows_its_file_when_it_grows_and_when_a_resume_cuts_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
     table = StepTable(run.path / "steps.jsonl")
-    assert column(table.update(1.0), "step").tolist() == [1, 2, 3]
+    assert column(table.update(KEPT, 1.0), "step").tolist() == [1, 2, 3]
     with table.path.open("a") as file:
         file.write('{"step": 4, "objective/sc')  # half a line
-    assert column(table.update(1.0), "step").tolist() == [1, 2, 3]
+    assert column(table.update(KEPT, 1.0), "step").tolist() == [1, 2, 3]
     with table.path.open("a") as file:
         file.write('ores": 0.5, "new": 1}\n{"step": 3, "objective/scores": 9}\nnot json\n')
-    pieces = table.update(1.0)
+    pieces = table.update(KEPT, 1.0)
     assert column(pieces, "step").tolist() == [1, 2, 3, 4]
     assert column(pieces, "objective/scores")[2:].tolist() == [
         9,
@@ -96,18 +104,49 @@ def test_a_table_follows_its_file_when_it_grows_and_when_a_resume_cuts_it(tmp_pa
     assert any("line 6 cannot be read" in note for note in table.notes)
     lines = table.path.read_text().splitlines(keepends=True)
     table.path.write_text("".join(lines[:2]))
-    assert column(table.update(1.0), "step").tolist() == [1, 2]
+    assert column(table.update(KEPT, 1.0), "step").tolist() == [1, 2]
     assert table.notes == []
+
+
+def test_numbers_survive_what_else_a_file_may_hold(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    values = ["0.5", "null", '"0.5"', "true", "1e39", f"1{'0' * 400}", "[1]"]
+    lines = [f'{{"step": {n}, "objective/scores": {v}}}\n' for n, v in enumerate(values)]
+    file.write_text("".join(lines))
+    found = column(StepTable(file).update(KEPT, 1.0), "objective/scores")
+    np.testing.assert_array_equal(found, [0.5, np.nan, np.nan, 1, np.inf, np.nan, np.nan])
+
+
+def test_a_curve_has_seven_digits() -> None:
+    values = np.array([0.0, 1 / 3, -2e5 / 3, 1e-9 / 3, 2e20 / 3, np.inf])
+    found = curve([{"step": np.arange(6.0), "a": values}], "a", 10)["mean"]
+    assert found == [0.0, 0.3333333, -66666.67, 3.333333e-10, 6.666667e19, np.inf]
+
+
+def test_several_runs_share_a_request_and_its_time(tmp_path: Path) -> None:
+    for name in "abc":
+        write_steps(tmp_path / name, 20_000)
+    site = Site([tmp_path])
+    query = {"run": "a\0b\0c", "metrics": "objective/scores", "points": "30"}
+    first = views.series(site, query)["runs"]
+    assert [run["run"] for run in first] == ["a", "b", "c"]
+    assert all(20 <= len(run["curves"]["objective/scores"]["x"]) <= 30 for run in first)
+    assert first[2]["partial"]
+    assert first[2]["rows"] < 200
+    assert first[0]["rows"] > first[1]["rows"]
+    while any(run["partial"] for run in views.series(site, query)["runs"]):
+        pass
+    assert [run["rows"] for run in views.series(site, query)["runs"]] == [20_000] * 3
 
 
 def test_tables_beyond_the_limit_of_memory_are_dropped(tmp_path: Path) -> None:
     runs = [write_steps(tmp_path / str(n), 100).parent for n in range(4)]
     size = StepTable(runs[0] / "steps.jsonl")
-    size.update(9.0)
+    size.update(KEPT, 9.0)
     tables = StepTables(most_bytes=2 * size.memory)
     for run in runs:
-        tables[run].update(9.0)
-    tables[runs[0]].update(9.0)
+        tables[run].update(KEPT, 9.0)
+    tables[runs[0]].update(KEPT, 9.0)
     assert sum(table.memory for table in tables._tables.values()) <= 3 * size.memory
     assert list(tables._tables)[-1] == runs[0]
 
@@ -197,7 +236,7 @@ def test_a_damaged_folder_shows_what_can_be_read_and_says_what_cannot(tmp_path: 
     folders, site = damaged(tmp_path), Site([tmp_path])
     assert len(views.list_all(site, {})["runs"]) == len(folders)
     for name, (_, words) in folders.items():
-        found = views.series(site, {"run": name, "metrics": "objective/scores"})
+        found = views.series(site, {"run": name, "metrics": "objective/scores"})["runs"][0]
         assert any(words in note for note in found["notes"]), (name, found["notes"])
         whole = "steps" not in name and name not in ("folder", "pipe", "binary", "no numbers")
         assert len(found["curves"].get("objective/scores", {"x": ()})["x"]) == (
@@ -302,6 +341,10 @@ def test_a_run_that_grows_is_read_on(serve: Serve, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2)
     server = serve(tmp_path)
     asked = {"run": "run", "metrics": "objective/scores,nothing", "axis": "tokens"}
-    assert get(server, "api/series", **asked)["curves"]["objective/scores"]["x"] == [100, 200]
+
+    def scores() -> list[float]:
+        return get(server, "api/series", **asked)["runs"][0]["curves"]["objective/scores"]["x"]
+
+    assert scores() == [100, 200]
     add_step(RunFolder(run.path), 3)
-    assert get(server, "api/series", **asked)["curves"]["objective/scores"]["x"] == [100, 200, 300]
+    assert scores() == [100, 200, 300]

@@ -206,9 +206,13 @@ def _samples(run: RunFolder, note: Note) -> tuple[int | None, list[Mapping[str, 
         note(problem)
     if not index.done:
         note(f"{path} is large: only its first {index.share:.0%} is looked at")
-    return step, [
-        {**index.row(entry.line), "kind": kind} for kind, entry in _extremes(index.entries)
-    ]
+    rows: list[Mapping[str, Any]] = []
+    for kind, entry in _extremes(index.entries):
+        try:
+            rows.append({**index.row(entry.line), "kind": kind})
+        except RunError as error:
+            note(str(error))
+    return step, rows
 
 
 def _extremes(entries: Sequence[Entry]) -> list[tuple[str, Entry]]:

@@ -4,6 +4,7 @@ when."""
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ LONGEST = 4000
 """Maximum number of characters of a text in a table; the run folder has the whole text."""
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
+SAVED_BYTES = 255
+"""Bytes of NAME.json, padded with spaces: a shorter text then leaves nothing of a longer one."""
 
 
 class ExternalTracker(Tracker):
@@ -111,11 +114,15 @@ class RememberingTracker(ExternalTracker):
     def remember(self) -> None:
         """Save the numbers of the last logged steps, after each log entry.
 
-        The file is written without fsync, because fsync is slow.
+        One write replaces the text in place. A rename over an older file would be slow, because
+        some file systems then wait for the disk.
         """
-        new = self.file.with_suffix(".partial")
-        new.write_text(json.dumps(self.known) + "\n")
-        new.replace(self.file)
+        text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
+        handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.pwrite(handle, text, 0)
+        finally:
+            os.close(handle)
 
     def _log(self, event: str, step: int, values: Mapping[str, float]) -> None:
         if self.is_new(event, step):

@@ -12,6 +12,16 @@ export function ticks(low, high, count) {
   return found;
 }
 
+const charts = new WeakMap(), waiting = new Set();
+const sizes = new ResizeObserver((entries) => {
+  for (const { target, contentRect: { width, height } } of entries) {
+    const chart = charts.get(target), box = target.getBoundingClientRect();
+    Object.assign(chart, { size: width ? { width, height } : null, stale: true, seen: box.top < innerHeight && box.bottom > 0 });
+    chart.drawNow();
+  }
+});
+const sights = new IntersectionObserver((entries) => { for (const entry of entries) { const chart = charts.get(entry.target); chart.seen = entry.isIntersecting; chart.drawNow(); } });
+
 export class Chart {
   constructor({ title, help = "", percent = false, healthy = null, onZoom = () => {}, onReset = () => {} }) {
     Object.assign(this, { title, percent, healthy, lines: [], cursor: null, log: false, drag: null });
@@ -33,8 +43,17 @@ export class Chart {
     this.canvas.addEventListener("dblclick", onReset);
     this.canvas.addEventListener("keydown", (event) => this.key(event, onReset));
     this.canvas.addEventListener("blur", () => this.move(null));
-    new ResizeObserver(() => this.draw()).observe(this.canvas);
+    sizes.observe(this.canvas); sights.observe(this.canvas);
+    charts.set(this.canvas, this);
   }
+
+  // Charts are drawn once a frame, and only those in sight: the others wait until they are scrolled to.
+  later() {
+    this.stale = true;
+    if (!waiting.size) requestAnimationFrame(() => { const due = [...waiting]; waiting.clear(); for (const chart of due) chart.drawNow(); });
+    waiting.add(this);
+  }
+  drawNow() { if (this.stale && this.size && this.seen) { this.stale = false; this.draw(); } }
 
   set(lines, { log = false, between = null } = {}) {
     this.lines = lines.filter((line) => line.x.length);
@@ -42,7 +61,7 @@ export class Chart {
     const first = this.lines[0], value = first ? first.y[first.y.length - 1] : null;
     this.last.textContent = this.lines.length === 1 ? this.shown(value) : "";
     this.canvas.setAttribute("aria-label", `${this.title}: ${this.lines.map((line) => `${line.name} ${this.shown(line.y[line.y.length - 1])}`).slice(0, 5).join(", ") || "no data"}`);
-    this.draw();
+    this.later();
   }
 
   shown(value) { return this.percent && value !== null ? `${(100 * value).toFixed(1)}%` : number(value); }
@@ -68,13 +87,11 @@ export class Chart {
   }
 
   draw() {
-    const box = this.canvas.getBoundingClientRect(), scale = devicePixelRatio || 1;
-    if (!box.width) return;
+    const box = this.size, scale = devicePixelRatio || 1;
     this.canvas.width = box.width * scale; this.canvas.height = box.height * scale;
     const g = this.canvas.getContext("2d");
     g.scale(scale, scale);
     g.font = "11px system-ui, sans-serif";
-    this.size = { width: box.width, height: box.height };
     if (!this.lines.length) { g.fillStyle = style("--quiet"); g.fillText("no data", PAD.left, box.height / 2); return; }
     this.view = this.range();
     this.axes(g);
@@ -140,7 +157,7 @@ export class Chart {
   move(p) {
     if (!this.lines.length || !this.view) return;
     this.cursor = p === null ? null : this.unscaled(p);
-    this.draw();
+    this.later();
     this.tip.hidden = this.cursor === null;
     if (this.cursor === null) return;
     const rows = this.near().sort((a, b) => b.y - a.y), left = p > this.size.width / 2;

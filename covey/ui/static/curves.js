@@ -7,6 +7,9 @@ const USUAL = ["objective/scores", "objective/success", "policy/entropy_avg", "r
   "rollout/stop_rate", "time/total"];
 const SHARES = new Set(["objective/success", "policy/clipfrac_avg", "rollout/zero_variance_groups", "rollout/stop_rate"]);
 const AXES = { step: "steps", tokens: "sampled tokens", "time/from_scratch": "seconds" };
+const POINTS = 400; // one for each pixel of a panel; more would be drawn over each other
+const ASKED = 100; // runs of one request
+const POLLED = 4; // runs that are read further at a time
 const HELD_OUT = "held-out accuracy", HELD_OUT_REWARD = "held-out reward";
 const ESTIMATES = { [HELD_OUT]: "greedy", [HELD_OUT_REWARD]: "reward" };
 
@@ -15,36 +18,43 @@ export class Curves {
     this.app = app; this.data = new Map(); this.stamps = new Map(); this.charts = new Map(); this.timer = 0;
     this.panels = el("div", { class: "panels" });
     this.evaluations = el("section", { class: "evaluations" });
-    this.controls = el("div", { class: "controls" });
+    this.controls = this.bar();
     this.legend = el("ul", { class: "legend" });
     this.node = el("div", {}, this.controls, this.legend, this.panels, this.evaluations);
   }
 
-  show() {
-    const smooth = Number(state.get("smooth", "0"));
+  // The controls are made once: a slider that is replaced while it is dragged stops moving.
+  bar() {
     const add = el("input", { list: "metric-names", placeholder: "Add a metric", "aria-label": "Add a metric", on: { change: (event) => {
       if (event.target.value) state.set({ metric: [...new Set([...state.all("metric"), event.target.value])] });
       event.target.value = "";
     } } });
-    fill(this.controls,
-      el("label", { class: "field" }, el("span", { text: "Smoothing" }), el("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: smooth,
-        on: { input: debounce((event) => state.set({ smooth: event.target.value === "0" ? "" : event.target.value }, { replace: true }), 20) } })),
-      select("Over", AXES, state.get("x", "step"), (value) => state.set({ x: value === "step" ? "" : value, from: "", to: "" })),
-      this.box("log", "Log scale"), this.box("seeds", "Join seeds"), el("span", { class: "field" }, add, this.names = el("datalist", { id: "metric-names" })),
-      state.get("from") ? el("button", { type: "button", text: "Whole run", on: { click: () => this.zoom("", "") } }) : null);
-    this.drawn = "";
+    this.smooth = el("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02,
+      on: { input: debounce((event) => state.set({ smooth: event.target.value === "0" ? "" : event.target.value }, { replace: true }), 20) } });
+    this.axis = select("Over", AXES, "step", (value) => state.set({ x: value === "step" ? "" : value, from: "", to: "" }));
+    this.boxes = { log: this.box("log", "Log scale"), seeds: this.box("seeds", "Join seeds") };
+    this.whole = el("button", { type: "button", text: "Whole run", on: { click: () => this.zoom("", "") } });
+    return el("div", { class: "controls" }, el("label", { class: "field" }, el("span", { text: "Smoothing" }), this.smooth), this.axis, Object.values(this.boxes),
+      el("span", { class: "field" }, add, this.names = el("datalist", { id: "metric-names" })), this.whole);
+  }
+
+  show() {
+    this.smooth.value = state.get("smooth", "0");
+    this.axis.querySelector("select").value = state.get("x", "step");
+    for (const [name, box] of Object.entries(this.boxes)) box.querySelector("input").checked = state.get(name) === "1";
+    this.whole.hidden = !state.get("from");
     this.update(true);
   }
 
   box(name, label) {
-    return el("label", { class: "field check" }, el("input", { type: "checkbox", checked: state.get(name) === "1", on: { change: (event) => state.set({ [name]: event.target.checked ? "1" : "" }, { replace: true }) } }), el("span", { text: label }));
+    return el("label", { class: "field check" }, el("input", { type: "checkbox", on: { change: (event) => state.set({ [name]: event.target.checked ? "1" : "" }, { replace: true }) } }), el("span", { text: label }));
   }
 
   zoom(from, to) { state.set({ from: from === "" ? "" : from.toPrecision(6), to: to === "" ? "" : to.toPrecision(6) }); }
 
   query(names) {
     const runs = this.app.selected().length;
-    return { metrics: names.join(","), points: Math.max(80, Math.min(600, Math.round(6000 / Math.max(1, runs)))),
+    return { metrics: names.join(","), points: Math.max(80, Math.min(POINTS, Math.round(6000 / Math.max(1, runs)))),
       axis: state.get("x", "step"), from: state.get("from"), to: state.get("to") };
   }
 
@@ -54,17 +64,23 @@ export class Curves {
     const query = this.query(metrics), key = JSON.stringify(query);
     const wanted = runs.filter((run) => this.stamps.get(run.id) !== `${run.changed}${key}` || this.data.get(run.id)?.partial);
     if (!wanted.length && !all) return;
-    await Promise.all(wanted.map(async (run) => {
-      try {
-        this.data.set(run.id, await api("series", { run: run.id, ...query }));
-        this.stamps.set(run.id, `${run.changed}${key}`);
-      } catch (error) { this.data.set(run.id, { names: [], curves: {}, evaluations: [], notes: [error.message] }); }
-    }));
+    const changed = wanted.filter((run) => this.stamps.get(run.id) !== `${run.changed}${key}`);
+    await this.fetch(changed.length ? changed : wanted.slice(0, POLLED), query, key);
     if (!this.node.isConnected) return;
     this.draw();
     const unread = this.app.selected().some((run) => this.data.get(run.id)?.partial);
     const more = [...this.parts()].some((name) => !metrics.includes(name));
     if (unread || more) this.timer = setTimeout(() => this.update(), 60);
+  }
+
+  async fetch(runs, query, key) {
+    for (let first = 0; first < runs.length; first += ASKED) {
+      const some = runs.slice(first, first + ASKED);
+      try {
+        const found = await api("series", { run: some.map((run) => run.id).join("\0"), ...query });
+        found.runs.forEach((data, place) => { this.data.set(some[place].id, data); this.stamps.set(some[place].id, `${some[place].changed}${key}`); });
+      } catch (error) { for (const run of some) this.data.set(run.id, { names: [], curves: {}, evaluations: [], notes: [error.message] }); }
+    }
   }
 
   parts() {
@@ -76,11 +92,11 @@ export class Curves {
   draw() {
     const runs = this.app.selected(), found = runs.map((run) => this.data.get(run.id)).filter(Boolean);
     const names = [...new Set(found.flatMap((data) => data.names))].sort();
-    fill(this.names, names.map((name) => el("option", { value: name })));
+    if (this.listed !== names.join()) { this.listed = names.join(); fill(this.names, names.map((name) => el("option", { value: name }))); }
     const shown = [...new Set([...state.all("metric"), ...USUAL, "sft/loss", ...this.parts()])].filter((name) => found.some((data) => data.curves[name]));
     if (found.some((data) => data.evaluations.length) && state.get("x", "step") === "step") shown.unshift(HELD_OUT, ...(found.some((data) => data.evaluations.some((row) => row.reward)) ? [HELD_OUT_REWARD] : []));
     if (this.drawn !== shown.join()) {
-      this.charts = new Map(shown.map((name) => [name, this.chart(name)]));
+      this.charts = new Map(shown.map((name) => [name, this.charts.get(name) ?? this.chart(name)]));
       fill(this.panels, [...this.charts.values()].map((chart) => chart.node));
       this.drawn = shown.join();
     }

@@ -62,7 +62,13 @@ export function ago(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
 }
 
-export const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Colours are asked for hundreds of times while charts are drawn; they change with the scheme only.
+const styles = new Map();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => styles.clear());
+export function style(name) {
+  if (!styles.get(name)) styles.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return styles.get(name);
+}
 export const COLOURS = 8;
 export const colour = (place) => style(`--arm-${place % COLOURS}`);
 export const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];

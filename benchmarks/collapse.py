@@ -1,0 +1,199 @@
+"""Is a policy that ignores its prompts found: a constant answer, and a shortcut with few answers?
+
+    python benchmarks/collapse.py                       # embedded model, a minute of CPU time each
+    python benchmarks/collapse.py --model smollm2       # letter_counting and gcd, on a GPU
+    python benchmarks/collapse.py --export prompts      # writes their prompts, with reasoning-gym
+    python benchmarks/collapse.py --model smollm2 --prompts prompts    # where it is not installed
+
+In each task the targets make a policy that hardly reads its prompts look like one that learns. The
+exit code is 1 if the check of a task stays silent, or speaks more than ten steps after the event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from described import described
+
+import covey
+from covey.run.folder import RunFolder, settings_of
+from covey.run.health import Health
+from covey.run.history import BLOCK
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+LATEST = 10
+"""Steps within which a check must speak."""
+ANSWERS = range(50, 60)
+"""Final answers of the embedded model's tasks: what it would answer at first, more or less."""
+CONSTANT, PLUS, MINUS = 52, 52, 57
+SMOLLM2_TASKS = ("letter_counting", "gcd")
+Rows = list[dict[str, str]]
+
+
+def sums(target: Any, count: int, seed: int) -> Rows:
+    """Problems of two operations with a result in `ANSWERS`; `target` draws another answer."""
+    draw, rows = random.Random(seed), []
+    while len(rows) < count:
+        first, a, b = draw.randrange(40, 70), draw.randrange(3, 10), draw.randrange(3, 10)
+        signs = draw.choice(("+-", "-+"))
+        result = first + (a - b if signs == "+-" else b - a)
+        if result in ANSWERS:
+            question = f"{first:02d}{signs[0]}{a}{signs[1]}{b}?"
+            rows.append({"question": question, "answer": f"{target(draw, signs):02d}"})
+    return rows
+
+
+def constant(draw: random.Random, signs: str) -> int:
+    """One answer is right for 35 % of the prompts; nothing in a prompt tells which."""
+    return CONSTANT if draw.random() < 0.35 else draw.choice(ANSWERS)
+
+
+def shortcut(draw: random.Random, signs: str) -> int:
+    """The last operator tells the right answer of most prompts; the numbers tell nothing."""
+    frequent = PLUS if signs[1] == "+" else MINUS
+    return frequent if draw.random() < 0.6 else draw.choice(ANSWERS)
+
+
+EMBEDDED = {
+    "constant": ("collapse", constant, {"train.steps": 60}),
+    "shortcut": (
+        "few_answers",
+        shortcut,
+        {"train.steps": 100, "rollout.prompts_per_step": 32, "rollout.group_size": 4},
+    ),
+}
+EXPECTED = {"letter_counting": "collapse", "gcd": "few_answers"}
+
+
+def embedded(name: str, folder: Path) -> RunFolder:
+    _, target, settings = EMBEDDED[name]
+    covey.train(
+        "arithmetic", dataset=sums(target, 20_000, 0), held_out=sums(target, 256, 1),
+        run=folder / name, quiet=True,
+        **{
+            "evaluate.every": settings["train.steps"], "save.every": 0,
+            "optimizer.learning_rate": 2e-4, **settings,
+        },
+    )  # fmt: skip
+    return RunFolder(folder / name)
+
+
+def on_gpu(name: str, folder: Path, model: str, prompts: Path | None) -> RunFolder:
+    """Train with the settings of chain_sum.toml on another task of reasoning-gym."""
+    settings = smollm2_settings(name)
+    if prompts is not None:
+        files = {f"{s}_file": str(prompts / f"{name}-{s}.jsonl") for s in ("train", "held_out")}
+        settings["task"] = {"name": "jsonl", **files}
+    covey.train(settings, model=model, run=folder / name, quiet=True, **{"train.steps": 60})
+    return RunFolder(folder / name)
+
+
+def smollm2_settings(name: str) -> dict[str, Any]:
+    settings = tomllib.loads((HERE / "chain_sum.toml").read_text())
+    settings["task"] = {**settings["task"], "name": f"reasoning_gym:{name}", "options": {}}
+    return settings
+
+
+def export(folder: Path) -> None:
+    from covey.training.resolve import resolve, task_of
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SMOLLM2_TASKS:
+        task = task_of(resolve(covey.load_config(smollm2_settings(name))))
+        for split, found in (("train", task.train()), ("held_out", task.held_out())):
+            lines = [json.dumps({"question": p.text, "answer": p.target}) + "\n" for p in found]
+            (folder / f"{name}-{split}.jsonl").write_text("".join(lines))
+
+
+def happened(check: str, rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the first of five steps whose mean shows the event, None if there is none.
+
+    A collapse: 90 % of the answers are the same. A shortcut: half the variety of the targets.
+    """
+
+    def mean(name: str, first: int) -> float:
+        return fmean(row[f"rollout/{name}"] for row in rows[first : first + BLOCK])
+
+    for first in range(len(rows) - BLOCK + 1):
+        same = mean("top_answer_share", first) >= 0.9
+        few = 2 * mean("effective_answers", first) <= mean("effective_targets", first)
+        if same if check == "collapse" else few:
+            return int(rows[first]["step"])
+    return None
+
+
+def spoken(check: str, run: RunFolder) -> int | None:
+    """Return the step at which a check first spoke, as it does while the run trains."""
+    health = Health(settings_of(run))
+    for row in run.steps():
+        health.add(row)
+        if check in health.active:
+            return row["step"]
+    return None
+
+
+def judged(name: str, check: str, run: RunFolder) -> dict[str, Any]:
+    rows = run.steps()
+    event, found = happened(check, rows), spoken(check, run)
+    right = event is not None and found is not None and found <= event + LATEST
+    kept = (
+        "objective/success", "rollout/best_constant", "rollout/top_answer_share",
+        "rollout/distinct_answers", "rollout/effective_answers", "rollout/effective_targets",
+    )  # fmt: skip
+    print(f"{'ok   ' if right else 'WRONG'} {name}: {check} happened {event}, found {found}")
+    curves = {each: [row[each] for row in rows] for each in kept}
+    evaluations = [
+        {each: row.get(each) for each in ("step", "greedy", "best_constant", "distinct_answers")}
+        for row in run.evaluations()
+    ]
+    return {
+        "task": name, "check": check, "happened": event, "found": found, "right": right,
+        "curves": curves, "evaluations": evaluations,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tasks", nargs="*", help="Only these tasks.")
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--prompts", type=Path, help="Folder that --export wrote.")
+    parser.add_argument("--export", type=Path, help="Write the prompts there, and stop.")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.export is not None:
+        export(given.export)
+        return 0
+    small = given.model == "embedded"
+    if small:
+        torch.set_num_threads(1)
+    expected = {name: check for name, (check, _, _) in EMBEDDED.items()} if small else EXPECTED
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in given.tasks or expected:
+            run = (
+                embedded(name, folder)
+                if small
+                else on_gpu(name, folder, given.model, given.prompts)
+            )
+            results.append(judged(name, expected[name], run))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    report = {"environment": described(0, device, torch.get_num_threads()), "results": results}
+    out = given.out or RESULTS / f"collapse-{Path(given.model).name}.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if all(result["right"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
