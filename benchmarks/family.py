@@ -2,10 +2,12 @@
 
     python benchmarks/family.py parts        # gdpo: a reward of two parts, one ten times as varied
     python benchmarks/family.py pass_at_8    # pkpo: pass@8 where successes are rare
-    python benchmarks/family.py teacher --tokens 40000   # opd: towards a checkpoint that GRPO made
+    python benchmarks/family.py teacher      # opd: towards a checkpoint that GRPO made
+    python benchmarks/family.py self         # sdpo: the policy, told the working, teaches itself
 
-Both algorithms of a question see the same prompts and the same number of sampled tokens. A
-difference is paired by seed; its interval is Student's, of as many pairs as there are seeds.
+Both algorithms of a question end after the same number of sampled tokens (`--tokens`), up to one
+step. With `--tokens 0` they end after the same number of steps. A difference is paired by seed; its
+interval is Student's, of as many pairs as there are seeds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +27,13 @@ from described import described
 from scipy.stats import t as student
 
 import covey
+from covey.engines.native.engine import NativeEngine
+from covey.models.load_model import load_language_model
 from covey.rewards import Score
+from covey.rollout.episode import encode_prompts, generate
 from covey.run.folder import RunFolder
+from covey.tasks import make_task
+from covey.training.resolve import resolve, sampling_of
 from covey.types import Prompt
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,16 +67,34 @@ def samples_of(evaluation: dict[str, Any]) -> dict[str, float]:
     return {name: evaluation[name]["value"] for name in ("mean@8", "pass@8", "greedy")}
 
 
+def greedy_of(evaluation: dict[str, Any]) -> dict[str, float]:
+    return {"greedy": evaluation["greedy"]["value"]}
+
+
 Read = Callable[[dict[str, Any]], dict[str, float]]
 QUESTIONS: dict[str, tuple[tuple[str, str], dict[str, Any], Read]] = {
     "parts": (("grpo", "gdpo"), {}, parts_of),
-    "teacher": (("grpo", "opd"), {}, lambda row: {"greedy": row["greedy"]["value"]}),
+    "teacher": (("grpo", "opd"), {}, greedy_of),
+    "self": (("grpo", "sdpo"), {}, greedy_of),
     "pass_at_8": (
         ("grpo", "pkpo"),
-        {"task.min_operations": 4, "task.max_operations": 5, "evaluate.samples": 8},
+        # Half of the groups of 16 have no success, and pass@8 before training is about 0.2.
+        {"task.min_operations": 4, "task.max_operations": 5, "rollout.group_size": 16,
+         "evaluate.samples": 8, "evaluate.prompts": 200},
         samples_of,
     ),
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "pkpo": {"objective": {"name": "pkpo", "k": 8}},
+    "sdpo": {
+        "teacher.policy": "frozen",
+        "teacher.context": {"worked": "{text}"},
+        "teacher.template": "{prompt}{context}",
+    },
 }
+"""Settings of one algorithm alone."""
+HINTED, PLAIN, SFT_STEPS = 2000, 250, 300
+"""Prompts with and without the working in the data that teaches the embedded model to read it."""
 
 
 def train(
@@ -76,16 +104,20 @@ def train(
     _, settings, read = QUESTIONS[question]
     limit = {"train.stop_after": {"tokens": given.tokens}} if given.tokens else {}
     limit |= learning_from(folder, given) if name == "opd" else {}
+    limit |= {"model.path": str(reading_model(folder))} if question == "self" else {}
+    started = time.perf_counter()
     result = covey.train(
         "arithmetic", rewards=TwoParts() if question == "parts" else None,
         run=folder / f"{name}-{seed}", quiet=True,
         **{"objective": {"name": name}, "seed": seed, "train.steps": given.steps,
            "rollout.prompts_per_step": given.prompts, "evaluate.every": given.steps,
-           "evaluate.prompts": 100, "save.every": 0, **limit, **settings},
+           "evaluate.prompts": 100, "save.every": 0, **limit, **settings, **OWN.get(name, {})},
     )  # fmt: skip
     found = RunFolder.open(result.folder).evaluations()
     before, after = read(found[0]), read(found[-1])
-    row = {"algorithm": name, "seed": seed, "tokens": result.metrics[-1]["tokens"]}
+    seconds = round(time.perf_counter() - started, 1)
+    row = {"algorithm": name, "seed": seed, "seconds": seconds}
+    row |= {key: result.metrics[-1][key] for key in ("step", "tokens")}
     print({**row, "before": before, "after": after}, flush=True)
     return {**row, "before": before, "after": after}
 
@@ -111,6 +143,41 @@ def learning_from(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def reading_model(folder: Path) -> Path:
+    """Return a checkpoint of the embedded model that uses a working in the prompt.
+
+    The embedded model ignores a text after the question, so it could teach itself nothing. It is
+    trained on correct solutions of prompts with the working, and on its own completions of prompts
+    without it, so that without the working it stays about as bad as it was.
+    """
+    path = folder / "reading"
+    if not path.exists():
+        prompts = make_task("arithmetic", {}).train()[: HINTED + PLAIN]
+        model = load_language_model("embedded", device="cpu")
+        sampling = sampling_of(resolve(covey.load_config("arithmetic")))
+        own = generate(
+            encode_prompts(model, prompts[HINTED:]),
+            engine=NativeEngine(model), model=model, sampling=sampling, step=1,
+        )  # fmt: skip
+        form = "<think>{}</think><answer>{}</answer>".format
+        rows = [
+            (p.text + p.info["worked"], form(p.info["worked"], p.target)) for p in prompts[:HINTED]
+        ]
+        rows += [(g.prompt.text, r.text) for g in own for r in g.rollouts if r.finish == "stop"]
+        lines = [json.dumps({"question": q, "completion": text}) + "\n" for q, text in rows]
+        file = folder / "reading.jsonl"
+        file.write_text("".join(lines), encoding="utf-8")
+        settings = (
+            f"sft.file={file}",
+            f"sft.steps={SFT_STEPS}",
+            "sft.learning_rate=1e-3",
+            "sft.evaluate_every=0",
+        )
+        command = [sys.executable, "-m", "covey", "sft", "arithmetic", "--run", str(path)]
+        subprocess.run([*command, *(w for s in settings for w in ("--set", s))], check=True)
+    return RunFolder.open(path).checkpoints()[-1][1]
+
+
 def difference(rows: list[dict[str, Any]], names: tuple[str, str], metric: str) -> dict[str, float]:
     """Return the mean difference of the second algorithm to the first after training."""
     by = {(row["algorithm"], row["seed"]): row["after"][metric] for row in rows}
@@ -128,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("question", choices=QUESTIONS)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=0, help="End runs by sampled tokens.")
+    parser.add_argument("--tokens", type=int, default=100_000, help="Sampled tokens of a run.")
     parser.add_argument("--prompts", type=int, default=16, help="Prompts of a step.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--teacher-steps", type=int, default=60, help="Of the teacher's own run.")

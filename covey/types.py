@@ -19,15 +19,19 @@ from covey.episode import TRUNCATED as TRUNCATED
 from covey.episode import Episode
 from covey.episode import Finish as Finish
 from covey.episode import Message as Message
+from covey.host_rows import HostRows as HostRows
 from covey.totals import Totals as Totals
 
 if TYPE_CHECKING:
     import torch
 
     from covey.kept_sets import KeptSets
+    from covey.teacher_prompts import TeacherPrompts
 
 _T = TypeVar("_T")
 
+ON_CPU = ("host", "kept", "teacher_prompts")
+"""The fields of a batch that stay on the CPU."""
 EQUAL_REWARDS = 1e-8
 """Rewards of a group count as equal if they differ by less than this fraction of the largest
 reward."""
@@ -129,6 +133,10 @@ class Rollout:
     None."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The parts of the reward, before weighting, by name."""
+    feedback: str = ""
+    """What the reward says about the completion in words. Empty if it says nothing."""
+    teacher_prompt: tuple[int, ...] = ()
+    """Tokens of the prompt with privileged text, which a self-teacher reads. Empty: no teacher."""
     reward_id: str = ""
     """Name, version and source hash of the reward function."""
     episode: Episode | None = None
@@ -205,39 +213,6 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRows:
-    """A CPU copy of the batch fields that determine the layout, with the same names and shapes.
-
-    The CPU copy avoids reading lengths from the GPU; such a read would wait for all queued GPU
-    work.
-    """
-
-    prompt_tokens: torch.Tensor
-    prompt_lengths: torch.Tensor
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    mask: torch.Tensor
-    rollout: torch.Tensor | None = None
-
-    @staticmethod
-    def of(batch: Batch) -> HostRows:
-        """Copy the layout fields of a batch to the CPU."""
-        fields = ((name, getattr(batch, name)) for name in HostRows.__slots__)
-        return HostRows(**{name: value.cpu() for name, value in fields if value is not None})
-
-    def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
-        """Return some rows, cut to `width` completion tokens and `prompt_width` prompt tokens."""
-        return HostRows(
-            prompt_tokens=self.prompt_tokens[index, :prompt_width],
-            prompt_lengths=self.prompt_lengths[index],
-            tokens=self.tokens[index, :width],
-            lengths=self.lengths[index],
-            mask=self.mask[index, :width],
-            rollout=None if self.rollout is None else self.rollout[index],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +301,8 @@ class Batch:
     or has no CPU copy."""
     kept: KeptSets | None = None
     """The kept set of each token, on the CPU. The field is None if sampling was not truncated."""
+    teacher_prompts: TeacherPrompts | None = None
+    """The prompts that a self-teacher reads, on the CPU. None if no row has one."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -356,9 +333,11 @@ class Batch:
                 index = index.pin_memory().to(self.tokens.device, non_blocking=True)
         if self.kept is not None:
             changes["kept"] = self.kept.rows(here, width)
+        if self.teacher_prompts is not None:
+            changes["teacher_prompts"] = self.teacher_prompts.rows(here)
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is None or name in ("host", "kept"):
+            if value is None or name in ON_CPU:
                 continue
             picked = value[index]
             if name == "prompt_tokens":
@@ -373,7 +352,7 @@ class Batch:
         moved: dict[str, Any] = {
             name: _moved(getattr(self, name), device)
             for name in self.__slots__
-            if name not in ("host", "kept") and getattr(self, name) is not None
+            if name not in ON_CPU and getattr(self, name) is not None
         }
         host = None if moved["tokens"].device.type == "cpu" else HostRows.of(self)
         return replace(self, **moved, host=host)

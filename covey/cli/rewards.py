@@ -1,4 +1,4 @@
-"""`covey rewards`: list rewards, score a file of completions, or test a reward."""
+"""`covey rewards`: list rewards, score completions, test a reward, or show its changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.scoring import Scorer
 
 app = typer.Typer(
-    help="List rewards, score a file of completions, or test a reward.",
+    help="List rewards, score a file of completions, test a reward, or show how it changed.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -34,7 +34,9 @@ app = typer.Typer(
 ConfigArgument = Annotated[
     str,
     typer.Argument(
-        metavar="CONFIG", help="A TOML file, a run's config.toml, or the name of a recipe."
+        metavar="CONFIG",
+        help="Configuration with the reward to test: a TOML file, the config.toml of a run, or the "
+        "name of a recipe.",
     ),
 ]
 ConfigOption = Annotated[
@@ -54,7 +56,8 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON Lines of completions with a human label, `correct`: true or false.",
+        help="JSON Lines file of completions with human labels: each line has `correct`, which is "
+        "true or false.",
     ),
 ]
 AllowedOption = Annotated[
@@ -63,7 +66,7 @@ AllowedOption = Annotated[
         "--allow-errors",
         min=0.0,
         max=1.0,
-        help="Share of the labels with which the reward may disagree.",
+        help="Largest fraction of the labels in --labelled that the reward may contradict.",
     ),
 ]
 
@@ -71,12 +74,15 @@ AllowedOption = Annotated[
 @app.command("list")
 def list_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A reward, or MODULE:FUNCTION.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Name of a reward, or MODULE:FUNCTION for your own reward."
+        ),
     ] = None,
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the rewards, or describe one with its options."""
+    """List the rewards, or describe one reward with its options."""
     from covey.rewards.build import REWARDS, find_reward
     from covey.rewards.published import gamed_by
 
@@ -103,18 +109,20 @@ def score_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="JSON Lines with `completion` (or `text`) and `target`, such as a run's rollouts.",
+            help="JSON Lines file whose lines have `completion` (or `text`) and `target`, such as "
+            "a rollouts file of a run.",
         ),
     ],
     source: ConfigOption = "arithmetic",
     overrides: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the score of every row to this JSON Lines file.")
+        Path | None,
+        typer.Option(help="Write the score of every completion to this JSON Lines file."),
     ] = None,
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a file of completions: mean reward, accuracy, reward parts, failures."""
+    """Score a file of completions; print mean reward, accuracy, reward parts and failures."""
     from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
@@ -130,10 +138,11 @@ def score_command(
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
-    if summary["unscored"] == summary["completions"]:
+    count, first_error = summary["completions"], summary["first_error"]
+    if summary["unscored"] == count:
         raise RewardError(
-            f"{file}: none of the {summary['completions']} completions could be scored; the first "
-            f"error: {summary['first_error']}"
+            f"{file}: none of the {count} completions could be scored; the first error: "
+            f"{first_error}"
         )
     echo(json.dumps(summary) if as_json else _summary_lines(summary))
 
@@ -179,6 +188,32 @@ def _summary_lines(summary: dict[str, Any]) -> str:
     )
 
 
+@app.command("log")
+def log_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of runs.")] = Path(
+        "runs"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Show how the reward changed from run to run: what, why, expected and observed effect.
+
+    The reason and the expected effect come from [reward_change] in the configuration.
+    """
+    from covey.run.reward_changes import reward_log
+
+    found = reward_log(folder)
+    if as_json:
+        typer.echo(json.dumps([logged.row() for logged in found]))
+        return
+    console = Screen(soft_wrap=True)
+    if not found:
+        console.print(f"no run in {folder} changed the reward of its task")
+    for logged in found:
+        console.print(logged.run, style="bold")
+        for line in logged.lines():
+            console.print(f"  {line}")
+
+
 @app.command("lab")
 def lab_command(
     source: ConfigArgument = "arithmetic",
@@ -193,8 +228,8 @@ def lab_command(
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 
-    Correct completions must get the full reward, and hacks must not. A completion must get the
-    same score in another process. The exit code is 0 if all checks pass, and 1 if not.
+    Correct completions must get the full reward, and reward hacks must not. A completion must get
+    the same score in every process. The exit code is 0 if all checks pass, and 1 if not.
     """
     from covey.analysis.lab.cases import read_labelled
     from covey.analysis.lab.checks import Lab, examine

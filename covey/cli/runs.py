@@ -21,6 +21,7 @@ from covey.errors import RunError
 from covey.run.episodes import turn_lines
 from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder, list_runs, settings_of
+from covey.run.reward_changes import logged_change
 
 FORMS = {
     "started": "s",
@@ -52,8 +53,8 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs, show one (`covey runs RUN`, or `covey runs show RUN`), check its health, or "
-    "write its report.",
+    help="List runs, show a run, check its health, verify its records, or write its report. "
+    "`covey runs RUN` is short for `covey runs show RUN`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("check")(check_command)
@@ -64,14 +65,15 @@ app.command("verify")(verify_command)
 @app.command(SHOW)
 def runs_command(
     path: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or one run.")
+        Path, typer.Argument(metavar="FOLDER", help="A run folder, or a folder that contains runs.")
     ] = Path("runs"),
     step: Annotated[
-        int | None, typer.Option(min=1, help="Show the completions of this step of one run.")
+        int | None,
+        typer.Option(min=1, help="Show the completions of this training step; FOLDER is one run."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List runs, or show one run's evaluations or the completions of a step."""
+    """List runs, or show one run: its evaluations, or the completions of a step."""
     console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)
@@ -131,7 +133,7 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         typer.echo(json.dumps(rows))
         return
     if not rows:
-        raise RunError(f"there are no runs in {path}; `covey train` creates one")
+        raise RunError(f"there are no runs in {path}; `covey train` creates a run")
     if not console.is_terminal:  # a pipe has no limit on the width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))
@@ -165,8 +167,10 @@ def _number(value: float | str | None, form: str) -> str:
 
 def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     evaluations = run.evaluations()
+    changed = logged_change(run)
     if as_json:
-        typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
+        about = {"reward_change": None if changed is None else changed.row()}
+        typer.echo(json.dumps({**_overview(run, evaluations), **about, "evaluations": evaluations}))
         return
     names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
@@ -180,6 +184,9 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
             _number(row.get("mean_tokens"), ".1f"),
         )
     console.print(table)
+    if changed is not None:
+        for line in changed.lines():
+            console.print(cell(line))
 
 
 def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -14,6 +17,7 @@ from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.models.model_path import check_model_path
 from covey.run.folder import edited_settings
+from covey.run.reward_changes import read_change
 from covey.trust import trust
 
 if TYPE_CHECKING:
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
 Source = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG", help="A TOML file or the name of a recipe. Default: arithmetic."
+        metavar="CONFIG",
+        help="Configuration: a TOML file, or the name of a recipe that `covey recipes` lists. "
+        "Default: arithmetic.",
     ),
 ]
 Overrides = Annotated[
@@ -34,10 +40,18 @@ Overrides = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
+    typer.Option(
+        help="Model (sets model.path): a folder, a Hugging Face name, a GGUF file, or a packaged "
+        "model ('embedded' or 'smollm2')."
+    ),
 ]
 Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Shrink the settings so that a run takes 1 or 2 minutes.")
+    bool,
+    typer.Option(
+        "--smoke",
+        help="Quick test: reduce batch sizes, lengths and steps, so that a run takes 1 or 2 "
+        "minutes.",
+    ),
 ]
 Trust = Annotated[
     list[str] | None,
@@ -56,6 +70,22 @@ Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
 """The status text while torch is imported, which takes seconds."""
+
+
+class _LateTorch(ModuleType):
+    """The module torch until something of it is used. Python's LazyLoader loads at `import`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+def import_torch_when_used() -> None:
+    """Make `import torch` wait until something of torch is used, because it takes seconds."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = module = _LateTorch("torch")
+        module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
 
 
 @contextmanager
@@ -126,7 +156,7 @@ def tell_defaults(source: str | None, config: Config) -> None:
     """Print the most important default settings of a run without a CONFIG."""
     if source is None:
         echo(
-            "no CONFIG given: other settings have their defaults, such as "
+            "no CONFIG was given, so other settings have their defaults, such as "
             f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens "
             f"= {config.rollout.max_tokens} (docs/settings.md)",
             err=True,
@@ -145,13 +175,17 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     threads, now = environment.get("threads"), torch.get_num_threads()
     if threads is not None and threads != now:
         reporter.note(
-            f"this run was started with {threads} threads and resumes with {now}: results may "
-            "differ in the last bits"
+            f"this run was started with {threads} threads and resumes with {now} threads: results "
+            "may differ in the last bits"
         )
     if parts.bad_rows:
         reporter.note(
             f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
         )
+    change = read_change(folder)
+    if change is not None:
+        why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
+        reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
     reward, now_reward = environment.get("reward"), parts.scorer.identity
     if reward and reward != now_reward:
         reporter.note(

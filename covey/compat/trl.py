@@ -64,10 +64,12 @@ def from_script(text: str, name: str = "script.py") -> Ported:
     try:
         calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     except SyntaxError as error:
-        raise ConfigError(f"port: {name} is not Python: line {error.lineno}: {error.msg}") from None
+        raise ConfigError(
+            f"port: {name} is not valid Python, line {error.lineno}: {error.msg}"
+        ) from None
     configs = [call for call in calls if _called(call) == "GRPOConfig"]
     if not configs:
-        raise ConfigError(f"port: {name} makes no GRPOConfig")
+        raise ConfigError(f"port: {name} creates no GRPOConfig")
     options, unknown = _literals(configs[0])
     trainers = [call for call in calls if _called(call) == "GRPOTrainer"]
     more = _trainer(trainers[0]) if trainers else Ported(settings={}, notes=())

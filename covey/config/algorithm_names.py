@@ -40,6 +40,7 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "m2po": "Second-Moment trust Policy Optimization, arXiv 2510.01161",
         "decoupled_ppo": "Decoupled PPO, arXiv 2110.00641",
         "opd": "On-policy distillation, arXiv 2306.13649",
+        "sdpo": "Self-Distillation Policy Optimization, arXiv 2601.20802",
         "gigpo": "Group-in-Group Policy Optimization, arXiv 2505.10978",
         "ppo": "Proximal Policy Optimization with a critic, arXiv 1707.06347",
         "dpo": "Direct Preference Optimization, arXiv 2305.18290",

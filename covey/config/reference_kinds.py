@@ -26,10 +26,10 @@ def check_reference(section: Section) -> None:
     """Reject a setting that the chosen kind of reference does not use."""
     for name, value in section.model_dump(exclude={"kind"}).items():
         if name not in OPTIONS[section.kind] and value != Section.model_fields[name].default:
-            users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
+            kinds = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
             raise ConfigError(
                 f"config: reference.{name} = {value!r} has no effect with reference.kind = "
-                f"{section.kind!r}; it is a setting of {users}"
+                f"{section.kind!r}; it works only with reference.kind = {kinds}"
             )
     if section.kind == "server" and not section.url:
         raise ConfigError(
@@ -37,14 +37,57 @@ def check_reference(section: Section) -> None:
         )
 
 
-def check_teacher(section: Teacher) -> None:
-    """Reject a [teacher] with no model, with both path and url, or with unused settings."""
+SELF_TEACHER = ("alpha", "every", "context", "template")
+"""The settings of [teacher] that only teacher.policy reads."""
+
+
+def check_teacher(section: Teacher, *, privileged: bool) -> None:
+    """Reject a [teacher] without the teacher that the objective needs, or with unused settings.
+
+    `privileged`: the objective needs the policy itself as a teacher with privileged text.
+    """
+    if privileged:
+        _check_self_teacher(section)
+        return
+    if section.policy:
+        raise ConfigError(
+            f"config: teacher.policy = {section.policy!r} works only with sdpo; this objective "
+            "needs teacher.path or teacher.url"
+        )
     if bool(section.path) == bool(section.url):
         raise ConfigError(
-            "config: this objective needs a teacher; set one of teacher.path and teacher.url"
+            "config: this objective needs a teacher; set either teacher.path or teacher.url"
         )
     idle = ("token_env", "timeout", "patience") if section.path else ("offload",)
-    for name in idle:
+    _check_idle(section, idle, "url" if section.path else "path")
+    _check_idle(section, SELF_TEACHER, "policy")
+
+
+def _check_self_teacher(section: Teacher) -> None:
+    if not section.policy or section.path or section.url:
+        raise ConfigError(
+            "config: the teacher of this objective is the policy itself; set teacher.policy to "
+            "'current', 'frozen' or 'moving', and set neither teacher.path nor teacher.url"
+        )
+    _check_idle(section, ("token_env", "timeout", "patience"), "url")
+    _check_idle(section, ("temperature",), "path or teacher.url")
+    if section.policy != "moving":
+        _check_idle(section, ("alpha", "every"), "policy = 'moving'")
+    if section.policy != "frozen":
+        _check_idle(section, ("offload",), "policy = 'frozen'")
+    if not section.context:
+        raise ConfigError(
+            "config: teacher.context is empty, so the teacher knows no more than the policy"
+        )
+    for name, text in section.context.items():
+        if "{text}" not in text:
+            raise ConfigError(f"config: teacher.context.{name} must contain {{text}}")
+    for field in ("{prompt}", "{context}"):
+        if field not in section.template:
+            raise ConfigError(f"config: teacher.template must contain {field}")
+
+
+def _check_idle(section: Teacher, names: tuple[str, ...], other: str) -> None:
+    for name in names:
         if getattr(section, name) != Teacher.model_fields[name].default:
-            other = "url" if section.path else "path"
             raise ConfigError(f"config: teacher.{name} has no effect without teacher.{other}")

@@ -38,7 +38,8 @@ def make_deterministic() -> None:
         if torch.cuda.is_initialized():  # cuBLAS may have read the variable already
             raise ModelError(
                 "model: deterministic = true comes too late, because this process has already used "
-                f"CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before it starts"
+                f"CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before the process "
+                "starts"
             )
         os.environ[WORKSPACE] = FIXED[0]
     torch.set_float32_matmul_precision("highest")  # no TF32
@@ -53,8 +54,8 @@ def skip_determinism_check() -> Iterator[None]:
     """Allow deterministic operations that torch's check for determinism refuses.
 
     One example is a cumulative sum over each row, which torch refuses although its order of
-    additions is fixed. Another example is index writes: torch's deterministic version cannot be
-    captured in a CUDA graph.
+    additions is fixed. Another example is index writes, because torch's deterministic version
+    of them cannot be captured in a CUDA graph.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -118,6 +118,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "tokens": "tokens",
         "parts": "reward parts",
         "teacher": "teacher",
+        "privileged": "privileged text",
         "values": "critic",
         "sampler_as_old": "sampler_logp",
         "marks": "extra forward",

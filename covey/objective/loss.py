@@ -27,7 +27,7 @@ from covey.types import Batch, Totals
 
 Need = Literal[
     "groups", "success", "parts", "tokens", "old_logp", "old_entropy", "reference", "teacher",
-    "values", "sampler_logp", "sampler_as_old", "entropy", "marks",
+    "privileged", "values", "sampler_logp", "sampler_as_old", "entropy", "marks",
 ]  # fmt: skip
 """The inputs that an objective may read in addition to rewards and `logp`.
 
@@ -41,6 +41,7 @@ Their meanings are:
     old_entropy     the sampling policy's entropy, which costs a forward pass
     reference       log-probabilities of a reference policy
     teacher         log-probabilities of a teacher
+    privileged      the policy itself as the teacher, with privileged text in its prompts
     values          the values of a critic, which is trained with the policy
     sampler_logp    the log-probabilities that the engine had when it generated
     sampler_as_old  sampler_logp in place of old_logp: ratios are to the sampling policy
@@ -54,7 +55,7 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """Mask (bool) of the values that the clip limits, which have no gradient."""
+    """Mask (bool) of the values outside the clip range, whose gradient is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class Objective:
     weights: Callable[[Batch, Totals], torch.Tensor]
     """Function that returns token weights [B, T], given rows and totals of an optimizer step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns factors [B, T], given old_logp - sampler_logp and the mask, or None."""
+    """Function that returns correction factors [B, T], given old_logp - sampler_logp and a mask."""
     penalty: Penalty = k3
     beta: float = 0.0
 
@@ -204,8 +205,8 @@ def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
         return value
     shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
     raise ConfigError(
-        f"objective: its {piece} returned {shape}; it must return a tensor of shape "
-        f"{list(mask.shape)}, one value for each token of each completion"
+        f"objective: the {piece} function returned {shape}; it must return a tensor of shape "
+        f"{list(mask.shape)}, with one value for each token of each completion"
     )
 
 

@@ -10,13 +10,20 @@ from covey.config.schema import Config
 from covey.config.schema import Reference as ReferenceSection
 from covey.config.teacher import Teacher
 from covey.errors import ConfigError
-from covey.models.adapter import adapter_base
 from covey.models.language_model import LanguageModel
+from covey.models.model_path import adapter_base
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import tokenizer_digest
-from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
+from covey.reference.frozen import (
+    AdapterOffReference,
+    CurrentPolicy,
+    FrozenReference,
+    OffloadedReference,
+)
 from covey.reference.moving import MovingReference
 from covey.reference.protocol import Reference
+
+TEACHER_FILE = "teacher.safetensors"
 
 
 def make_reference(
@@ -35,8 +42,8 @@ def make_reference(
         )
     if section.kind == "adapter_off" and policy.adapter is None:
         raise ConfigError(
-            "config: reference.kind = 'adapter_off' needs an adapter to switch off; set "
-            "adapter.rank, or use 'frozen'"
+            "config: reference.kind = 'adapter_off' needs an adapter to turn off; set "
+            "adapter.rank, or set reference.kind = 'frozen'"
         )
     # Under a new adapter, the base weights are the starting weights: no second copy is needed.
     under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
@@ -63,14 +70,37 @@ def make_reference(
 def _check_moving(policy: LanguageModel, kind: str) -> None:
     if policy.adapter is not None:
         raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with an adapter; use "
+            f"config: reference.kind = {kind!r} does not work with an adapter; set it to "
             "'adapter_off' or 'frozen'"
         )
     if policy.sharded:
         raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with parallel.strategy = 'fsdp'; use "
-            "'frozen' or 'offloaded', or the strategy 'ddp'"
+            f"config: reference.kind = {kind!r} does not work with parallel.strategy = 'fsdp'; set "
+            "reference.kind = 'frozen' or 'offloaded', or parallel.strategy = 'ddp'"
         )
+
+
+def make_self_teacher(
+    config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
+) -> Reference:
+    """Build the policy as its own teacher, at the sampling temperature.
+
+    `load` loads a second copy of the starting weights, if needed.
+    """
+    section = config.teacher
+    if section.policy == "current":
+        megabytes = config.train.logits_megabytes
+        temperature = config.rollout.temperature
+        return CurrentPolicy(model=policy, temperature=temperature, logits_megabytes=megabytes)
+    kind = "offloaded" if section.offload else section.policy
+    moves = {"alpha": section.alpha, "every": section.every} if kind == "moving" else {}
+    same = ReferenceSection.model_validate({"kind": kind, **moves})
+    teacher = make_reference(
+        config.model_copy(update={"reference": same}), policy=policy, load=load
+    )
+    if isinstance(teacher, MovingReference):
+        teacher.file = TEACHER_FILE  # the run may have a moving reference too
+    return teacher
 
 
 def make_teacher(
@@ -81,7 +111,7 @@ def make_teacher(
     `load` loads the model at a path, or the adapter at a path with its base model.
     """
     section = config.teacher
-    check_teacher(section)
+    check_teacher(section, privileged=False)
     if section.url:
         return ServerReference(
             address=_address(section, "teacher"),
@@ -92,7 +122,7 @@ def make_teacher(
     if tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
             f"config: teacher.path = {section.path!r} has a different tokenizer than model.path = "
-            f"{config.model.path!r}; a teacher must give the same ids to the same tokens"
+            f"{config.model.path!r}; the teacher must use the same token ids as the policy"
         )
     # The shards themselves bring offloaded weights back to the device.
     kind = OffloadedReference if section.offload and not model.sharded else FrozenReference
@@ -115,7 +145,7 @@ def _token(variable: str, section: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"config: {section}.token_env = {variable!r}: the variable does not contain a valid "
-            "token"
+            f"config: {section}.token_env = {variable!r}, but this environment variable does not "
+            "contain a valid token"
         )
     return token

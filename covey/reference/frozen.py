@@ -92,6 +92,16 @@ class OffloadedReference(FrozenReference):
 
 
 @dataclass(slots=True, kw_only=True)
+class CurrentPolicy(FrozenReference):
+    """The policy itself with its current weights: no second copy. For a self-teacher."""
+
+    kind: ClassVar[str] = "current"
+
+    def __post_init__(self) -> None:
+        """Do nothing: the model is the one that is trained."""
+
+
+@dataclass(slots=True, kw_only=True)
 class AdapterOffReference(FrozenReference):
     """The policy's own model with its adapter switched off, which needs no second copy."""
 

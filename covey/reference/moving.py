@@ -34,6 +34,8 @@ class MovingReference(FrozenReference):
     every: int
     """Number of optimizer steps between two moves of the reference, counted across training
     steps."""
+    file: str = REFERENCE_FILE
+    """Name of the file in a checkpoint that holds the weights."""
     weights: dict[str, torch.Tensor] = field(init=False)
     """Master weights in float32, as in the optimizer, because small moves would be lost in
     bfloat16."""
@@ -60,7 +62,7 @@ class MovingReference(FrozenReference):
     def save(self, folder: Path) -> None:
         """Write the reference's weights into the checkpoint, next to the policy's weights."""
         try:
-            save_file(self.weights, folder / REFERENCE_FILE)
+            save_file(self.weights, folder / self.file)
         except SafetensorError as error:
             raise OSError(str(error)) from None  # a full disk: callers handle OSError
 
@@ -68,14 +70,16 @@ class MovingReference(FrozenReference):
     def load(self, folder: Path) -> None:
         """Read the reference's weights from the checkpoint."""
         try:
-            saved = load_file(folder / REFERENCE_FILE)
+            saved = load_file(folder / self.file)
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(
                 f"checkpoint {folder} has no usable reference weights: {error}"
             ) from None
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:
-                raise RunError(f"checkpoint {folder}: {REFERENCE_FILE} lacks {name}")
+                raise RunError(
+                    f"checkpoint {folder}: {self.file} has no tensor {name} of the right shape"
+                )
             weight.copy_(saved[name])
         self._round_to_parameters()
 

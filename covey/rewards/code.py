@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.rewards.text import after_thinking, answers_differ, tag_contents
 from covey.sandbox import (
     Case,
@@ -21,6 +22,8 @@ from covey.sandbox import (
 )
 from covey.types import Prompt
 
+MAX_FEEDBACK = 1000
+"""Maximum length of the feedback on a program, in characters."""
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
 
@@ -105,7 +108,7 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeTests(Reward):
+class CodeTests(TargetReward):
     """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
 
     A test of a function has the keys `call` (such as `add(1, 2)`) and `expected` (a Python literal
@@ -126,6 +129,7 @@ class CodeTests(Reward):
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_option(
             0 < self.seconds <= self.total_seconds <= 3600,
             f"seconds = {self.seconds} must be positive and at most total_seconds = "
@@ -145,6 +149,8 @@ class CodeTests(Reward):
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion. Raises ValueError if the prompt has no tests."""
+        if not prompt.info.get("tests") and self.without_target != "error":
+            return self.neutral(f"prompt {prompt.id!r} has no tests", ("passed", "runs"))
         tests = parse_tests(prompt.info)
         program = extract_program(text)
         if not program.strip() or answers_differ(tag_contents(after_thinking(text), "answer")):
@@ -153,17 +159,19 @@ class CodeTests(Reward):
         outcomes = run_program(
             program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
         )
-        passed = sum(
+        correct = [
             passes(case, expected, outcome)
             for (case, expected), outcome in zip(tests, outcomes, strict=True)
-        )
-        success = passed == len(tests)
+        ]
+        passed, success = sum(correct), all(correct)
+        first = 0 if success else correct.index(False)
         runs = any(outcome.ran for outcome in outcomes)
         return Score(
             reward=passed / len(tests) if self.partial else float(success),
             success=success,
             parts={"passed": passed / len(tests), "runs": float(runs)},
             attempted=runs,
+            feedback="" if success else _failure(prompt.info["tests"][first], outcomes[first]),
         )
 
     def _limits(self) -> Limits:
@@ -173,6 +181,14 @@ class CodeTests(Reward):
             total_seconds=self.total_seconds,
             memory_bytes=self.memory_mb << 20,
         )
+
+
+def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
+    """Return which test fails and how, with the last line of the error."""
+    given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
+    error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    how = error if error else "the result is different" if outcome.ran else outcome.ended
+    return f"{given} {test[given]} must give {test[wanted]}: {how}"[:MAX_FEEDBACK]
 
 
 def passes(case: Case, expected: object, outcome: Outcome) -> bool:

@@ -1,11 +1,14 @@
-"""The efficiency reward: few tool calls, few words and no repetition."""
+"""The efficiency reward: few tool calls, edits and turns, few words and no repetition."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
+from covey.episode import episode_of
 from covey.rewards.score import Reward, Score, check_option
 from covey.rewards.text import count_words
 from covey.types import Prompt
@@ -72,17 +75,29 @@ def repetition(text: str, above: float = 0.0) -> float:
 class Efficiency(Reward):
     """1 minus penalties for steps, length and repetition; at least 0.
 
-    Each step (`<tool_call>`) above `expected_steps` costs 0.1, at most 0.5. The length costs 0.3
-    times the relative excess of words over `max_words`, at most 0.3. Repetition costs 0.2 if more
-    than 30 % of the text is repeated.
+    Each step (a `<tool_call>` in the text) above `expected_steps` costs 0.1. In the episode of an
+    environment, each edit above `expected_edits` and each turn of the policy above `max_rounds`
+    also costs 0.1. Steps, edits and turns together cost at most 0.5. An edit is a call of one of
+    the `edit_tools`.
+
+    The length costs 0.3 times the relative excess of words over `max_words`, at most 0.3.
+    Repetition costs 0.2 if more than 30 % of the text is repeated.
 
     Each reward part is 1 without its penalty, and 0 with its full penalty.
     """
 
     expected_steps: int = 3
     max_words: int = 512
+    expected_edits: int = 0
+    """Edits without a penalty; 0: edits are not counted."""
+    max_rounds: int = 0
+    """Turns without a penalty; 0: turns are not counted."""
+    edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:
+        for name in ("expected_edits", "max_rounds"):
+            value = getattr(self, name)
+            check_option(value >= 0, f"{name} must be 0 or more, not {value}")
         check_option(
             self.expected_steps >= 0, f"expected_steps must be 0 or more, not {self.expected_steps}"
         )
@@ -92,11 +107,31 @@ class Efficiency(Reward):
         """Score one completion."""
         extra_steps = max(0, text.count("<tool_call>") - self.expected_steps)
         excess = max(0, count_words(text) - self.max_words) / self.max_words
-        steps, length = min(5, extra_steps) / 5, min(1.0, excess)
+        more = self._more(text)
+        steps = min(5, extra_steps + sum(more.values())) / 5
+        length = min(1.0, excess)
         repeats = float(repetition(text) > MAX_REPETITION)
         reward = max(0.0, 1.0 - (5 * steps + 3 * length + 2 * repeats) / 10)
         return Score(
             reward=reward,
             success=reward == 1.0,
-            parts={"steps": 1.0 - steps, "length": 1.0 - length, "repetition": 1.0 - repeats},
+            parts={"steps": 1.0 - steps, "length": 1.0 - length, "repetition": 1.0 - repeats}
+            | {name: 1.0 - min(5, count) / 5 for name, count in more.items()},
         )
+
+    def _more(self, text: str) -> dict[str, int]:
+        """Return the edits and turns above what is expected, as far as they are counted."""
+        episode = episode_of(text)
+        edits, rounds = 0, 1
+        if episode is not None:
+            names = [_tool(call) for call in episode.tool_calls]
+            edits = sum(name in self.edit_tools for name in names)
+            rounds = sum(message["role"] == "assistant" for message in episode.reply)
+        counted = {"edits": (edits, self.expected_edits), "rounds": (rounds, self.max_rounds)}
+        return {name: max(0, n - most) for name, (n, most) in counted.items() if most}
+
+
+def _tool(call: Mapping[str, Any]) -> str:
+    """Return the name of the tool that a call names; empty for a malformed call."""
+    function = call.get("function")
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""

@@ -18,7 +18,8 @@ from covey.rewards.math.symbolic_equality import (
     require_math_verify,
     same_symbolically,
 )
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
@@ -35,7 +36,7 @@ _TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MathAnswer(Reward):
+class MathAnswer(TargetReward):
     """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
 
     Numbers are compared exactly. The option `tolerance` is relative, and applies only if the target
@@ -59,6 +60,7 @@ class MathAnswer(Reward):
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_styles(self.styles)
         check_option(
             0 <= self.tolerance < 1, f"tolerance = {self.tolerance} must be at least 0 and below 1"
@@ -83,7 +85,7 @@ class MathAnswer(Reward):
         """Score one completion."""
         target = extract_answer(prompt.target, ("boxed", "hashes")) or prompt.target.strip()
         if not target:
-            raise ValueError(f"prompt {prompt.id!r} has no target")
+            return self.neutral(f"prompt {prompt.id!r} has no target", ("accuracy", "found"))
         answer = extract_answer(text, self.styles)
         success = answer is not None and self._equal(answer, target)
         return Score(

@@ -128,6 +128,7 @@ class Mix(Reward):
             success=scores[ACCURACY].success and holds,
             parts=logged,
             attempted=scores[ACCURACY].attempted,
+            feedback="\n".join(score.feedback for score in scores.values() if score.feedback),
         )
 
     def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:

@@ -32,6 +32,7 @@ _SCORER = (
     "covey.errors",
     "covey.episode",
     "covey.totals",
+    "covey.host_rows",
     "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",

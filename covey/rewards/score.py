@@ -21,6 +21,8 @@ class Score:
     """The reward parts before weighting, so that logged values do not depend on the weights."""
     attempted: bool = True
     """Whether the completion has a final answer that can be compared, even if it is wrong."""
+    feedback: str = field(default="", compare=False)
+    """What is wrong with the completion, in words, for a teacher that reads it (docs/sdpo.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,10 @@ class Call:
 
 
 NO_CALL = Call()
+
+
+class SkippedError(Exception):
+    """Raised by a reward that gives a completion no reward on purpose. It counts as no failure."""
 
 
 class Reward(Protocol):

@@ -2,6 +2,8 @@
 
 A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
+`without_target` is what `accuracy` gives a prompt without a target: see `TargetReward`.
+
 `early_format`, if above 0, is the weight of `format` at the start of a run. The weight
 `early_format` is taken from `accuracy`, and returned to it over the first fifth of the steps.
 """
@@ -22,6 +24,7 @@ from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
 from covey.rewards.safety import Safety
 from covey.rewards.score import Reward
+from covey.rewards.target import WithoutTarget
 from covey.rewards.text_match import FuzzyText
 from covey.rewards.tool_call import ToolCall
 
@@ -39,12 +42,13 @@ def math(
     early_format: float = 0.0,
     tolerance: float = 0.01,
     symbolic: bool = True,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
     """Reward mix for numbers and formulas; at most 3 tool calls and 400 words are expected.
 
     The option `tolerance` is relative, and applies only to targets that are not whole numbers.
     """
-    answer = MathAnswer(tolerance=tolerance, symbolic=symbolic)
+    answer = MathAnswer(tolerance=tolerance, symbolic=symbolic, without_target=without_target)
     parts = _parts(answer, ThinkToolForm(), max_words=400)
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -59,12 +63,18 @@ def code(
     robust: bool = True,
     early_format: float = 0.0,
     unsafe: bool = False,
+    expected_edits: int = 3,
+    max_rounds: int = 5,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
     """Reward mix for programs, by the fraction of tests passed in a sandbox.
 
-    The option `unsafe` runs programs without the sandbox.
+    The option `unsafe` runs programs without the sandbox. In an environment, `efficiency` expects
+    at most `expected_edits` edits and `max_rounds` turns.
     """
-    parts = _parts(CodeTests(unsafe=unsafe), ThinkToolForm())
+    tests = CodeTests(unsafe=unsafe, without_target=without_target)
+    parts = _parts(tests, ThinkToolForm())
+    parts["efficiency"] = Efficiency(expected_edits=expected_edits, max_rounds=max_rounds)
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
 
@@ -77,9 +87,10 @@ def agent(
     gated: bool = True,
     robust: bool = True,
     early_format: float = 0.0,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
     """Reward mix for tool calls, by the correct tool and arguments."""
-    parts = _parts(ToolCall(), ThinkToolForm())
+    parts = _parts(ToolCall(without_target=without_target), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
 
@@ -94,6 +105,7 @@ def retrieval(
     early_format: float = 0.0,
     sources: int = 2,
     judge: Mapping[str, Any] | None = None,
+    without_target: WithoutTarget = "error",
 ) -> Mix:
     """Answers with citations: the part `format` requires at least `sources` citations.
 
@@ -101,7 +113,8 @@ def retrieval(
     `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not
     gated by default, so a correct answer with too few sources still earns a reward.
     """
-    parts = _parts(FuzzyText(), Citations(minimum=sources))
+    accurate = FuzzyText(without_target=without_target)
+    parts = _parts(accurate, Citations(minimum=sources))
     if judge is not None:
         section = Named.model_validate({"name": "judge", **judge})
         parts["judge"] = Judge(**resolve_options(Judge, section, "reward.judge"))

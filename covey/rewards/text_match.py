@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from covey.rewards.extract import extract_text
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.types import Prompt
 
 MAX_TEXT = 100_000
@@ -19,14 +20,15 @@ def _targets(prompt: Prompt) -> list[str]:
     """Return the target and the texts in `prompt.info["answers"]`, without outer whitespace."""
     others = prompt.info.get("answers", ())
     given = [prompt.target, *(others if isinstance(others, list | tuple) else [others])]
-    texts = [stripped for text in given if (stripped := str(text).strip())]
-    if not texts:
-        raise ValueError(f"prompt {prompt.id!r} has neither a target nor info['answers']")
-    return texts
+    return [stripped for text in given if (stripped := str(text).strip())]
+
+
+def _missing(prompt: Prompt) -> str:
+    return f"prompt {prompt.id!r} has neither a target nor info['answers']"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExactText(Reward):
+class ExactText(TargetReward):
     """1 if the final answer is the target or one of `prompt.info["answers"]`; otherwise 0.
 
     The final answer is the content of `<answer>` after the thinking; without the tag, it is all
@@ -41,6 +43,8 @@ class ExactText(Reward):
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
         targets = _targets(prompt)
+        if not targets:
+            return self.neutral(_missing(prompt), ("accuracy",))
         answer = extract_text(text)
         folded = self._folded(answer)
         # Without punctuation "?" is empty, and an empty answer is never correct.
@@ -95,7 +99,7 @@ def letter_similarity(answer: str, target: str) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FuzzyText(Reward):
+class FuzzyText(TargetReward):
     """The similarity of the final answer to the target, or to the nearest of `info["answers"]`.
 
     The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
@@ -108,14 +112,18 @@ class FuzzyText(Reward):
     """Minimum similarity of a successful completion."""
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_option(
             0 < self.threshold <= 1, f"threshold = {self.threshold} must be above 0 and at most 1"
         )
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
+        targets = _targets(prompt)
+        if not targets:
+            return self.neutral(_missing(prompt), ("similarity", "words", "letters"))
         answer = extract_text(text)
-        reward, words, letters = max(self._compare(answer, t) for t in _targets(prompt))
+        reward, words, letters = max(self._compare(answer, t) for t in targets)
         return Score(
             reward=reward,
             success=reward >= self.threshold,

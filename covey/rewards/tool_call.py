@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.rewards.text import after_thinking, tag_contents
 from covey.types import Prompt
 
@@ -159,17 +160,8 @@ def target_call(prompt: Prompt) -> Call | None:
     return _from_object(given) if isinstance(given, Mapping) else parse_call(str(given))
 
 
-def _expected(prompt: Prompt) -> Call:
-    call = target_call(prompt)
-    if call is None:
-        raise ValueError(
-            f"prompt {prompt.id!r} has no expected call: give one in info['call'] or as target"
-        )
-    return call
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall(Reward):
+class ToolCall(TargetReward):
     """The score `tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
 
     Arguments count only with the correct tool. If arguments counted alone, `{}` would earn half the
@@ -189,11 +181,17 @@ class ToolCall(Reward):
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_option(0 <= self.tool <= 1, f"tool = {self.tool} must be between 0 and 1")
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
-        expected = _expected(prompt)
+        expected = target_call(prompt)
+        if expected is None:
+            return self.neutral(
+                f"prompt {prompt.id!r} has no expected call: give one in info['call'] or as target",
+                ("name", "arguments"),
+            )
         call = only_call(text)
         named = call is not None and call.name == expected.name
         share = 0.0

@@ -138,10 +138,10 @@ class UserFunction(_GroupReward):
         for name, parameter in inspect.signature(self.function).parameters.items():
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is parameter.empty and not variadic and name not in given:
-                have = sorted({*self._columns(prompt, [""], NO_CALL)})
+                columns = ", ".join(sorted({*self._columns(prompt, [""], NO_CALL)}))
                 raise ConfigError(
-                    f"reward: {self.name} takes {name!r}, a column that the data does not have; "
-                    f"there are {', '.join(have)}"
+                    f"reward: {self.name} has the argument {name!r}, but the data has no column of "
+                    f"this name; the columns are {columns}"
                 )
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
@@ -219,7 +219,8 @@ def _check_signature(function: Callable[..., Any]) -> None:
     except (TypeError, ValueError):
         name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
-            f"reward: {name} is not a reward function; it must take (prompt, text) or completions"
+            f"reward: {name} is not a reward function; it must have the arguments (prompt, text), "
+            "or the argument completions"
         ) from None
 
 
@@ -260,7 +261,12 @@ class WeightedFunctions(_GroupReward):
             return None
         total = math.fsum(self.weights[name] * score.reward for name, score in scored.items())
         parts = {name: score.reward for name, score in scored.items()}
-        return Score(reward=total, success=next(iter(scored.values())).success, parts=parts)
+        return Score(
+            reward=total,
+            success=next(iter(scored.values())).success,
+            parts=parts,
+            feedback="\n".join(score.feedback for score in scored.values() if score.feedback),
+        )
 
 
 def with_none(reward: Reward, none: str) -> Reward:
@@ -306,11 +312,13 @@ def function_reward(
     for function, weight in pairs:
         made = as_reward(function, {"conversational": conversational})
         if not isinstance(made, UserFunction):
-            raise ConfigError("rewards: a list may contain only functions; use `mix` for others")
+            raise ConfigError(
+                "rewards: a list may contain only functions; combine other rewards with `mix`"
+            )
         name = getattr(function, "__name__", type(function).__name__)
         if name in functions:
             raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
-            raise ConfigError(f"rewards: the weight of {name} is {weight}")
+            raise ConfigError(f"rewards: the weight of {name} is {weight}, not a finite number")
         functions[name], weights[name] = made, float(weight)
     return WeightedFunctions(functions=functions, weights=weights)

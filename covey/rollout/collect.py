@@ -263,6 +263,7 @@ def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
         reward=float(result.score.reward),
         success=bool(result.score.success),
         parts=dict(result.score.parts),
+        feedback=result.score.feedback,
     )
 
 

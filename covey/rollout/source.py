@@ -278,6 +278,9 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
     if parts.config.length_penalty.name != "none":
         groups = tuple(penalized(group, parts.length_penalty) for group in collected.groups)
         collected = replace(collected, groups=groups)
+    if parts.privileged is not None:
+        groups = tuple(parts.privileged.extended(group) for group in collected.groups)
+        collected = replace(collected, groups=groups)
     return collected.split([len(one.prompts) for one in steps])
 
 

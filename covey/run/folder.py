@@ -46,7 +46,7 @@ from covey.run.files import (
 )
 from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
-from covey.types import Group
+from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
@@ -171,6 +171,7 @@ class RunFolder:
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
                     **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
+                    **_privileged(rollout),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
@@ -205,12 +206,12 @@ class RunFolder:
         if self.is_sft:
             raise RunError(f"{self.path} is an SFT run, which samples no completions")
         steps = [number for number, _ in self.numbered("rollouts", ".jsonl")]
-        kept = (
-            f"the run has steps {steps[0]} to {steps[-1]}"
+        available = (
+            f"the run has completions of steps {steps[0]} to {steps[-1]}"
             if steps
-            else "the run has none, because save.rollouts = false or no step has ended"
+            else "the run has no completions, because save.rollouts = false or no step has ended"
         )
-        raise RunError(f"{self.path} has no completions of step {step}; {kept}")
+        raise RunError(f"{self.path} has no completions of step {step}; {available}")
 
     @property
     def is_sft(self) -> bool:
@@ -295,14 +296,22 @@ class RunFolder:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            why = f"{path} cannot be locked: {error.strerror}"
-            raise RunError(f"{why}; remove this file if no other process uses the run") from None
+            raise RunError(
+                f"{path} cannot be locked: {error.strerror}; remove this file if no other process "
+                "uses the run"
+            ) from None
         with os.fdopen(handle, "rb", closefd=True) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise RunError(f"{self.path} is in use by another process") from None
             yield
+
+
+def _privileged(rollout: Rollout) -> dict[str, Any]:
+    """Return the feedback of the reward and the teacher's prompt, if the rollout has them."""
+    found = {"feedback": rollout.feedback, "teacher_prompt": rollout.teacher_prompt}
+    return {name: value for name, value in found.items() if value}
 
 
 def check_new_run(path: Path) -> None:

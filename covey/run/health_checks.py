@@ -38,9 +38,11 @@ def not_finite(history: History) -> str | None:
     row = history.row
     bad = [name for name in NUMBERS if name in row and not is_number(row[name])]
     if bad:
-        return f"{' and '.join(bad)} not finite"
+        return f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite"
     skipped = row.get("optim/skipped") or 0
-    return f"{skipped} optimizer steps skipped: their gradient was not finite" if skipped else None
+    return (
+        f"{skipped} optimizer steps skipped, because gradients were not finite" if skipped else None
+    )
 
 
 def reward_falls(history: History) -> str | None:
@@ -276,7 +278,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "nan": Check(
             find=not_finite,
             steps=1,
-            why="such a step is lost, and weights that are not finite stay so",
+            why="the step is lost, and weights that are not finite never recover",
             change=(_SLOWER, ("model.dtype", "float32")),
         ),
         "collapse": Check(
@@ -308,7 +310,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "large_updates": Check(
             find=large_updates,
             steps=3,
-            why="a policy that moves this far in a step soon forgets what it could do",
+            why="a policy that changes this much in a step soon loses its abilities",
             change=(_SLOWER, ("optimizer.warmup_steps", 10)),
         ),
         "ratio_drift": Check(
@@ -341,7 +343,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "length_explosion": Check(
             find=length_explosion,
             steps=7,
-            why="long completions cost time, and truncated ones are scored as failures",
+            why="long completions cost time, and truncated completions are scored as failures",
             change=(("length_penalty.name", "soft"), ("filter.mask_truncated", True)),
         ),
         "repetition": Check(
@@ -360,7 +362,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "format_only": Check(
             find=format_only,
             steps=10,
-            why="the format gets its reward, and no reward favours correct answers",
+            why="the policy gets the reward for the format, but none for correct answers",
             change=(("rollout.group_size", Times(2)),),
             also="easier prompts, or a smaller weight of the format",
         ),
@@ -374,7 +376,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "mismatch": Check(
             find=mismatch,
             steps=3,
-            why="the policy that samples differs from the one that is trained",
+            why="the policy that samples differs from the policy that is trained",
             change=(("objective.correction", "token_truncate"), ("model.dtype", "float32")),
         ),
         "stalled": Check(

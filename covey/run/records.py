@@ -98,6 +98,8 @@ class _Rollout(_Row):
     turns: list[_Turn] = []
     segments: list[dict[str, Any]] = []
     episode: dict[str, Any] = {}
+    feedback: str = ""
+    teacher_prompt: list[Count] = []
 
 
 class _Item(_Row):

@@ -57,6 +57,12 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             "share",
             PASSES,
         ),
+        "objective/taught": Metric(
+            "Share of rollouts with privileged text, which the policy can teach itself from. Only "
+            "with a self-teacher (sdpo).",
+            "share",
+            PASSES,
+        ),
         "objective/beta": Metric(
             "Weight of the KL in this step. Only with a reference.",
             "",

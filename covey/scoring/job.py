@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from covey.rewards.score import NO_CALL, Call, Reward, Score
+from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
 from covey.types import Prompt
 
 _INSTALLED = (
@@ -88,6 +88,8 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     for text in job.texts:
         try:
             results.append(checked(reward(job.prompt, text)))
+        except SkippedError:
+            results.append(ScoreResult())
         except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
@@ -141,7 +143,12 @@ def checked(score: Score | None) -> ScoreResult:
         if not math.isfinite(value):
             raise ValueError(f"the part {name} is {value}")
     return ScoreResult(
-        score=Score(reward=float(score.reward), success=bool(score.success), parts=parts)
+        score=Score(
+            reward=float(score.reward),
+            success=bool(score.success),
+            parts=parts,
+            feedback=str(score.feedback),
+        )
     )
 
 

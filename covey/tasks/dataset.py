@@ -57,7 +57,7 @@ def dataset_task(
         chosen[-1] = True
     training = [prompt for prompt, out in zip(prompts, chosen, strict=True) if not out]
     if not training:
-        raise ConfigError("dataset: give at least two rows, or separate held_out rows")
+        raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
     evaluation = [prompt for prompt, out in zip(prompts, chosen, strict=True) if out]
     return DatasetTask(training, evaluation, conversational)
 

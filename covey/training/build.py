@@ -14,16 +14,18 @@ from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import adapter_base, add_adapter, load_adapter, set_dropout
+from covey.models.adapter import add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
+from covey.models.model_path import adapter_base
 from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import make_reference, make_teacher
+from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
+from covey.rollout.privileged import Privileged, privileged_of
 from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
@@ -102,6 +104,8 @@ class Parts(Components):
     objective: Objective
     step_settings: StepSettings
     teacher: Reference | None = None
+    privileged: Privileged | None = None
+    """Writes the prompts of a self-teacher. None if the policy is not its own teacher."""
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
@@ -157,15 +161,14 @@ def assemble(
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
+        privileged=privileged_of(config.teacher, model, objective, train_prompts),
         critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
         sampling=with_stops(sampling, interaction),
         interaction=interaction,
         objective=objective,
-        step_settings=step_settings_of(
-            config, objective, sampling, exact_logp=engine.info.exact_logp
-        ),
+        step_settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
     )
 
 
@@ -187,7 +190,7 @@ def check_ranks(config: Config, world: World, digest: str) -> None:
     """Refuse ranks that differ in weights or data, and settings that need a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
-            "config: overlap.mode = 'copy' works only on one rank; set it to 'ahead', or set "
+            "config: overlap.mode = 'copy' works only on one rank; set overlap.mode = 'ahead' or "
             "overlap.staleness = 0"
         )
     check_alike(world, "weights or data", digest)
@@ -225,12 +228,16 @@ def teacher_of(
     """Load the teacher model, if the objective needs a teacher."""
     if "teacher" not in objective.needs:
         return None
+    offload = config.teacher.offload
+    if "privileged" in objective.needs:
+        own = partial(_load_frozen, config, model, world, offload=offload)
+        return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
         # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
-        return _load_frozen(alone, model, world, offload=config.teacher.offload)
+        return _load_frozen(alone, model, world, offload=offload)
 
     return make_teacher(config, policy=model, load=load)
 
@@ -244,19 +251,18 @@ def critic_of(
     """Load the critic, if the objective trains a critic."""
     if "values" not in objective.needs:
         return None
-    if world.size > 1:
-        raise ConfigError(
-            f"config: {config.objective.name} trains a critic, which works on one rank; start one "
-            "process, or take an algorithm without a critic"
-        )
 
     def load(path: str) -> LanguageModel:
         section = config.model.model_copy(update={"path": path})
-        return load_model(config.model_copy(update={"model": section}))
+        device = world.device(config.model.device)
+        return load_model(config.model_copy(update={"model": section}), device)
 
-    return make_critic(
+    critic = make_critic(
         config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
     )
+    if not isinstance(world, Ranks):
+        return critic
+    return replace(critic, sums=GradientSums(world, critic.optimizer))
 
 
 def _load_frozen(
@@ -306,14 +312,14 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
         return model
     if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
         raise ConfigError(
-            f"config: model.path = {config.model.path!r} is an adapter together with a model; give "
-            "a folder with only its adapter_config.json and adapter_model.safetensors"
+            f"config: model.path = {config.model.path!r} contains both an adapter and a model; "
+            "give a folder with only adapter_config.json and adapter_model.safetensors"
         )
     for name in ("also_train", "dropout", "load_in_4bit"):
         if wanted.rank == 0 and getattr(wanted, name):
             raise ConfigError(
-                f"config: adapter.{name} needs adapter.rank; without an adapter all weights are "
-                "trained"
+                f"config: adapter.{name} has no effect without an adapter; set adapter.rank, or "
+                f"leave adapter.{name} out to train all weights"
             )
     if wanted.rank == 0:
         return model
@@ -343,7 +349,7 @@ def policy_of(
 
 
 def step_settings_of(
-    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+    config: Config, objective: Objective, sampling: Sampling, exact_logp: bool
 ) -> StepSettings:
     """Return the settings that turn a batch into optimizer steps, with their learning rates.
 

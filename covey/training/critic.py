@@ -24,12 +24,14 @@ from covey.config import Config
 from covey.errors import ConfigError, RunError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import predicting_hidden
-from covey.models.micro_batches import micro_batches
 from covey.objective import Objective, value_loss
 from covey.objective.critic import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.reference.fingerprint import tokenizer_digest
 from covey.training.optimizer import Optimizer, Stepped
+from covey.training.parallel.gradients import GradientSums
+from covey.training.parallel.passes import rank_passes
+from covey.training.parallel.world import World
 from covey.types import Batch, Totals
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class Critic:
     optimizer: Optimizer
     learning_rate: float
     warmup_steps: int = 0
+    sums: GradientSums | None = None
+    """Sums gradients over ranks, each of which has a whole critic. None if there is one rank."""
 
     def warms_up(self, step: int) -> bool:
         """Whether training step number `step`, counted from 1, trains only the critic."""
@@ -97,8 +101,8 @@ def make_critic(
     model = load(section.path or config.model.path)
     if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
-            f"config: critic.path = {section.path!r} has another tokenizer than model.path = "
-            f"{config.model.path!r}; a critic must give the same ids to the same tokens"
+            f"config: critic.path = {section.path!r} has a different tokenizer than model.path = "
+            f"{config.model.path!r}; the critic must use the same token ids as the policy"
         )
     output = model.head.linear.weight
     if model.model.get_input_embeddings().weight is not output:
@@ -126,18 +130,26 @@ def critic_step(
     *,
     micro_batch_tokens: int,
     meter: Meter,
+    world: World = World(),  # noqa: B008 - without state
 ) -> Stepped:
     """Take an optimizer step of the critic on the mini-batch of a policy optimizer step."""
     critic.model.model.train()
     losses = []
-    for rows in micro_batches(mini, micro_batch_tokens):
+    for rows, counts in rank_passes(mini, micro_batch_tokens, world):
         micro = mini.rows(rows)
         output = value_loss(objective, micro, critic.values(micro), totals)
-        output.loss.backward()
-        observe_values(meter, micro, output)
-        losses.append(output.loss.detach())
+        (output.loss * counts).backward()
+        if counts:
+            observe_values(meter, micro, output)
+            losses.append(output.loss.detach())
+    if critic.sums is not None:
+        critic.sums.finish()
     stepped = critic.optimizer.step(critic.learning_rate)
-    meter.add("loss/value", float(torch.stack(losses).sum()))
+    # Each rank has computed only a part of the loss.
+    loss = float(torch.stack(losses).sum()) if losses else 0.0
+    meter.add("loss/value", loss, count=float(world.is_main))
+    if not world.is_main:
+        return stepped
     meter.add("critic/skipped", float(stepped.skipped))
     if not stepped.skipped:
         meter.add("critic/grad_norm", stepped.grad_norm)

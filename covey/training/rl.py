@@ -70,9 +70,11 @@ class Reinforcement:
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Load the critic and rollouts of a checkpoint; report the correction for rollout age."""
+        """Load the critic, teacher and rollouts of a checkpoint; report the correction for age."""
         if checkpoint is not None and self.parts.critic is not None:
             self.parts.critic.load(checkpoint)
+        if checkpoint is not None and self.parts.teacher is not None:
+            self.parts.teacher.load(checkpoint)
         prompts, config = self.parts.train_prompts, self.parts.config
         count = config.rollout.prompts_per_step
         held = (
@@ -95,11 +97,13 @@ class Reinforcement:
             log.note(overlap_note(self.parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Save the critic, and the rollouts that were generated ahead of training."""
-        if self.parts.critic is not None:
+        """Save the critic, a moving teacher, and the rollouts generated ahead of training."""
+        if self.parts.critic is not None and self.parts.world.is_main:
             self.parts.critic.save(folder)
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
         if self.parts.world.is_main:
+            if self.parts.teacher is not None:
+                self.parts.teacher.save(folder)
             write_in_flight(folder, held)
             self.choice.save(folder)
             self.replay.save(folder)

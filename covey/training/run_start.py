@@ -11,6 +11,7 @@ import torch
 from covey.config import to_toml
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
+from covey.run.reward_changes import record_change
 from covey.training.build import Components
 from covey.training.parallel.world import World
 
@@ -28,7 +29,10 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
             "notes": list(parts.notes),
             **more,
         }
-        return RunFolder.create(path, to_toml(parts.config), environment)
+        run = RunFolder.create(path, to_toml(parts.config), environment)
+        if not run.is_sft:
+            record_change(run, **parts.config.reward_change.model_dump())
+        return run
 
     return parts.world.from_main(create)
 

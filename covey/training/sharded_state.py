@@ -2,14 +2,18 @@
 
 The folder `state` of a checkpoint has the format of torch.distributed.checkpoint. The folder
 contains weights in the optimizer's precision, moments and step counts. Any number of ranks can read
-the folder.
+the folder. torch describes the folder in a pickle, `.metadata`, which is read here without running
+code that a foreign checkpoint may contain.
 """
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -18,6 +22,20 @@ from covey.training.optimizer import Optimizer
 
 STATE_FOLDER = "state"
 WEIGHT = "weight"
+METADATA: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "pathlib": frozenset({"PosixPath", "WindowsPath"}),
+        "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+        "torch.distributed.checkpoint.metadata": frozenset(
+            {
+                "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+                "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+            }
+        ),
+        "torch.serialization": frozenset({"_get_layout"}),
+    }
+)  # fmt: skip
+"""The names in each module that the description of a sharded state may contain."""
 
 
 def save_state(optimizer: Optimizer, folder: Path) -> None:
@@ -40,28 +58,64 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     With a sharded optimizer, all ranks must call this function.
     """
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    path = folder / STATE_FOLDER
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = _reader(folder)
+    saved = reader.read_metadata().state_dict_metadata
     masters = optimizer.masters
     named = {key.split(".", 1)[1] for key in saved}
     if named != set(masters):
-        other = min(named ^ set(masters))
+        name = min(named ^ set(masters))
         raise RunError(
-            f"checkpoint {folder} is of another model: one of the two has no tensor {other}"
+            f"checkpoint {folder} belongs to another model: the tensor {name} is missing in the "
+            "checkpoint or in the model"
         )
     tensors = {key: _blank(key, masters) for key in saved}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-            load(tensors, checkpoint_id=path, no_dist=not sharded)
+            load(tensors, storage_reader=reader, no_dist=not sharded)
     except CheckpointException as error:
         why = next(iter(error.failures.values()), (error, None))[0]
         raise RunError(f"checkpoint {folder} cannot be read: {why}") from None
     weights = {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{WEIGHT}.")}
     optimizer.load(weights, {k: v for k, v in tensors.items() if not k.startswith(f"{WEIGHT}.")})
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles the description of tensors, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class that describes tensors; raise an error for any other object."""
+        plain = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if plain or (module, name) == ("torch", "Size") or name in METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+
+
+def _reader(folder: Path) -> Any:
+    """Return a reader of the folder `state`, which may come from a stranger."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+    class Reader(FileSystemReader):
+        """Reads the pickled description with `_Unpickler`."""
+
+        def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+            """Read the description; a state has tensors only, since torch would unpickle others."""
+            try:
+                with (folder / STATE_FOLDER / ".metadata").open("rb") as file:
+                    found = _Unpickler(file).load()
+                tensors = found.state_dict_metadata.values()
+                if not all(isinstance(entry, TensorStorageMetadata) for entry in tensors):
+                    raise pickle.UnpicklingError("an entry is not a tensor")
+            except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+                raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
+            found.storage_meta = found.storage_meta or StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    return Reader(folder / STATE_FOLDER)
 
 
 def _blank(key: str, masters: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,10 +42,11 @@ from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
 from covey.training.critic import Critic, critic_metrics, critic_step
 from covey.training.finite_checks import check_finite
-from covey.training.parallel.passes import rank_passes, without_weight
+from covey.training.parallel.passes import in_passes, rank_passes, whole_batch, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.row_facts import RowFacts
+from covey.training.self_teacher import only_taught, self_taught, taught_share
 from covey.types import Batch, Group, Totals
 
 
@@ -92,6 +94,11 @@ class Learner:
     world: World = field(default_factory=World)
 
     @property
+    def references(self) -> list[Reference]:
+        """The policies beside the trained one, which may follow it."""
+        return [other for other in (self.reference, self.teacher) if other is not None]
+
+    @property
     def skips_rows(self) -> bool:
         """Whether the row filter is on. The filter is off if a KL or entropy term has a gradient.
 
@@ -137,6 +144,8 @@ def training_step(
         return Learned(None, {}, objective.beta)
     batch = filled_batch(learner, groups, step)
     metrics = optimize(learner, batch, step, watch)
+    if "privileged" in objective.needs:
+        metrics["objective/taught"] = taught_share(batch)
     beta = objective.beta
     if "reference" in objective.needs:
         metrics["objective/beta"] = beta
@@ -155,6 +164,7 @@ def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
         batch = with_advantage(learner.objective, batch)
     batch = prepare(learner, batch)
     check_finite(batch, step)
+    batch = only_taught(learner.objective, batch)
     if not advantage_first:
         batch = with_advantage(learner.objective, batch)
     return without_truncated(batch) if learner.settings.mask_truncated else batch
@@ -179,11 +189,13 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
     if "reference" in needs:
         batch = replace(batch, ref_logp=_logp_under(learner.reference, learner, batch))
     if "teacher" in needs:
-        batch = replace(batch, teacher_logp=_logp_under(learner.teacher, learner, batch))
+        logp = partial(_logp_under, learner.teacher, learner)
+        own = "privileged" in needs
+        batch = self_taught(batch, logp) if own else replace(batch, teacher_logp=logp(batch))
     if "values" in needs:
         assert learner.critic is not None, "an objective with a critic is given one"
-        compute = learner.critic.values
-        (values,) = in_passes(batch, settings.micro_batch_tokens, lambda rows: (compute(rows),))
+        compute, tokens = learner.critic.values, settings.micro_batch_tokens
+        (values,) = in_passes(batch, tokens, lambda rows: (compute(rows),), learner.world)
         batch = replace(batch, values=values)
     return batch
 
@@ -222,38 +234,6 @@ def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
         return replace(batch, old_logp=old.logp, entropy=old.entropy)
     old = whole_batch(batch.rows(useful), tokens, logp, learner.world)
     return replace(batch, old_logp=_put_back(old.logp, useful, batch.sampler_logp.float().clone()))
-
-
-def whole_batch(
-    batch: Batch,
-    micro_batch_tokens: int,
-    logp: Callable[[Batch], LogProbs],
-    world: World = World(),  # noqa: B008 - without state
-) -> LogProbs:
-    """Run `logp` over micro-batches, and return the rows in their original order."""
-    return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
-
-
-def in_passes(
-    batch: Batch,
-    micro_batch_tokens: int,
-    compute: Callable[[Batch], Sequence[torch.Tensor]],
-    world: World = World(),  # noqa: B008 - without state
-    count: int = 1,
-) -> torch.Tensor:
-    """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
-
-    Each row is computed by exactly one rank, so that the sum over ranks is exact.
-    """
-    whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
-    for index, counts in rank_passes(batch, micro_batch_tokens, world):
-        part = compute(batch.rows(index))
-        if counts:
-            (rows,) = to_device([index], whole.device)
-            for target, values in zip(whole, part, strict=True):
-                target[rows, : values.shape[1]] = values.float()
-    world.sum_in_place(whole)
-    return whole
 
 
 def optimize(
@@ -305,8 +285,8 @@ def _train_policy(
                 watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
         rate = settings.learning_rate(policy.version)
         stepped = policy.step(rate)
-        if learner.reference is not None:
-            learner.reference.after_step(policy)
+        for other in learner.references:
+            other.after_step(policy)
         skipped += stepped.skipped
         if not stepped.skipped and world.is_main:
             meter.add("optim/grad_norm", stepped.grad_norm)
@@ -329,6 +309,7 @@ def _train_critic(
             facts.totals(index),
             micro_batch_tokens=learner.settings.micro_batch_tokens,
             meter=meter,
+            world=learner.world,
         )
     return critic_metrics(batch)
 

@@ -71,7 +71,13 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "timeout": size,
         "patience": st.floats(0, allow_infinity=False),
         "temperature": size,
+        "policy": st.sampled_from(["", "current", "frozen", "moving"]),
+        "alpha": st.floats(0, 1, exclude_min=True),
+        "every": positive,
+        "context": st.dictionaries(text, text, max_size=3),
+        "template": text,
     },
+    "reward_change": {"reason": text, "expected_effect": text},
     "reference": {
         "kind": st.sampled_from(
             ["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"]

@@ -71,7 +71,7 @@ OF_PAIRS = {"dpo", "ipo"}
 FOR_TOKENS = ("correction", "correction_low", "correction_high", "veto", "off_policy_limit", "kl")
 
 # Those that refuse a KL in the reward (gdpo, opd), or rewards that a KL makes negative.
-NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo", "opd", *OF_PAIRS}
+NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo", "opd", "sdpo", *OF_PAIRS}
 
 seeds = st.integers(0, 2**31)
 

@@ -34,6 +34,7 @@ NOT_ZERO_SUM = {
     "ppo, by length": "the same",
     "opd": "tokens answer for their own divergence from the teacher",
     "opd, with a task": "the same",
+    "sdpo": "the same",
 }
 # What happens to A when rewards are multiplied by a positive number, with eps 0.
 NEVER_SEES_REWARDS = "invariant: it asks only which completions are correct"
@@ -46,7 +47,7 @@ SCALE = {
     "grpo_s": NEVER_SEES_REWARDS, "grpo_s, arithmetic": NEVER_SEES_REWARDS,
     "grpo_s, over the batch": NEVER_SEES_REWARDS,
     "pkpo": "proportional", "pkpo, centred": "proportional",
-    "opd": "invariant: it sees no reward",
+    "opd": "invariant: it sees no reward", "sdpo": "invariant: it sees no reward",
     "ppo, by length": "proportional",
 }  # fmt: skip
 # Everybody ignores a constant added to all rewards; except that a reward at the last token only,
@@ -61,7 +62,7 @@ DEVIATION_OVER = {"lite_ppo": "batch", "gtpo": "tokens", "gtpo, over the batch":
 # By polarity, right and wrong tokens have a deviation each, so no single factor.
 NO_SINGLE_DDOF = {"gtpo, by polarity"}
 # Deviations of two kinds, of the kept or mixed rows only, or of a term among others.
-OTHER_DDOF = ("gdpo", "gfpo", "scalerl", "opd")
+OTHER_DDOF = ("gdpo", "gfpo", "scalerl", "opd", "sdpo")
 
 ALL = pytest.mark.parametrize("case", CASES)
 

@@ -47,7 +47,7 @@ in_any_order = pytest.mark.parametrize(
 # are dpo and ipo. ppo: such rows are in no denominator; test_worked_critic_and_pairs.py.
 of_rewards_alone = pytest.mark.parametrize(
     "case",
-    [c for c in CASES if not c.startswith(("gfpo", "opd", "scalerl", "ppo", "dpo", "ipo"))],
+    [c for c in CASES if not c.startswith(("gfpo", "opd", "sdpo", "scalerl", "ppo", "dpo", "ipo"))],
 )
 
 

@@ -49,6 +49,7 @@ MOVED_WITHOUT_VARIANCE = {
     "ppo, by length": "the same",
     "opd": "each token answers for its own divergence from the teacher, whatever the reward",
     "opd, with a task": "the same",
+    "sdpo": "the same",
 }
 
 

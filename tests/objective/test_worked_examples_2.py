@@ -5,6 +5,7 @@ All is float64 and must agree to 1e-9. Six completions of two prompts run throug
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ PLAIN = ("logp", "old_logp", "mask", "rewards", "group")
 MORE = {
     "gdpo": ("parts",),
     "opd": ("teacher_logp",),
+    "sdpo": ("teacher_logp",),
     "decoupled_ppo": ("sampler_logp",),
 }
 LENGTH = {"length": 8}
@@ -106,6 +108,7 @@ def test_no_case_is_forgotten() -> None:
         ("scalerl.advantages", "scalerl", {}),
         ("distillation.advantages.discount 0", "opd", {}),
         ("distillation.advantages.discount 1", "opd", {"discount": 1.0}),
+        ("distillation.advantages.discount 0", "sdpo", {}),
         ("distillation.advantages.discount 1 + task", "opd", {"discount": 1.0, "task": 1.0}),
     ],
 )
@@ -271,3 +274,18 @@ def test_a_large_part_does_not_drown_a_small_one() -> None:
     close(one, other)
     sums = [standardized((parts * tensor([1.0, s])).sum(dim=1), group) for s in (1.0, 10.0)]
     far(*sums)
+
+
+def test_sdpo_bounds_the_ratio_and_not_the_advantage() -> None:
+    """Two tokens with A = 0.5 and -0.25; the first has become e times, the second half as likely."""
+    logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-2.0, -2.0 + math.log(2)]], dtype=torch.float64)
+    out = functional.loss(
+        "sdpo", logp=logp, old_logp=old, mask=torch.ones(1, 2, dtype=torch.bool),
+        rewards=torch.zeros(1), group=torch.zeros(1, dtype=torch.long),
+        teacher_logp=old + torch.tensor([[0.5, -0.25]]).double(),
+    )  # fmt: skip
+    # -1/2 (2 * 0.5 * -1 + 0.5 * -0.25 * -2)
+    assert out.loss.item() == pytest.approx(0.375, abs=1e-12)
+    (gradient,) = torch.autograd.grad(out.loss, logp)
+    assert gradient.tolist() == [pytest.approx([-0.5, 0.0625], abs=1e-12)]

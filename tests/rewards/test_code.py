@@ -299,3 +299,17 @@ def test_the_options_are_the_limits() -> None:
         cpu_seconds=2, wall_seconds=1.5, total_seconds=7.0, memory_bytes=100 << 20
     )
     assert (reward.bounds, reward.quick, reward.version) == ((0.0, 1.0), False, 2)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (RIGHT, ()),
+        ("def add(a, b): return 3", ("call add(-1, 1) must give 0", "the result is different")),
+        ("def sub(a, b): return 3", ("call add(1, 2) must give 3", "name 'add' is not defined")),
+    ],
+)
+def test_the_feedback_names_the_first_test_that_fails(program: str, words: tuple[str, ...]) -> None:
+    feedback = judge(fence(program)).feedback
+    assert bool(feedback) == bool(words)
+    assert all(word in feedback for word in words)

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.episode import Episode, EpisodeText
 from covey.errors import ConfigError
 from covey.rewards.efficiency import Efficiency, repetition, sentences
 from covey.rewards.score import Score
+from covey.rewards.templates import code
 from covey.types import Prompt
 
 CALL = "<tool_call>"
@@ -171,3 +173,33 @@ def test_a_megabyte_takes_less_than_a_second(unit: str) -> None:
     begin = time.process_time()
     judge(unit * (1_000_000 // len(unit)))
     assert time.process_time() - begin < 1.0
+
+
+def episode(edits: int, rounds: int, tests: int = 0) -> EpisodeText:
+    """Return the last text of an episode with this many edits, runs of the tests and turns."""
+    names = ["edit", "rewrite"] * edits
+    calls = [
+        {"function": {"name": n, "arguments": {}}} for n in [*names[:edits], *["test"] * tests]
+    ]
+    turns = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    turns += [{"role": "assistant", "content": "", "tool_calls": [{"error": "malformed"}]}] * (
+        rounds - 1
+    )
+    messages = ({"role": "user", "content": "?"}, *turns)
+    whole = Episode(messages=messages, turn_rewards=(None,) * rounds, outcome=None, finish="stop")
+    return EpisodeText.of("done", whole)
+
+
+@pytest.mark.parametrize(
+    ("edits", "rounds", "reward"),
+    [(3, 5, 1.0), (4, 5, 0.9), (3, 6, 0.9), (5, 6, 0.7), (20, 1, 0.5), (20, 30, 0.5)],
+)
+def test_edits_and_rounds_above_the_expected_cost_a_tenth_each(
+    edits: int, rounds: int, reward: float
+) -> None:
+    text = episode(edits, rounds, tests=9)
+    assert judge(text, expected_edits=3, max_rounds=5).reward == pytest.approx(reward)
+    assert judge(text).reward == 1.0, "without these options only the text counts"
+    part = code(unsafe=True).parts["efficiency"]
+    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="")
+    assert part(prompt, text).reward == pytest.approx(reward)

@@ -244,7 +244,24 @@ def test_the_weight_of_the_name_must_be_a_share() -> None:
 
 
 def test_every_option_can_be_set() -> None:
-    section = Named.model_validate({"name": "tool_call", "tool": 0.25, "partial": True})
+    section = Named.model_validate(
+        {"name": "tool_call", "tool": 0.25, "partial": True, "without_target": 0.5}
+    )
     made = make_reward("tool_call", reward_options(section))
-    assert made == ToolCall(tool=0.25, partial=True)
+    assert made == ToolCall(tool=0.25, partial=True, without_target=0.5)
     assert set(section.options) == {field.name for field in fields(ToolCall)}
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "partial"),
+    [
+        ('get_weather(city="Paris", days=3)', 1.0, 1.0),
+        ('get_weather(city="Paris", days=5)', 0.5, 0.75),
+        ('get_forecast(city="Paris", days=3)', 0.0, 0.0),  # the wrong tool, the right arguments
+        ("<tool_call>get_weather(city='Paris', days=3)</tool_call>" * 2, 0.0, 0.0),
+        ("It will rain.", 0.0, 0.0),
+    ],
+)
+def test_the_table_of_the_docs(text: str, reward: float, partial: float) -> None:
+    assert reward_of(text) == reward
+    assert reward_of(text, partial=True) == partial

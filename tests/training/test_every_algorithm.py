@@ -30,7 +30,10 @@ EVERYTHING = [
     "train.steps=1",
 ]  # fmt: skip
 # What an algorithm needs: a teacher that is not the policy itself, which would teach nothing.
-NEEDED = {"opd": ["teacher.path=embedded", "teacher.temperature=0.8"]}
+NEEDED = {
+    "opd": ["teacher.path=embedded", "teacher.temperature=0.8"],
+    "sdpo": ["teacher.policy=frozen", "teacher.context={target = '{text}'}"],
+}
 OF_RATIOS = ("objective.correction", "objective.veto", "objective.off_policy_limit")
 # What an algorithm refuses, and why.
 REFUSED = {

@@ -29,9 +29,11 @@ from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
 from covey.training.build import reference_of, teacher_of
 from covey.training.collate import collate
+from covey.training.parallel.passes import whole_batch
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve
-from covey.training.step import prepare, whole_batch
+from covey.training.self_teacher import only_taught
+from covey.training.step import prepare
 from covey.types import Batch
 
 
@@ -108,12 +110,14 @@ def objectives(
         critics = [name for name, o in built.items() if "values" in o.needs]
         if critics and not every:
             raise ConfigError(
-                f"--replay {critics[0]}: it needs the values of a critic, and this run trained none"
+                f"--replay {critics[0]}: this algorithm needs the values of a critic, but the run "
+                "has no critic"
             )
         built = {name: o for name, o in built.items() if name not in critics}
     unknown = [key for key in keys if key not in used]
     if unknown:
-        raise ConfigError(f"--set {unknown[0]}: none of {', '.join(built)} has such an option")
+        names = ", ".join(built)
+        raise ConfigError(f"--set {unknown[0]}: none of the algorithms {names} has this option")
     return built
 
 
@@ -173,7 +177,9 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
     if taught is not None and teacher is None:
         teacher = teacher_of(trainee.config, model, taught)
     some = penalized or next(iter(algorithms.values()))
-    reads: set[Need] = {"old_entropy", "teacher"} if taught else {"old_entropy"}
+    reads: set[Need] = {"old_entropy"}
+    if taught is not None:
+        reads |= taught.needs & {"teacher", "privileged", "old_logp"}
     if any("values" in o.needs for o in algorithms.values()):
         reads.add("values")
     objective = replace(some, reads=(some.reads | reads) - {"sampler_as_old"})
@@ -185,7 +191,7 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
 def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
     if "sampler_as_old" in objective.needs:
         base = replace(base, old_logp=base.sampler_logp)
-    batch = with_advantage(objective, base)
+    batch = with_advantage(objective, only_taught(objective, base))
     return without_truncated(batch) if trainee.config.filter.mask_truncated else batch
 
 

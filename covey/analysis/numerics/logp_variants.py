@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from covey.accel.head import chunk_rows
+from covey.accel.head_chunks import chunk_rows
 from covey.engines.draw import Distribution, log_distribution
 from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, padded_hidden
+from covey.training.parallel.passes import whole_batch
 from covey.training.policy import Policy
-from covey.training.step import whole_batch
 from covey.types import Batch, Group
 
 SORTED_COPIES = 4

@@ -269,6 +269,8 @@ def equivalent_algorithms(setup: Setup) -> list[str]:
         except ConfigError:
             continue
         alike = Setup(config=setup.config, objective=objective)
-        if normal_form(alike) == mine:
+        # A teacher with privileged text is never the teacher of an objective without it.
+        told = [("privileged" in o.needs) for o in (objective, setup.objective)]
+        if told[0] == told[1] and normal_form(alike) == mine:
             found.append(other)
     return found

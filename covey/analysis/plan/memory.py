@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from covey.accel.head import LIVE_COPIES, chunk_rows
+from covey.accel.head_chunks import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
 from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
 from covey.analysis.plan.engine_sizes import CHUNK_STEP, largest_micro_batch, padded_tokens
@@ -265,7 +265,8 @@ class _Run:
         """Return whether a reference or a teacher runs on this device."""
         needs, config = self.objective.needs, self.config
         reference = "reference" in needs and config.reference.kind != "server"
-        return reference or ("teacher" in needs and bool(config.teacher.path))
+        teacher = config.teacher.path or config.teacher.policy
+        return reference or ("teacher" in needs and bool(teacher))
 
     def _pass_parts(self, batch: Pass) -> list[Part]:
         """Return the memory of forward passes, with gradient and without."""

@@ -9,7 +9,7 @@ from covey.analysis.plan.forecast import ALWAYS, Part, Phase
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.config import Config
 from covey.config.schema import Adapter
-from covey.models.adapter import adapter_base
+from covey.models.model_path import adapter_base
 from covey.objective import Objective
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
@@ -51,7 +51,11 @@ class RunFacts(Protocol):
 def teacher_parts(run: RunFacts) -> list[Part]:
     """Return the memory of a teacher's weights on this device."""
     teacher = run.config.teacher
-    if "teacher" not in run.objective.needs or not teacher.path:
+    if "teacher" not in run.objective.needs:
+        return []
+    if teacher.policy:
+        return _self_teacher(run)
+    if not teacher.path:
         return []
     model = run.config.model.model_copy(update={"path": teacher.path})
     alone = run.config.model_copy(update={"model": model, "adapter": Adapter()})
@@ -60,6 +64,23 @@ def teacher_parts(run: RunFacts) -> list[Part]:
     phases: tuple[Phase, ...] = ALWAYS
     if run.sharded:
         held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
+    if teacher.offload and run.on_gpu:
+        phases, why = ("prepare",), f"{why}, on the device only while it is used"
+    return [Part("teacher", held, phases, why)]
+
+
+def _self_teacher(run: RunFacts) -> list[Part]:
+    """Return the weights of the policy as its own teacher: those of a reference of that kind."""
+    teacher = run.config.teacher
+    under = run.shape.rank and not adapter_base(run.config.model.path)
+    if teacher.policy == "current" or under:
+        return [Part("teacher", 0, ALWAYS, f"{teacher.policy}: the policy's own weights")]
+    weights, phases = run.shape.parameters + run.shape.added, ALWAYS
+    held, why = weights * run.size, f"{teacher.policy}: a second copy of the weights"
+    if run.sharded:
+        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
+    if teacher.policy == "moving" and run.size < FLOAT:
+        held, why = held + weights * FLOAT, f"{why}, also in float32"
     if teacher.offload and run.on_gpu:
         phases, why = ("prepare",), f"{why}, on the device only while it is used"
     return [Part("teacher", held, phases, why)]

@@ -25,6 +25,7 @@ from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Finding, timeline
 from covey.run.history import is_number
 from covey.run.records import Note
+from covey.run.reward_changes import logged_change
 from covey.run.rollout_index import Entry, RolloutIndex
 
 PANELS = MappingProxyType(
@@ -66,6 +67,8 @@ class RunReport:
     samples: Sequence[Mapping[str, Any]]
     """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
     findings: Sequence[Finding]
+    reward_change: Sequence[str]
+    """What changed in the reward since the previous run, one line each. Empty without a change."""
     command: str
     environment: str
     config: str
@@ -79,6 +82,7 @@ def run_report(run: RunFolder) -> RunReport:
     steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
     environment = run.environment(notes.append)
     sampled, samples = _samples(run, notes.append)
+    changed = logged_change(run)
     return RunReport(
         name=run.path.resolve().name,
         headline=headline(steps, evaluations),
@@ -89,6 +93,7 @@ def run_report(run: RunFolder) -> RunReport:
         sampled_step=sampled,
         samples=samples,
         findings=timeline(steps, settings_of(run)),
+        reward_change=[] if changed is None else changed.lines(),
         command=" ".join(environment.get("command", [])) or "not recorded",
         environment=json.dumps({k: v for k, v in environment.items() if k != "config"}, indent=2),
         config=_config(run, notes.append),

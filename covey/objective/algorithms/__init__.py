@@ -58,6 +58,7 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
             off_policy.m2po,
             off_policy.decoupled_ppo,
             distillation.opd,
+            distillation.sdpo,
             turns.gigpo,
             critic.ppo,
             pairs.dpo,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from covey.objective import distill, ratio, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
@@ -36,4 +38,33 @@ def opd(*, task: float = 0.0) -> Objective:
         surrogate=surrogate.unclipped,
         weights=weights.token_mean,
         reads=distill.READS | ({"groups"} if task else set()),
+    )
+
+
+@takes("discount", "scale", "task", "max_weight", "beta", "kl", "ddof", "eps")
+def sdpo(*, task: float = 0.0) -> Objective:
+    """Self-Distillation Policy Optimization, arXiv 2601.20802: the policy, told more, teaches.
+
+        teacher_logp = log pi(y_t | prompt with privileged text, y_<t)
+        A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
+        loss = - 1/T sum_i sum_t sg(min(r, max_weight)) A_t logp,  r = exp(logp - old_logp)
+
+    The teacher is the policy itself, with privileged text in its prompt: a correct completion of
+    the same group (never the row itself), the reward's feedback on the row, or a column of the
+    data. It reads the same completion tokens, so it says of each token whether the policy would
+    still choose it if it knew more. The weights of the teacher are `teacher.policy`.
+
+    A completion without privileged text teaches nothing. With task 0 its tokens are not trained
+    and not counted in T, as in the authors' code. With task above 0 it has GRPO's advantage only.
+
+    Departure: the authors differentiate a Jensen-Shannon divergence over the 100 likeliest tokens.
+    Here the KL of the sampled token is a reward, as in `opd` and in TRL's SDPO. Rewards and
+    feedback mix by `task` in one loss, over one number of tokens.
+    """
+    return Objective(
+        advantage=distill.towards_teacher,
+        ratio=ratio.token,
+        surrogate=partial(surrogate.truncated_weight, max_weight=2.0),
+        weights=weights.token_mean,
+        reads=distill.SELF_TAUGHT | ({"groups"} if task else set()),
     )

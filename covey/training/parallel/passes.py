@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from covey.accel.packing import to_device
+from covey.models.logp import LogProbs
 from covey.models.micro_batches import micro_batches
 from covey.training.parallel.world import World
 from covey.types import Batch
@@ -53,3 +56,35 @@ def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pas
     stand_in = Pass(lengths.argmin()[None], False)
     passes += [stand_in] * (wanted - len(passes))
     return passes[world.rank :: world.size]
+
+
+def whole_batch(
+    batch: Batch,
+    micro_batch_tokens: int,
+    logp: Callable[[Batch], LogProbs],
+    world: World = World(),  # noqa: B008 - without state
+) -> LogProbs:
+    """Run `logp` over micro-batches, and return the rows in their original order."""
+    return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
+
+
+def in_passes(
+    batch: Batch,
+    micro_batch_tokens: int,
+    compute: Callable[[Batch], Sequence[torch.Tensor]],
+    world: World = World(),  # noqa: B008 - without state
+    count: int = 1,
+) -> torch.Tensor:
+    """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
+
+    Exactly one rank computes each row, so that the sum over ranks is exact.
+    """
+    whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
+    for index, counts in rank_passes(batch, micro_batch_tokens, world):
+        part = compute(batch.rows(index))
+        if counts:
+            (rows,) = to_device([index], whole.device)
+            for target, values in zip(whole, part, strict=True):
+                target[rows, : values.shape[1]] = values.float()
+    world.sum_in_place(whole)
+    return whole

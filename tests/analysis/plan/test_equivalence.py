@@ -73,8 +73,8 @@ def test_equal_normal_forms_mean_equal_gradients_for_every_pair(
         pairs += equal
     # grpo's family with its dual clip, dapo's with bapo, m2po and decoupled_ppo, and grpo_s with
     # either mean; else gspo_token.
-    # Without turns gigpo is grpo.
-    assert pairs == (21 + 28 + 1 if updates == 1 else 1 + 1)
+    # Without turns gigpo is grpo. With the same teacher sdpo would be opd.
+    assert pairs == (21 + 28 + 1 + 1 if updates == 1 else 1 + 1)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,10 @@ def test_equivalent_algorithms_of_every_algorithm() -> None:
     assert of("gspo") == ["gspo_token"]
     together = {"grpo", "gspo", "gspo_token", "gmpo", "sapo", "gigpo", "kl_cov", *token_mean}
     lonely = set(ALGORITHMS) - together
-    teacher = "teacher.path=embedded"
-    assert {name: of(name, once, teacher) for name in lonely} == {name: [] for name in lonely}
+    teachers = {"opd": "teacher.path=embedded", "sdpo": "teacher.policy=frozen"}
+    for name in lonely:
+        more = [teachers[name]] if name in teachers else []
+        assert of(name, once, *more) == [], name
 
 
 def test_pass_at_1_is_rloo_up_to_a_factor() -> None:

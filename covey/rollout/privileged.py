@@ -1,0 +1,114 @@
+"""Privileged text: what the policy reads as its own teacher, beside the prompt.
+
+The teacher of a rollout reads the prompt extended with a correct completion of the same group, with
+the reward's feedback on the rollout, or with a column of the data. Then it reads the rollout's own
+tokens. The extended prompt is part of the rollout, so that checkpoints, replayed groups and records
+contain exactly what the teacher read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from covey.errors import ConfigError
+from covey.types import Group, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from covey.config.teacher import Teacher
+    from covey.models.language_model import LanguageModel
+    from covey.objective import Objective
+
+SUCCESS, FEEDBACK = "success", "feedback"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Privileged:
+    """Writes the teacher's prompts."""
+
+    model: LanguageModel
+    """The model whose tokenizer and chat template write prompts, without a limit on their length.
+    """
+    context: Mapping[str, str]
+    """Each source of privileged text, with its heading and {text}."""
+    template: str
+
+    @staticmethod
+    def of(section: Teacher, model: LanguageModel) -> Privileged:
+        """Return the writer that the [teacher] section describes."""
+        whole = replace(model, longest_prompt=None)
+        return Privileged(model=whole, context=section.context, template=section.template)
+
+    def extended(self, group: Group) -> Group:
+        """Fill in the teacher's prompt of every rollout of a scored group."""
+        found: dict[str, tuple[int, ...]] = {}
+        rollouts = []
+        for rollout in group.rollouts:
+            text = self.text(group, rollout)
+            if text not in found:  # rollouts often share a correct sibling
+                found[text] = self._tokens(group.prompt, text) if text else ()
+            fits = len(found[text]) + len(rollout.tokens) <= self.model.context
+            rollouts.append(replace(rollout, teacher_prompt=found[text] if fits else ()))
+        return replace(group, rollouts=tuple(rollouts))
+
+    def text(self, group: Group, rollout: Rollout) -> str:
+        """Return the privileged text for a rollout; empty if there is none."""
+        said = ((form, _source(name, group, rollout)) for name, form in self.context.items())
+        return "\n\n".join(form.replace("{text}", text) for form, text in said if text)
+
+    def _tokens(self, prompt: Prompt, text: str) -> tuple[int, ...]:
+        before, after = self.template.split("{prompt}", 1)
+        *earlier, last = prompt.messages
+        content = before.replace("{context}", text) + str(last["content"])
+        content += after.replace("{context}", text)
+        return self.model.encode([*earlier, {**last, "content": content}])
+
+
+def _source(name: str, group: Group, rollout: Rollout) -> str:
+    """Return the text of one source for a rollout; empty if it has none."""
+    if name == SUCCESS:
+        return _correct_sibling(group, rollout)
+    if name == FEEDBACK:
+        return "" if rollout.success or rollout.reward is None else _feedback(rollout)
+    return str(_columns(group.prompt).get(name, "")).strip()
+
+
+def _correct_sibling(group: Group, rollout: Rollout) -> str:
+    """Return the text of the other correct completion with the highest reward, the first if equal.
+
+    The rollout itself is left out: a teacher that reads the completion it judges agrees with it.
+    """
+    others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]
+    return max(others, key=lambda r: (r.reward, -r.sample)).text.strip() if others else ""
+
+
+def _feedback(rollout: Rollout) -> str:
+    """Return what the reward says in words, or else the parts of the reward."""
+    return rollout.feedback.strip() or ", ".join(f"{k} {v:g}" for k, v in rollout.parts.items())
+
+
+def _columns(prompt: Prompt) -> dict[str, Any]:
+    return {"target": prompt.target, **prompt.info, **prompt.columns}
+
+
+def check_context(section: Teacher, prompt: Prompt) -> None:
+    """Refuse a source of privileged text that is not a column of the data."""
+    known = _columns(prompt)
+    for name in section.context:
+        if name not in (SUCCESS, FEEDBACK, *known):
+            columns = ", ".join(known)
+            raise ConfigError(
+                f"config: teacher.context.{name}: the data has no column {name!r}; use one of "
+                f"{columns}, or {SUCCESS!r} or {FEEDBACK!r}"
+            )
+
+
+def privileged_of(
+    section: Teacher, model: LanguageModel, objective: Objective, prompts: Sequence[Prompt]
+) -> Privileged | None:
+    """Return the writer of a self-teacher's prompts, if the objective needs one."""
+    if "privileged" not in objective.needs:
+        return None
+    check_context(section, prompts[0])
+    return Privileged.of(section, model)

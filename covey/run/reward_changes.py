@@ -1,0 +1,183 @@
+"""The log of reward changes: what changed between runs, why, and what it did.
+
+When a run starts, its reward is compared with that of the previous run of the same task in the same
+folder. If their identities differ, the run records the change in reward_change.json, with the
+reason and the expected effect from the configuration. The observed effect is not stored: it is
+computed from the evaluations of both runs, whenever it is shown. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from covey.run.estimate_text import change_text, value_text
+from covey.run.files import write_text
+from covey.run.folder import RunFolder, flat_settings, list_runs, settings_of
+
+FILE = "reward_change.json"
+MOST_PARTS = 6
+"""Maximum number of reward parts that an observed effect names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardChange:
+    """A run whose reward differs from that of the previous run of its task."""
+
+    previous_run: str
+    """The name of the previous run's folder, beside this run."""
+    before: str
+    """Identity of the previous reward: name, version and hash of options and source."""
+    after: str
+    settings: Mapping[str, tuple[str, str]]
+    """The settings in [reward] that differ, with both values. Empty if only the source differs."""
+    reason: str = ""
+    expected_effect: str = ""
+
+    @property
+    def what(self) -> str:
+        """The change in words."""
+        if self.settings:
+            return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self.settings.items())
+        versions = [identity.partition("#")[0] for identity in (self.before, self.after)]
+        return "the source of the reward" if versions[0] == versions[1] else " -> ".join(versions)
+
+
+def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
+    """Compare the reward of a new run with the previous one; record and return a difference."""
+    mine = run.environment(_ignore)
+    previous = _previous(run, settings_of(run))
+    if previous is None or not mine.get("reward"):
+        return None
+    before = previous.environment(_ignore)["reward"]
+    if before == mine["reward"]:
+        return None
+    change = RewardChange(
+        previous_run=previous.path.name,
+        before=before,
+        after=mine["reward"],
+        settings=_differences(settings_of(previous), settings_of(run)),
+        reason=reason,
+        expected_effect=expected_effect,
+    )
+    write_text(run.path / FILE, json.dumps(asdict(change), indent=2) + "\n")
+    return change
+
+
+def read_change(run: RunFolder) -> RewardChange | None:
+    """Return the change that a run has recorded; None without one, or if it cannot be read."""
+    try:
+        found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
+        settings = {str(k): (str(a), str(b)) for k, (a, b) in found["settings"].items()}
+        texts = {f.name: str(found[f.name]) for f in fields(RewardChange) if f.name != "settings"}
+        return RewardChange(**texts, settings=settings)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _previous(run: RunFolder, settings: Mapping[str, Any]) -> RunFolder | None:
+    """Return the run of the same task beside this one that was started last before it."""
+    here = run.path.resolve()
+    others = [each for each in list_runs(run.path.parent) if each.path.resolve() != here]
+    started = {each.path: each.environment(_ignore) for each in others}
+    known = [each for each in others if started[each.path].get("reward") and not each.is_sft]
+    newest = sorted(known, key=lambda each: str(started[each.path].get("started", "")))
+    task = _table(settings, "task").get("name")
+    same = (each for each in newest[::-1] if _table(settings_of(each), "task").get("name") == task)
+    return next(same, None)
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    old, new = (dict(flat_settings(_table(each, "reward"))) for each in (before, after))
+    return {
+        name: (old.get(name, "not set"), new.get(name, "not set"))
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    }
+
+
+def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = settings.get(name)
+    return table if isinstance(table, Mapping) else {}
+
+
+def _ignore(text: str) -> None:
+    """Say nothing about damaged records; such a run is not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """A change of the reward with the effect that was observed."""
+
+    run: str
+    change: RewardChange
+    observed_effect: str
+
+    def lines(self) -> list[str]:
+        """Return what changed, why, and both effects, one line each."""
+        return [
+            f"reward changed since {self.change.previous_run}: {self.change.what}",
+            f"identity: {self.change.before} -> {self.change.after}",
+            f"reason: {self.change.reason or 'not given'}",
+            f"expected effect: {self.change.expected_effect or 'not given'}",
+            f"observed effect: {self.observed_effect}",
+        ]
+
+    def row(self) -> dict[str, Any]:
+        """Return all fields as plain data."""
+        return {
+            "run": self.run,
+            **asdict(self.change),
+            "change": self.change.what,
+            "observed_effect": self.observed_effect,
+        }
+
+
+def logged_change(run: RunFolder) -> Logged | None:
+    """Return the change of a run's reward with its observed effect; None without a change."""
+    change = read_change(run)
+    if change is None:
+        return None
+    effect = observed_effect(RunFolder(run.path.parent / Path(change.previous_run).name), run)
+    return Logged(run=run.path.name, change=change, observed_effect=effect)
+
+
+def reward_log(parent: Path) -> list[Logged]:
+    """Return the reward changes of the runs in a folder, in the order of their names."""
+    return [found for run in list_runs(parent) if (found := logged_change(run)) is not None]
+
+
+def observed_effect(before: RunFolder, after: RunFolder) -> str:
+    """Compare the last evaluations of two runs.
+
+    Accuracies are comparable only if both runs were evaluated with the same reward, which
+    evaluate.reward can fix.
+    """
+    old, new = (run.evaluations(_ignore)[-1:] for run in (before, after))
+    if not old or not new:
+        return "not measured: " + " and ".join(
+            f"{run.path.name} has no evaluation"
+            for run, found in ((before, old), (after, new))
+            if not found
+        )
+    shown = [
+        f"{name} {value_text(name, a)} -> {value_text(name, b)} ({change_text(name, b - a)}{noise})"
+        for name, a, b, noise in _pairs(old[0], new[0])
+    ]
+    rewards = [run.environment(_ignore).get("evaluation_reward") for run in (before, after)]
+    caution = "" if rewards[0] == rewards[1] else "; each run was evaluated with its own reward"
+    return ", ".join(shown) + caution
+
+
+def _pairs(
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Sequence[tuple[str, float, float, str]]:
+    """Return the numbers that both evaluations have, and whether intervals overlap."""
+    a, b = old["greedy"], new["greedy"]
+    apart = b["low"] > a["high"] or b["high"] < a["low"]
+    found = [("greedy", a["value"], b["value"], "" if apart else ", within noise")]
+    parts = [name for name in old["parts"] if name in new["parts"]][:MOST_PARTS]
+    return [*found, *((f"parts/{n}", old["parts"][n], new["parts"][n], "") for n in parts)]

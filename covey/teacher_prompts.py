@@ -1,0 +1,62 @@
+"""Teacher prompts: the prompts with privileged text that the policy reads as its own teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from covey.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPrompts:
+    """The teacher's prompt of each row of a batch, on the CPU."""
+
+    tokens: torch.Tensor
+    """[B, Q] int64, left-aligned."""
+    lengths: torch.Tensor
+    """[B] int64; 0 if the row has no privileged text, so that the teacher does not read it."""
+
+    @staticmethod
+    def of(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
+        """Pad the prompts of all rows. Return None if every prompt is empty."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        if not lengths.any():
+            return None
+        tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+        return TeacherPrompts(tokens=tokens, lengths=lengths)
+
+    def rows(self, index: torch.Tensor) -> TeacherPrompts:
+        """Return the prompts of the given rows, without padding that none of them needs."""
+        lengths = self.lengths[index]
+        return TeacherPrompts(tokens=self.tokens[index, : int(lengths.max())], lengths=lengths)
+
+
+def taught_rows(batch: Batch) -> torch.Tensor:
+    """Return bool [B] on the CPU: the rows that have a teacher prompt."""
+    if batch.teacher_prompts is None:
+        return torch.zeros(len(batch), dtype=torch.bool)
+    return batch.teacher_prompts.lengths > 0
+
+
+def as_teacher_reads(batch: Batch) -> Batch:
+    """Return rows with the teacher's prompts in place of their own. Their tokens stay the same."""
+    prompts = batch.teacher_prompts
+    assert prompts is not None, "the rows have teacher prompts"
+    device = batch.tokens.device
+    host = batch.host and replace(
+        batch.host, prompt_tokens=prompts.tokens, prompt_lengths=prompts.lengths
+    )
+    return replace(
+        batch,
+        prompt_tokens=prompts.tokens.to(device),
+        prompt_lengths=prompts.lengths.to(device),
+        host=host,
+        teacher_prompts=None,
+    )

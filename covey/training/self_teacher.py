@@ -1,0 +1,41 @@
+"""The log-probabilities of the policy as its own teacher, which reads privileged text.
+
+Each rollout may have a teacher prompt (rollout/privileged.py). The teacher reads that prompt and
+then the rollout's tokens, one for one; only the prompt is different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from covey.accel.packing import to_device
+from covey.objective import Objective
+from covey.teacher_prompts import as_teacher_reads, taught_rows
+from covey.types import Batch
+
+
+def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
+    """Fill in teacher_logp. Rows without a teacher prompt get old_logp, so that nothing pulls."""
+    assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
+    teacher = batch.old_logp.float().clone()
+    index = taught_rows(batch).nonzero().squeeze(1)
+    if len(index):
+        found = logp(as_teacher_reads(batch.rows(index)))
+        (rows,) = to_device([index], teacher.device)
+        teacher[rows, : found.shape[1]] = found
+    return replace(batch, teacher_logp=teacher)
+
+
+def only_taught(objective: Objective, batch: Batch) -> Batch:
+    """Mask the rows without a teacher prompt, if only the teacher trains the objective."""
+    if "privileged" not in objective.needs or "groups" in objective.needs:
+        return batch
+    return replace(batch, mask=batch.mask & taught_rows(batch).to(batch.mask.device)[:, None])
+
+
+def taught_share(batch: Batch) -> float:
+    """Return the share of rows with a teacher prompt."""
+    return float(taught_rows(batch).double().mean())
