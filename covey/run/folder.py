@@ -363,7 +363,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a note on the settings edited since the run was started; None if there are none.
 
-    Settings that a resume changed are not edited.
+    Settings that were changed by a resume do not count as edited.
 
     Runs of older versions do not record the settings at their start.
     """

@@ -161,7 +161,7 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall needs less evidence than the rise, because chance would have to produce both.
+    The fall of a part needs less evidence than the reward's rise: chance must produce both.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)

@@ -1,8 +1,8 @@
 """Seconds of a training step on a CPU, from one decoder layer with random weights.
 
-The layer has the sizes of the model. It decodes one token for every completion, and it is trained
-on a few tokens. The times of a layer and of a part of the output layer are then multiplied by their
-numbers. No weights are loaded.
+The measured layer has the sizes of the model's layers. The layer decodes one token for every
+completion, and is trained on a few tokens. The time of the layer is multiplied by the number of
+layers, and a part of the output layer is measured in the same way. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from covey.analysis.plan.model_shape import Shape
 from covey.config import Config
 
 TRAIN_FLOPS = 1e10
-"""Operations of the measured update: a fraction of a second on any CPU."""
+"""Number of operations in the measured update, which takes a fraction of a second on any CPU."""
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
-"""Limits for the tokens of the measured update."""
+"""Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Limit of the operations of a measured decode step, unless it has few rows."""
+"""Maximum operations of a measured decode step, and the number of rows that is always allowed."""
 KEY_NUMBERS = 2e7
-"""Most numbers in the keys of a measured decode step."""
+"""Maximum count of numbers in the keys of a measured decode step."""
 HEAD_ROWS = 2048
-"""Tokens of the vocabulary in the measured part of the output layer."""
+"""Number of vocabulary tokens in the measured part of the output layer."""
 REPEATS = 3
-"""Measurements, of which the shortest counts."""
+"""Number of measurements; the shortest one counts."""
 
 
 class _Layer(nn.Module):
@@ -80,7 +80,7 @@ def cpu_seconds(
 
 @torch.no_grad()
 def _decode(layer: _Layer, head: nn.Module, parts: float, rows: int, work: Workload) -> float:
-    """Return the seconds of a decode step: one token for each row. Some rows are measured."""
+    """Return the seconds of a decode step of one token per row, measured on some of the rows."""
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * _numbers(layer))))
     some = max(1, min(rows, few, int(KEY_NUMBERS / (context * shape.key))))
@@ -110,7 +110,7 @@ def _numbers(layer: nn.Module) -> int:
 
 
 def _shortest(work: Callable[[], Any]) -> float:
-    """Return the seconds of the fastest of several calls, after one that warms up."""
+    """Return the seconds of the fastest of several calls, after a first call for warm-up."""
     work()
     seconds = []
     for _ in range(REPEATS):
@@ -121,7 +121,7 @@ def _shortest(work: Callable[[], Any]) -> float:
 
 
 def _filled(kind: Callable[..., nn.Module], *sizes: int, **options: Any) -> Any:
-    """Return a module with the same number in all weights: random ones take longer to draw."""
+    """Return a module whose weights are all the same number, because random weights take longer."""
     with torch.device("meta"):
         module = kind(*sizes, **options)
     module = module.to_empty(device="cpu")

@@ -65,7 +65,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _changed_after(run: RunFolder, first: int) -> int | None:
     """Return the step of a resume after the checkpoint of step `first` that changed settings.
 
-    None means that all later steps had the settings of today.
+    None means that all later steps had the current settings.
     """
     file = run.path / CHANGES
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
