@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits with temperature, top-k, top-p, min-p; log-probabilities.
+"""Token sampling from logits with temperature, top-k, top-p and min-p, and log-probabilities.
 
 Tensor shapes use S sequences and vocabulary size V.
 """

@@ -1,7 +1,7 @@
 """Corrections for an engine whose sampling probabilities differ from the trainer's.
 
-Each correction takes log rho = old_logp - sampler_logp [B, T], which is 0 outside the mask, and the
-mask. The result is a constant factor [B, T] for the gain of every token. The correction factors
+Each correction takes (log rho, mask), where log rho = old_logp - sampler_logp [B, T] is 0 outside
+the mask. The result is a constant factor [B, T] for the gain of every token. The correction factors
 have no gradient and do not change the denominators of the loss, so dropped tokens make the
 optimizer step smaller. The native engine samples from the trainer's weights, so the default is no
 correction.
@@ -86,8 +86,8 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""The corrections by name: by token ratio, product over a completion, geometric mean, or
-divergence."""
+"""The corrections by name, which use token ratios, their product or geometric mean over a
+completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
 """For corrections that do not bound a ratio, the value of the bounded quantity if sampler and

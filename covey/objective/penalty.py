@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
-Each estimator takes three tensors [B, T]: d = logp - ref_logp and the log-ratio log r = logp -
-old_logp of each token, both clamped to +-20, and the mask. A good estimate of the KL may have the
-gradient of another divergence:
+Each estimator takes (d, log r, mask), where d = logp - ref_logp and log r = logp - old_logp are
+[B, T] and clamped to +-20. A good estimate of the KL may have the gradient of another
+divergence:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|

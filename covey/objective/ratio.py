@@ -1,6 +1,6 @@
 """Log-ratios between the current policy and the policy that collected the batch.
 
-Each function takes x = logp - old_logp [B, T], which is 0 outside the mask, and the mask. The
+Each function takes (x, mask), where x = logp - old_logp [B, T] is 0 outside the mask. The
 result is the log-ratio [B, T], clamped to +-20, and 0 outside the mask.
 """
 

@@ -61,8 +61,8 @@ class GroupRelative:
     tokens, and falls linearly from there to -size at 2 L tokens. In an easy group (accuracy of at
     least `easy`), L is computed from the correct rollouts, and only these rollouts are penalised.
     In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In other groups, L is
-    computed from all rollouts, and the majority (correct or incorrect) is penalised; at a tie, the
-    incorrect rollouts are.
+    computed from all rollouts, and the majority (correct or incorrect) is penalised; in a tie, the
+    incorrect rollouts are penalised.
 
     The paper gives no value for `easy`.
     """

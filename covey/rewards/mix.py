@@ -24,8 +24,8 @@ class Mix(Reward):
 
     The part called `accuracy` decides `success`. With `gated` and a part called `format`, accuracy
     counts only if the format is correct. If the format is wrong, accuracy is replaced by its lower
-    bound; if it has no bounds, by the smaller of 0 and its reward. Without `gated`, accuracy and
-    format add up.
+    bound. An accuracy reward without bounds is replaced by the smaller of 0 and its value. Without
+    `gated`, accuracy and format add up.
 
     The weights at the start of a run are `early`. The weights change linearly from `early` to
     `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which

@@ -113,8 +113,7 @@ class Rule:
 
     penalty: float
     literal: str
-    """A text that is part of every match, in lower case; a quick test for it rules out most
-    texts."""
+    """A lower-case text that every match contains; a quick search for it rules out most texts."""
     pattern: re.Pattern[str]
     test: Test
 

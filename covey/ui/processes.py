@@ -1,4 +1,4 @@
-"""Run slow work, and work that needs torch, in other processes, one at a time.
+"""Run slow work, and work that needs torch, in separate processes, one process at a time.
 
 The page starts the following commands:
 

@@ -1,4 +1,4 @@
-"""Memory of the native engine, which has KV caches, prefill, sampling and CUDA graphs."""
+"""Memory of the native engine: KV caches, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ SAME, and different if it is above DIFFERENT. If a formula has decimals, which m
 values are different only if their relative difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. A summand whose ratio to the other summand is smaller could be
-lost in floats; for example, 2^{-100} would be lost in 1 - 2^{-100}."""
+"""Minimum ratio of two summands. Floats could lose a summand below this fraction of the other
+summand; for example, 2^{-100} would be lost in 1 - 2^{-100}."""
 MAX_DIGITS = 12
 """Maximum digits of a number, so that neighbouring numbers are different floats."""
 
