@@ -102,7 +102,9 @@ def _train_token(layer: _Layer, head: nn.Module, parts: float, work: Workload) -
     rows = max(1, most // length)
     x = torch.randn(rows, length, layer.shape.hidden, requires_grad=True)
     whole = layer.shape.layers * _shortest(lambda: torch.autograd.backward(layer(x).sum()))
-    logits = parts * _shortest(lambda: torch.log_softmax(head(x), dim=-1).sum().backward())
+    logits = parts * _shortest(
+        lambda: torch.autograd.backward(torch.log_softmax(head(x), dim=-1).sum())
+    )
     return (whole + logits) / (rows * length)
 
 
