@@ -68,7 +68,7 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the fraction of the sum of r |A| over unclipped tokens that comes from A > 0.
 
-    The fraction is 1 if there are no unclipped tokens. The fraction grows with both bounds.
+    The fraction is 1 if there are no unclipped tokens. Raising either bound raises the fraction.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
