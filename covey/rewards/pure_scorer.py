@@ -167,7 +167,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that the scorer uses. Raises ImpureError if the value is not on the lists."""
+        """Check a value that a scorer uses. Raises ImpureError if it is not on the lists."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:
