@@ -106,8 +106,8 @@ def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
     `random`, from 0 to 2 ** 16 - 1 for each value, is added to the lower 16 bits, which are then
-    dropped. The larger the lower bits are, the more often the sum carries, so values are rounded up
-    with the right probability.
+    dropped. The sum carries more often if the lower bits are larger, so values are rounded up with
+    the right probability.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
