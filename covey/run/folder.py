@@ -117,7 +117,7 @@ class RunFolder:
         self._append("eval.jsonl", result)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        add_digest(self.path, row["step"], name, json_line(row).removesuffix(b"\n"))
+        add_digest(self.path, row["step"], name, json.dumps(row).encode())
         append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

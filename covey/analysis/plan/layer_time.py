@@ -57,7 +57,8 @@ class _Layer(nn.Module):
         )
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
-        return x + self.down(nn.functional.silu(gate) * up)
+        changed: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
+        return changed
 
 
 def cpu_seconds(
@@ -100,8 +101,10 @@ def _train_token(layer: _Layer, head: nn.Module, parts: float, work: Workload) -
     length = min(work.context, max(FEWEST_TOKENS, most))
     rows = max(1, most // length)
     x = torch.randn(rows, length, layer.shape.hidden, requires_grad=True)
-    whole = layer.shape.layers * _shortest(lambda: layer(x).sum().backward())
-    logits = parts * _shortest(lambda: torch.log_softmax(head(x), dim=-1).sum().backward())
+    whole = layer.shape.layers * _shortest(lambda: torch.autograd.backward(layer(x).sum()))
+    logits = parts * _shortest(
+        lambda: torch.autograd.backward(torch.log_softmax(head(x), dim=-1).sum())
+    )
     return (whole + logits) / (rows * length)
 
 
