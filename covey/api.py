@@ -28,7 +28,7 @@ from covey.stopping import StopSignal, stop_signal
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
     from covey.rewards import Reward
-    from covey.tasks import Task
+    from covey.tasks.dataset import DatasetTask
     from covey.training.build import Parts
     from covey.training.parallel.world import World
 
@@ -113,7 +113,8 @@ def train(
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
         dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
             messages), optionally `target`, and columns that reward functions get by name.
-        held_out: rows for evaluations. Default: a tenth of the dataset.
+        held_out: rows for evaluations. Default: a tenth of the dataset, or no rows if
+            `evaluate.every` is 0. [] means no evaluations: all rows are trained on.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             that maps functions to weights; or a reward object.
         environment: an environment class, with Covey's protocol or in TRL's style.
@@ -127,6 +128,8 @@ def train(
     task, reward = _objects(dataset, held_out, rewards)
     shown, named = _split(trackers)
     overrides |= named
+    if task is not None and task.evaluation == []:
+        overrides = {"evaluate.every": 0, **overrides}
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
@@ -234,7 +237,7 @@ def _split(
 
 def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any
-) -> tuple[Task | None, Reward | None]:
+) -> tuple[DatasetTask | None, Reward | None]:
     """Return the task and the reward that were passed as objects."""
     from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
@@ -258,12 +261,17 @@ def _with_objects(
     from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
+    from covey.tasks.dataset import SHARE
 
     names = {"task": DATASET, "reward": FUNCTIONS, "environment": PASSED}
     given = {f"{where}.name": names[where] for where in sorted(passed)}
     if model is not None:
         given["model.path"] = str(model)
-    return load_config(source, **{**given, **overrides})
+    config = load_config(source, **{**given, **overrides})
+    if "task" in passed and not config.evaluate.every and SHARE not in config.task.options:
+        # In the settings, so that a resumed run has the same prompts even if it evaluates.
+        return load_config(config, **{f"task.{SHARE}": 0.0})
+    return config
 
 
 def _check_passed(folder: RunFolder, passed: set[str], reward: Reward | None) -> None:
@@ -300,6 +308,7 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
+    from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.changed_settings import check_length, record_changes, resumed_config
     from covey.training.loop import train as run_loop
@@ -314,7 +323,8 @@ def _train(
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
     with joined_world(config) as world:
-        parts = assemble(config, objects["reward"], objects["task"], world, objects["environment"])
+        task = with_share(objects["task"], config.task.options)
+        parts = assemble(config, objects["reward"], task, world, objects["environment"])
         with closing(parts):
             folder, begins = _folder(parts, target)
             with locked_by_main(folder, world), _signals() as stop:

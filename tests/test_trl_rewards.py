@@ -37,10 +37,13 @@ def test_a_function_gets_what_trl_gives_it(tmp_path: Path) -> None:
         calls.append({**columns, **locals()})
         return [float(len(ids)) for ids in completion_ids]
 
-    result = small(tmp_path, rewards=length)
+    settings = {"train.mini_batches": 2, "train.epochs": 3}
+    result = small(tmp_path, rewards=length, **settings)
     first = [c for c in calls if c["trainer_state"].global_step == 0]
     assert len(first) == 4  # one call for each group
-    assert {c["trainer_state"].max_steps for c in calls} == {2}
+    # Six optimizer steps follow each of the two batches of rollouts, and TRL counts those.
+    assert {c["trainer_state"].global_step for c in calls} == {0, 6}
+    assert {c["trainer_state"].max_steps for c in calls} == {12} == {result.metrics[-1]["updates"]}
     assert all(type(c["solution"][0]) is int and len(c["solution"]) == 3 for c in calls)
     assert all(c["target"] == c["solution"] and c["kind"] == ["sum"] * 3 for c in calls)
     rows = RunFolder(result.folder).rollouts(1)
@@ -58,7 +61,7 @@ def test_prompts_of_messages_get_completions_of_messages() -> None:
     for rows in (ROWS, CHAT):
         task = dataset_task(rows)
         reward: Any = function_reward(correct, conversational=task.conversational)
-        reward.score_group(task.training[0], ["2"])
+        reward.score_group(task.train()[0], ["2"])
     assert seen[0] == (["2"], [ROWS[0]["prompt"]])
     assert seen[1] == ([[{"role": "assistant", "content": "2"}]], [CHAT[0]["prompt"]])
 

@@ -31,10 +31,10 @@ class Call:
 
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
-    step: int = 0
-    """The training step, counted from 1; 0 if it is unknown, as in evaluations."""
+    global_step: int = 0
+    """Number of optimizer steps before the training step, as planned; 0 in evaluations."""
     max_steps: int = 0
-    """The number of training steps of the run."""
+    """Number of optimizer steps of the run; 0 in evaluations."""
 
 
 NO_CALL = Call()

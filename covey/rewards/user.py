@@ -43,10 +43,11 @@ class _GroupReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the run, with the names of transformers' TrainerState."""
+    """Progress of the run in optimizer steps, with the names of transformers' TrainerState."""
 
     global_step: int
-    """The number of finished training steps."""
+    """Number of optimizer steps before the training step, which takes `train.mini_batches` times
+    `train.epochs` of them."""
     max_steps: int
 
 
@@ -171,9 +172,7 @@ class UserFunction(_GroupReward):
             **{name: [value] * len(texts) for name, value in row.items()},
             "completions": completions,
             "completion_ids": [list(ids) for ids in call.completion_ids] or [[] for _ in texts],
-            "trainer_state": TrainerState(
-                global_step=max(0, call.step - 1), max_steps=call.max_steps
-            ),
+            "trainer_state": TrainerState(global_step=call.global_step, max_steps=call.max_steps),
         }
 
     def _score(self, result: Any) -> Score | None:
