@@ -113,8 +113,7 @@ def train(
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
         dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
             messages), optionally `target`, and columns that reward functions get by name.
-        held_out: rows for evaluations. Default: a tenth of the dataset, or no rows if
-            `evaluate.every` is 0. [] means no evaluations: all rows are trained on.
+        held_out: rows for evaluations. Default: a tenth of the dataset. []: no evaluations.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             that maps functions to weights; or a reward object.
         environment: an environment class, with Covey's protocol or in TRL's style.
@@ -127,9 +126,7 @@ def train(
     """
     task, reward = _objects(dataset, held_out, rewards)
     shown, named = _split(trackers)
-    overrides |= named
-    if task is not None and task.evaluation == []:
-        overrides = {"evaluate.every": 0, **overrides}
+    overrides = {**_unmeasured(task), **overrides, **named}
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
@@ -139,7 +136,7 @@ def train(
         _check_passed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
-        check_new_run(Path(run))
+        check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
     source = "arithmetic" if config is None and dataset is None else config
     chosen = _with_objects(source, passed, model, overrides)
     return _train(chosen, None if run is None else Path(run), names, shown, callbacks, quiet)
@@ -248,6 +245,11 @@ def _objects(
     return task, function_reward(rewards, conversational=bool(task and task.conversational))
 
 
+def _unmeasured(task: DatasetTask | None) -> dict[str, int]:
+    """Return the setting without evaluations if `held_out` is empty."""
+    return {"evaluate.every": 0} if task and task.evaluation == [] else {}
+
+
 def _factory(environment: Any) -> Any:
     from covey.environments import environment_factory
 
@@ -332,7 +334,8 @@ def _train(
                 check_length(config, start.step)
                 if world.is_main:
                     record_changes(folder, config, start.step, changed)
-                follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
+                shown = _shown(folder, trackers, quiet or not world.is_main, parts, start)
+                follow = [*shown, _Callbacks(callbacks, stop)]
                 done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()
     return TrainResult(
@@ -364,13 +367,24 @@ def _start_of(folder: RunFolder, config: Config, world: World) -> Start:
     return world.from_main(lambda: start_of(folder, save_every=config.save.every))
 
 
-def _shown(folder: RunFolder, trackers: Sequence[Tracker] | None, quiet: bool) -> list[Tracker]:
+def _shown(
+    folder: RunFolder,
+    trackers: Sequence[Tracker] | None,
+    quiet: bool,
+    parts: Parts,
+    start: Start,
+) -> list[Tracker]:
+    """Return the trackers to use; without given ones, the console, with the notes of the CLI."""
     if trackers is not None or quiet:
         return list(trackers or ())
     from covey.cli.screen import Screen
+    from covey.cli.startup import tell_notes, tell_start
     from covey.run.trackers.console import console_tracker
 
-    return [console_tracker(folder, Screen(soft_wrap=True))]
+    console = console_tracker(folder, Screen(soft_wrap=True))
+    tell_notes(console, folder, parts)
+    tell_start(console, parts, new=start.checkpoint is None)
+    return [console]
 
 
 def _signals() -> Any:

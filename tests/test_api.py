@@ -81,15 +81,19 @@ def test_a_run_on_own_data_with_own_functions(
     assert sum(p.numel() for p in result.model.parameters()) == 460_160
 
 
-def test_it_is_the_run_of_the_command_line(tmp_path: Path) -> None:
-    options = {k: v for k, v in SMALL.items() if k != "model.device"}
-    made = covey.train(
-        "arithmetic", run=tmp_path / "a", quiet=True, **{**options, "model.device": "cpu"}
-    )
+def test_it_is_the_run_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = covey.train("arithmetic", run=tmp_path / "a", **SMALL)
+    notes = capsys.readouterr().out.partition("training:")[0]
     from covey.cli.main import run as command
 
     words = [w for k, v in SMALL.items() for w in ("--set", f"{k}={v}")]
     assert command(["train", "arithmetic", "--run", str(tmp_path / "b"), *words]) == 0
+    assert capsys.readouterr().out.partition("training:")[0] == notes
+    assert notes.startswith("sampling: ")
+    with pytest.raises(covey.CoveyError, match="already contains files; pass another run="):
+        covey.train("arithmetic", run=tmp_path / "a")
     other = RunFolder(tmp_path / "b").steps()
     for a, b in zip(made.metrics, other, strict=True):
         assert {k: v for k, v in a.items() if "time" not in k} == {
