@@ -131,7 +131,7 @@ def train(
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
         if any(given is not None for given in (config, model, run)):
-            raise ConfigError("resume uses the run's settings; change some by dotted keys only")
+            raise ConfigError("resume=RUN uses the run's settings; change them by dotted keys only")
         folder = RunFolder.open(Path(resume))
         _check_passed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)
@@ -216,7 +216,8 @@ def compare(
     code = run_command([*words, "--folder", str(where)])
     if not (where / "report.json").is_file():
         raise ConfigError(
-            f"compare: the comparison ended with exit code {code}; its output gives the reason"
+            f"compare: the comparison ended with exit code {code}; the printed output gives the "
+            "reason"
         )
     report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
     return {**report, "folder": str(where)}
@@ -289,16 +290,17 @@ def _check_passed(folder: RunFolder, passed: set[str], reward: Reward | None) ->
         ("environment", "environment", PASSED),
     ):
         if (getattr(config, where).name == wanted) != (where in passed):
-            what = "pass it again" if where not in passed else "leave it out"
+            started, advice = (
+                ("without", "leave it out") if where in passed else ("with", "pass it again")
+            )
             raise ConfigError(
-                f"resume: {folder.path} was started {'with' if where not in passed else 'without'} "
-                f"{name} from Python; {what}"
+                f"resume: {folder.path} was started {started} the argument {name}; {advice}"
             )
     then = str(folder.environment().get("reward") or "").partition("@")[0]
     if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):
         raise ConfigError(
-            f"resume: {folder.path} was started with the reward {then}; pass that one, not "
-            f"{own_name(reward)}"
+            f"resume: {folder.path} was started with the reward {then}; pass the reward {then}, "
+            f"not {own_name(reward)}"
         )
 
 

@@ -52,13 +52,13 @@ from covey.types import Batch
 ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
     {
         "reference": ("ref_logp", "its beta is not 0"),
-        "sampler_logp": ("sampler_logp", "it compares with the sampler"),
+        "sampler_logp": ("sampler_logp", "it compares the policy with the sampler"),
         "old_entropy": ("entropy", "it reads entropies"),
         "entropy": ("entropy", "it reads entropies"),
         "tokens": ("tokens", "it compares tokens"),
         "parts": ("parts", "it compares the parts of the reward"),
         "teacher": ("teacher_logp", "it learns from a teacher"),
-        "values": ("values", "its advantages are over a critic's values"),
+        "values": ("values", "its advantages use the values of a critic"),
     }
 )
 """For each input that an objective may need: the argument that provides it, and its purpose."""
@@ -143,7 +143,7 @@ def _loss(
     compares: bool,
 ) -> LossOutput:
     if new_values is not None and objective.value_loss is None:
-        raise ConfigError("this algorithm has no critic, so it takes no new_values")
+        raise ConfigError("this algorithm has no critic, so new_values must be left out")
     now = _at_least_float32(logp)
     batch = with_weight(objective, with_advantage(objective, batch))
     batch = with_marks(objective, batch, now.detach())
@@ -191,7 +191,7 @@ def advantages(
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
-        raise ConfigError(f"{algorithm} needs old_logp, because its KL is in the reward")
+        raise ConfigError(f"{algorithm} needs old_logp, because its KL penalty is in the reward")
     if "teacher" in objective.reads and old_logp is None:
         raise ConfigError(f"{algorithm} needs old_logp to compare with the teacher")
     # Advantages do not need the inputs that only the loss needs.
@@ -255,7 +255,7 @@ def _batch(
 
 def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]) -> None:
     if mask.ndim != 2:
-        raise ConfigError(f"mask must be [B, T], not {list(mask.shape)}")
+        raise ConfigError(f"mask must have the shape [B, T], not {list(mask.shape)}")
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -263,7 +263,9 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
         if name == "parts" and tensor.ndim == 2:
             expected = torch.Size((len(mask), tensor.shape[1]))
         if tensor.shape != expected:
-            raise ConfigError(f"{name} must be {list(expected)}, not {list(tensor.shape)}")
+            raise ConfigError(
+                f"{name} must have the shape {list(expected)}, not {list(tensor.shape)}"
+            )
 
 
 def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None]) -> None:
@@ -275,13 +277,14 @@ def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None])
 def _check_groups(objective: Objective, group: torch.Tensor) -> None:
     sizes = group_sum(torch.ones_like(group, dtype=torch.long), group)
     if (sizes == 1).any():
+        number = int(group[sizes == 1][0])
         raise ConfigError(
-            f"group {int(group[sizes == 1][0])} has one completion; a group needs at least two to "
-            "compare"
+            f"group {number} has only one completion; a group needs at least two completions"
         )
     k = option(objective.advantage, "k")
     if k is not None and (sizes < k).any():
-        raise ConfigError(f"k = {k} is more than the {int(sizes.min())} completions of a group")
+        least = int(sizes.min())
+        raise ConfigError(f"k = {k} is more than the {least} completions of the smallest group")
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", START, ROOT, module, *arguments]
 
 
-def pickled(thing: Any, what: str) -> bytes:
-    """Pickle an object for another process. `what` is the name of the object in error messages."""
+def pickled(thing: Any, name: str) -> bytes:
+    """Pickle an object for another process. `name` is the name of the object in error messages."""
     why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)
@@ -37,7 +37,8 @@ def pickled(thing: Any, what: str) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = str(error)
     raise ConfigError(
-        f"{what} ({why}); move it to a module, or set `quick = True` on it if it is always fast"
+        f"{name} cannot be sent to a worker process ({why}); move it to a module, or set `quick = "
+        "True` on it if it is always fast"
     )
 
 

@@ -95,7 +95,8 @@ def _check_trust(module: str, path: str, where: str) -> None:
     if not is_trusted(module):
         raise ConfigError(
             f"config: {where} = {path!r} runs code of the module {module!r}, which is not trusted; "
-            f"if you trust this code, add --trust {module}, or set {VARIABLE}={module}"
+            f"if you trust this code, add --trust {module}, or set the environment variable "
+            f"{VARIABLE}={module}"
         )
 
 

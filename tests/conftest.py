@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
+import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +29,7 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt, generate
+from covey.training.garbage import freeze_garbage_collector
 from covey.types import Batch, Rollout
 
 # Modules that tests write, or that stand among them, and name in configurations.
@@ -39,16 +42,42 @@ hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")
 torch.set_num_threads(1)
 
+# Files are synchronized for the case of a power cut, which no test has; a run of three steps waits
+# for the disk 66 times, as long as it computes.
+os.fsync = lambda handle: None  # type: ignore[assignment]
+
+
+def pytest_configure() -> None:
+    """Let Triton's interpreter look up the names of its language once, not in every call."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    names: dict[Any, list[str]] = {}
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if package not in names:
+            members = inspect.getmembers(package)
+            names[package] = [n for n, m in members if interpreter.tl.core.is_builtin(m)]
+        for name in names[package]:
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
+
+
+FROZEN = contextlib.ExitStack()
+
 
 def pytest_collection_finish() -> None:
     """Leave modules and collected tests out of every garbage collection: they stay to the end."""
-    gc.collect()
-    gc.freeze()
+    FROZEN.enter_context(freeze_garbage_collector())
 
 
 def pytest_unconfigure() -> None:
     """Let the interpreter free everything at its end; nanobind reports what is left as leaks."""
-    gc.unfreeze()
+    FROZEN.close()
 
 
 @pytest.fixture(scope="session")

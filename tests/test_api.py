@@ -163,7 +163,7 @@ def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
 
     first = small(tmp_path, callbacks=[stop])
     assert (first.step, first.interrupted) == (1, True)
-    with pytest.raises(ConfigError, match="was started with dataset from Python; pass it again"):
+    with pytest.raises(ConfigError, match="was started with the argument dataset; pass it again"):
         covey.train(resume=first.folder)
     rest = covey.train(resume=first.folder, dataset=ROWS, rewards=[correct, short], quiet=True)
     whole = small(tmp_path, "whole")

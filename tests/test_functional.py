@@ -117,9 +117,9 @@ def test_an_algorithm_needs_no_more_than_it_says(name: str) -> None:
         ("dapo", {"top_entropy": 0.2}, "entropy", "this objective needs entropy, because it reads entropies"),
         ("dapo", {"entropy_bonus": 0.1}, "entropy", "this objective needs entropy, because it reads entropies"),
         ("gtpo_trajectory", {}, "tokens", "this objective needs tokens, because it compares tokens"),
-        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
-        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
-        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares with the sampler"),
+        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
+        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
+        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_is_needed_is_asked_for(
@@ -141,7 +141,7 @@ def test_an_option_that_is_not_there_is_answered_with_those_that_are() -> None:
         "correction_high, correction_mean_one, veto, off_policy_limit"
     )
     assert refused("gspo", step(), dual=3.0) == (
-        f"gspo has no option 'dual'; it has clip_low, clip_high, beta, kl, ddof, eps, {shared}"
+        f"gspo has no option 'dual'; its options are clip_low, clip_high, beta, kl, ddof, eps, {shared}"
     )
     assert refused("gropo", step()) == (
         "config: objective.name = 'gropo' is not known; did you mean 'grpo'?"
@@ -155,20 +155,20 @@ def test_a_wrong_shape_is_told_from_the_right_one(tensor: str) -> None:
     given = step(success=torch.ones(ROWS))
     if tensor == "mask, flat":
         given["mask"] = given["mask"][:, 0]
-        assert refused("dapo", given) == "mask must be [B, T], not [8]"
+        assert refused("dapo", given) == "mask must have the shape [B, T], not [8]"
     elif tensor == "mask, wide":
         given["mask"] = torch.ones(ROWS, WIDTH + 1)
-        assert refused("dapo", given) == "logp must be [8, 6], not [8, 5]"
+        assert refused("dapo", given) == "logp must have the shape [8, 6], not [8, 5]"
     elif tensor == "parts":  # as many as there are, of each row
-        message = "parts must be [8, 2], not [1, 2]"
+        message = "parts must have the shape [8, 2], not [1, 2]"
         assert refused("dapo", {**given, tensor: given[tensor][:1]}) == message
     elif given[tensor].ndim == 1:
         given[tensor] = given[tensor][:, None]
-        assert refused("dapo", given) == f"{tensor} must be [8], not [8, 1]"
+        assert refused("dapo", given) == f"{tensor} must have the shape [8], not [8, 1]"
     else:
         # Either would be broadcast without a word.
         for part in (given[tensor][:, :1], given[tensor][:1]):
-            message = f"{tensor} must be [8, 5], not {list(part.shape)}"
+            message = f"{tensor} must have the shape [8, 5], not {list(part.shape)}"
             assert refused("dapo", {**given, tensor: part}) == message
 
 
@@ -178,7 +178,7 @@ def test_a_group_of_one_is_refused_where_answers_are_compared(name: str) -> None
     if name in WITHOUT_GROUPS:
         assert run(name, given)[1].any()
     else:
-        message = "group -4 has one completion; a group needs at least two to compare"
+        message = "group -4 has only one completion; a group needs at least two completions"
         assert refused(name, given) == message
 
 
@@ -299,7 +299,7 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
     needed = {k: given[k] for k in ("mask", "rewards", "group", *NEEDS.get(name, []))}
     if name in ("rloo", "reinforce_pp", "ppo"):
         with pytest.raises(
-            ConfigError, match=f"^{name} needs old_logp, because its KL is in the reward$"
+            ConfigError, match=f"^{name} needs old_logp, because its KL penalty is in the reward$"
         ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]

@@ -155,7 +155,10 @@ def test_code_of_a_trusted_module_is_taken(name: str, trap: Path) -> None:
         ("wraps", "reward.name = 'trap:wraps' runs code of the module 'functools', which is not"),
         ("system", "reward.name = 'trap:system' is not a Python function or class"),
         ("shell", "reward.name = 'trap:shell' is not a Python function or class"),
-        ("one", "reward: one is not a reward function; it must take (prompt, text) or completions"),
+        (
+            "one",
+            "reward: one is not a reward function; it must have the arguments (prompt, text), or the argument completions",
+        ),
         ("os.system", "reward.name = 'trap:os.system' is not a path like 'module:function'"),
     ],
 )
@@ -171,7 +174,7 @@ def test_what_is_no_reward_is_refused_before_it_is_called(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("task", "returned int, not a task: a task has a name, train() and held_out()"),
+        ("task", "returned int, which is not a task; a task has a name, train() and held_out()"),
         ("fails", "fails: RuntimeError: first second (trap.py, line 8)"),
     ],
 )
@@ -187,5 +190,5 @@ def test_an_untrusted_name_is_told_with_what_to_do(trap: Path) -> None:
         import_callable("os:system", "task.name")
     assert str(raised.value) == (
         "config: task.name = 'os:system' runs code of the module 'os', which is not trusted; if "
-        "you trust this code, add --trust os, or set COVEY_TRUST=os"
+        "you trust this code, add --trust os, or set the environment variable COVEY_TRUST=os"
     )

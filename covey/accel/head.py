@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from covey.accel.head_chunks import chunk_rows
 from covey.accel.kernels.matmul import matmul as wide_matmul
 from covey.errors import ModelError
 from covey.kept_sets import KeptIds
 
 NOTHING = -1e30
 """The logit of a token outside of the kept set (top-k, top-p); its probability is exactly 0."""
-LIVE_COPIES = 3
-"""Number of chunk-sized tensors in memory at once: logits, their product, a rounded copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +53,6 @@ def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     return logits if linear.bias is None else logits + linear.bias
 
 
-def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
-    """Return how many tokens a chunk may have so that its tensors fit in `megabytes`."""
-    return max(1, int(megabytes * 2**20 / (vocabulary * element_bytes * LIVE_COPIES)))
-
-
 def token_logp(
     head: Head,
     hidden: torch.Tensor,
@@ -81,7 +75,7 @@ def token_logp(
         if kept is not None and head.softcap is not None:
             raise ModelError(
                 "model: rollout.mask_replay does not work on a GPU with this model, whose logits "
-                "have a soft cap; set it to false"
+                "have a soft cap; set rollout.mask_replay = false"
             )
         return fused_token_logp(
             hidden,

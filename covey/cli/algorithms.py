@@ -17,12 +17,16 @@ from covey.config.algorithm_names import ALGORITHM_NAMES, ALGORITHM_TITLES, chec
 
 def algorithms_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="An algorithm, or MODULE:FUNCTION.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Name of an algorithm, or MODULE:FUNCTION for your own algorithm.",
+        ),
     ] = None,
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the algorithms, or describe one: formula, options, and departures from the paper."""
+    """List the algorithms, or describe one: its formula, options and departures from the paper."""
     if name is not None and "." not in name and ":" not in name:
         check_algorithm_name(name)
     if as_json:

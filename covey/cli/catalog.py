@@ -21,12 +21,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def tasks_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A task, or MODULE:FUNCTION.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Name of a task, or MODULE:FUNCTION for your own task."
+        ),
     ] = None,
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tasks, or describe one with its options."""
+    """List the tasks, or describe one task with its options."""
     from covey.tasks import TASKS, find_task
 
     names = [name] if name else sorted(TASKS)

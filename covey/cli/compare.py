@@ -31,20 +31,24 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="RECIPE",
-        help="A TOML file or the name of a packaged recipe: the configuration that all arms share. "
+        help="Configuration that all arms share: a TOML file or the name of a recipe. "
         "Default: arithmetic.",
     ),
 ]
 Algorithms = Annotated[
-    str, typer.Option(metavar="A,B", help="Algorithms to compare; each becomes an arm.")
+    str,
+    typer.Option(
+        metavar="A,B",
+        help="Algorithms to compare. Each algorithm becomes one arm of the comparison.",
+    ),
 ]
 Arms = Annotated[
     list[str] | None,
     typer.Option(
         "--arm",
         metavar="'NAME: KEY=VALUE, ...'",
-        help="An arm with its own settings, such as 'frozen: optimizer.learning_rate=0'. "
-        "'again: seed+=1000' is the common configuration with other seeds.",
+        help="Add an arm with its own settings, such as 'frozen: optimizer.learning_rate=0'. "
+        "The arm 'again: seed+=1000' differs from the common configuration only in its seeds.",
     ),
 ]
 Seeds = Annotated[
@@ -56,12 +60,19 @@ Seeds = Annotated[
 Kind = Annotated[
     Literal["steps", "tokens", "updates"],
     typer.Option(
-        "--budget", help="Unit of the budget: training steps, tokens, or updates (optimizer steps)."
+        "--budget",
+        help="Unit of the training budget: training steps, sampled tokens, or updates (optimizer "
+        "steps).",
     ),
 ]
 Amount = Annotated[
     int | None,
-    typer.Option(min=1, max=10**15, help="Budget of each run. Default: the recipe's train.steps."),
+    typer.Option(
+        min=1,
+        max=10**15,
+        help="Training budget of each run, in the unit of --budget. By default, train.steps of the "
+        "configuration sets the budget.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -70,22 +81,32 @@ Overrides = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of the comparison to start or resume. Default: comparisons/NAME-N; running "
-        "the same command again resumes its comparison."
+        help="Folder of the comparison to start or resume. By default, a new comparison is stored "
+        "in comparisons/NAME-N, and repeating the command resumes this comparison."
     ),
 ]
 Add = Annotated[
-    str, typer.Option(metavar="A,B", help="Algorithms to add to the comparison in --folder.")
+    str,
+    typer.Option(
+        metavar="A,B", help="Algorithms to add, as new arms, to the comparison in --folder."
+    ),
 ]
 Parallel = Annotated[
     int | None,
     typer.Option(
-        min=1, max=1024, help="Number of parallel runs. Default: cores / threads; 1 on a GPU."
+        min=1,
+        max=1024,
+        help="Number of runs to train at the same time. Default: the CPU cores divided by the "
+        "threads of a run, or 1 on a GPU.",
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, max=4096, help="Threads of each run. Default: cores / number of runs."),
+    typer.Option(
+        min=1,
+        max=4096,
+        help="Number of CPU threads per run. Default: the CPU cores divided by the number of runs.",
+    ),
 ]
 Report = Annotated[
     Path | None,
@@ -93,7 +114,10 @@ Report = Annotated[
         "--report", metavar="FOLDER", help="Write the reports of this comparison again, and exit."
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be compared, and exit.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the arms, seeds and budget, and exit without training."),
+]
 
 
 def compare_command(
@@ -114,10 +138,11 @@ def compare_command(
     report: Report = None,
     plan_only: DryRun = False,
 ) -> None:
-    """Train several arms under equal conditions, and report which is better and how certain it is.
+    """Train several arms (algorithms or settings) under equal conditions, and compare the results.
 
     All arms have the same starting weights, first rollouts, prompts, budget and held-out prompts.
-    After Ctrl-C or a crash, run the same command to resume; finished runs are kept.
+    The report states how certain each difference between arms is. After Ctrl-C or a crash, run the
+    same command to resume; finished runs are kept.
     """
     if report is not None:
         return _write_report(report)
@@ -139,7 +164,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add needs the --folder of a comparison, and no recipe or settings")
+        raise ConfigError("--add extends the comparison in --folder; leave out recipe and settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)
@@ -202,7 +227,7 @@ def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
         with _progress(design) as watch:
             running = run_jobs(folder, jobs, parallel or parallel_runs(design), watch)
     if running.stopping:
-        typer.echo("stopped; progress is saved, run the same command to resume")
+        typer.echo("stopped; progress is saved; run the same command again to resume")
         raise typer.Exit(INTERRUPTED)
     _write_report(folder)
     if running.having("failed"):

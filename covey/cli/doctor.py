@@ -27,14 +27,17 @@ from covey.run.folder import RunFolder
 Target = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG", help="A TOML file, a recipe, or a run folder. Default: arithmetic."
+        metavar="CONFIG",
+        help="Configuration to check: a TOML file, the name of a recipe, or a run folder. "
+        "Default: arithmetic.",
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
         "--out",
-        help="Write the results to this file as JSON. Default: RUN/doctor.json for a run folder.",
+        help="Write the results to this file as JSON. The results for a run folder are written to "
+        "RUN/doctor.json by default.",
     ),
 ]
 
@@ -49,8 +52,8 @@ def doctor_command(
 ) -> None:
     """Check a configuration on this machine, in about a minute.
 
-    Small steps of the run itself test gradient, engine, reward, sandbox, exact resume, memory and
-    time. The exit code is 0 if every check passes, and 1 if not.
+    Small training steps with this configuration test the gradient, engine, reward, sandbox, exact
+    resume, memory and time. The exit code is 0 if every check passes, and 1 if not.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     source = str(run.config_file) if run is not None else target or "arithmetic"

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="RUN|MODEL", help="A run folder, a checkpoint, a model folder, or 'embedded'."
+        metavar="RUN|MODEL",
+        help="What to evaluate: a run folder, a checkpoint, a model folder, or 'embedded', the "
+        "built-in model.",
     ),
 ]
 Source = Annotated[
@@ -38,8 +40,8 @@ Source = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Configuration with the task and reward. Default: the run's configuration, or "
-        "arithmetic for a model.",
+        help="Configuration that defines the task and the reward. Default: the configuration of "
+        "the run, or the recipe arithmetic if a model is given.",
     ),
 ]
 Overrides = Annotated[
@@ -49,22 +51,29 @@ Samples = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Sampled completions per prompt for mean@k and pass@k. Default: evaluate.samples.",
+        help="Number of completions to sample per prompt, for mean@k and pass@k. "
+        "Default: evaluate.samples.",
     ),
 ]
 Against = Annotated[
-    str | None, typer.Option(metavar="RUN|MODEL", help="Compare with this model, prompt by prompt.")
+    str | None,
+    typer.Option(
+        metavar="RUN|MODEL",
+        help="Also evaluate this model, and compare the two models prompt by prompt.",
+    ),
 ]
 By = Annotated[
     str | None,
     typer.Option(
-        metavar="KEY", help="Also report results by this key of the prompts' info, or by 'task'."
+        metavar="KEY",
+        help="Also report results per category of prompts. KEY is a key of the prompts' `info`, "
+        "or 'task'.",
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Write every prompt with its completions here, as JSON Lines."
+        metavar="FILE", help="Write every prompt with its completions to this JSON Lines file."
     ),
 ]
 
@@ -81,11 +90,11 @@ def eval_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Evaluate a model on held-out prompts, with 95 % intervals.
+    """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
-    Reports greedy accuracy, and with --samples also mean@k and pass@k. For a run, the newest
-    checkpoint is evaluated on the run's own task. With --against, both models are evaluated on
-    the same prompts.
+    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. For a run, the
+    newest checkpoint is evaluated on the run's own task. With --against, a second model is
+    evaluated on the same prompts.
     """
     settings = list(overrides or [])
     if samples is not None:
@@ -152,8 +161,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 fitting, notes = fitting_prompts(config, model, prompts, "held-out")
                 if found and len(fitting) < len(prompts):
                     raise DataError(
-                        f"{path}: {notes[0]}, so the models would get different prompts; set "
-                        "rollout.max_prompt_tokens to a length that all of them support"
+                        f"{path}: {notes[0]}, so the two models would get different prompts; set "
+                        "rollout.max_prompt_tokens to a length that both models support"
                     )
                 prompts = fitting
                 engine = NativeEngine(model)

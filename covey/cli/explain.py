@@ -26,7 +26,8 @@ Line = Annotated[
         "--rollout",
         min=1,
         metavar="K",
-        help="Show one rollout token by token: line K of the step's rollouts file.",
+        help="Show one rollout token by token. K is the line number of the rollout in the rollouts "
+        "file of the step.",
     ),
 ]
 Algorithms = Annotated[
@@ -34,7 +35,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Replay the step with these algorithms, such as grpo,gspo, or with all.",
+        help="Replay the step with these algorithms. NAMES is a list such as grpo,gspo, or 'all' "
+        "for every algorithm.",
     ),
 ]
 Options = Annotated[
@@ -42,14 +44,16 @@ Options = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="With --replay: set this option in every algorithm that has it, such as beta=0.",
+        help="With --replay: set an option such as beta=0 in every replayed algorithm that has "
+        "this option.",
     ),
 ]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Recompute the exact weights: train again all steps since the nearest checkpoint.",
+        help="Start from the exact weights before the step: first train all steps since the "
+        "nearest checkpoint again.",
     ),
 ]
 
@@ -64,17 +68,19 @@ def explain_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Explain a recorded step: its gradient by group, by rollout or by token.
+    """Explain the gradient of a recorded training step by group, by rollout or by token.
 
     The step is trained again on its recorded rollouts, from the nearest earlier checkpoint. The
-    output names this checkpoint. With --replay, other algorithms train on the same rollouts.
+    output names the checkpoint that was used. With --replay, other algorithms train on the same
+    rollouts.
     """
     if line is not None and algorithms is not None:
         raise ConfigError(
-            "--rollout shows one rollout, and --replay uses all of them; give only one of the two"
+            "--rollout cannot be combined with --replay, which uses all rollouts of the step; "
+            "leave one of these options out"
         )
     if options and algorithms is None:
-        raise ConfigError("--set sets options of the algorithms in --replay; give --replay too")
+        raise ConfigError("--set changes options of the algorithms in --replay; give --replay too")
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
@@ -113,7 +119,8 @@ def _check_line(line: int, trained: list[int], rollouts: int) -> None:
         raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
     if line not in trained:
         raise ConfigError(
-            f"--rollout {line}: the step did not train on this rollout; its group was filtered out"
+            f"--rollout {line}: the step did not train on this rollout, because the group of the "
+            "rollout was filtered out"
         )
 
 

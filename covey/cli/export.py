@@ -21,31 +21,43 @@ from covey.run.files import check_free
 from covey.run.folder import RunFolder
 from covey.run.model_card import Exported, model_card
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT", help="What to export: a run, a checkpoint of a run, or a model."
+    ),
+]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")]
+Step = Annotated[
+    int | None,
+    typer.Option(min=0, help="Export the checkpoint of this step. Default: the newest."),
+]
+Dtype = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option(help="Dtype of the exported weights; 'auto' is the run's compute dtype."),
+]
+Repository = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OWNER/NAME", help="Also upload the folder to this repository of Hugging Face."
+    ),
+]
+Public = Annotated[
+    bool, typer.Option("--public", help="Create a public repository. Default: private.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Export, and only list the files to upload with --push.")
+]
+
 
 def export_command(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="RUN|CHECKPOINT", help="A run, one of its checkpoints, or a model."),
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")],
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, help="Export the checkpoint of this step. Default: the newest."),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        typer.Option(help="Dtype of the exported weights; 'auto' is the run's compute dtype."),
-    ] = "auto",
-    push: Annotated[
-        str | None,
-        typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face Hub."),
-    ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Create a public repository. Default: private.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Export, and only list what --push would upload.")
-    ] = False,
+    target: Target,
+    folder: Folder,
+    step: Step = None,
+    dtype: Dtype = "auto",
+    push: Repository = None,
+    public: Public = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
@@ -53,7 +65,7 @@ def export_command(
     uploaded to the Hugging Face Hub.
     """
     if push is None and (public or dry_run):
-        raise ConfigError("--public and --dry-run are for an upload: give --push OWNER/NAME")
+        raise ConfigError("--public and --dry-run need an upload: give --push OWNER/NAME too")
     upload = None if push is None else _checked(Push(repository=push, public=public), dry_run)
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target

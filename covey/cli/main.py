@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from functools import cache
 from types import TracebackType
+from typing import Any
 
 import typer
 
@@ -82,11 +84,17 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
+@cache
+def _command() -> Any:
+    """The command line, built once: a test calls `run` often, and building reads every flag."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     try:
         with scoped_trust():
-            result = typer.main.get_command(app).main(
+            result = _command().main(
                 args=arguments, prog_name="covey", standalone_mode=False, obj=arguments
             )
     except CoveyError as error:

@@ -39,16 +39,16 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="A TOML file, the name of a recipe, or a run folder. For a run, its newest checkpoint "
-        "is used. Default: arithmetic.",
+        help="What to measure: a TOML file, the name of a recipe, or a run folder. For a run, the "
+        "newest checkpoint is used. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Number of optimizer steps before staleness is measured. Default: the optimizer "
-        "steps of a batch minus 1, at least 1.",
+        help="Number of optimizer steps to take before staleness is measured. Default: the number "
+        "of optimizer steps in a training step minus 1, but at least 1.",
     ),
 ]
 Out = Annotated[
@@ -57,8 +57,8 @@ Out = Annotated[
 
 COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
 NOT_A_SUM = (
-    "Each line changes one thing. The lines need not add up to the first, because rounding errors "
-    "partly cancel and the first line does not include staleness."
+    "Each line shows one cause. The lines need not add up to the first line, because rounding "
+    "errors partly cancel and the first line does not include staleness."
 )
 
 
@@ -72,11 +72,11 @@ def numerics_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure how far the engine's log-probs are from the trainer's, and why.
+    """Measure how much the log-probs of engine and trainer differ, and why.
 
-    Generates and scores the rollouts of one step. Then computes their log-probs in several ways
-    to separate the causes: precision, batch shape, truncation, kernels, staleness. The run folder
-    does not change.
+    The command generates and scores the rollouts of one step. The log-probs of every rollout are
+    computed in several ways, to separate the causes: precision, batch shape, truncation, kernels
+    and staleness. The run folder does not change.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from covey.cli.screen import Screen
 from covey.cli.startup import (
-    STARTING,
     Model,
     Overrides,
     Source,
     Trust,
+    import_torch_when_used,
     resolved,
     settings_of,
     source_of,
@@ -28,6 +28,7 @@ from covey.models.model_path import prepare_hub
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
+    from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
@@ -37,14 +38,22 @@ Gpu = Annotated[
         "--gpu",
         min=1,
         metavar="GIB",
-        help="Plan for a GPU with this much memory instead of this machine's device.",
+        help="Plan for a GPU with this much memory, in GiB, instead of the device of this machine.",
     ),
 ]
 Cluster = Annotated[
-    bool, typer.Option("--cluster", help="Show the best split of 8 to 1,024 GPUs for this run.")
+    bool,
+    typer.Option(
+        "--cluster",
+        help="Show how to divide 8 to 1,024 GPUs between trainers and engines for this run.",
+    ),
 ]
 MeasureSteps = Annotated[
-    bool, typer.Option("--measure", help="Run a few steps here, and forecast the time of the run.")
+    bool,
+    typer.Option(
+        "--measure",
+        help="Train a few steps on this machine, and forecast how long the run will take.",
+    ),
 ]
 
 Ranks = Annotated[
@@ -72,15 +81,16 @@ def plan_command(
 ) -> None:
     """Show what a run will do, how much memory it needs, and which settings have no effect.
 
-    Without --measure, the command trains nothing and loads no weights. It reads only the model's
-    configuration and tokenizer.
+    Without --measure, the command trains nothing and loads no weights. The command reads only the
+    configuration and the tokenizer of the model.
     """
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
 
     label = source_of(source, settings)
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
-    with waiting(STARTING) as say, measuring() as measure:
+    import_torch_when_used()  # a plan uses nothing of it for the usual models
+    with waiting("reading the settings") as say, measuring() as measure:
         config = resolved(label, settings, model=False)
 
         from covey.analysis.plan.findings import findings
@@ -94,20 +104,27 @@ def plan_command(
         tell_defaults(label, config)
         if cluster or measure_steps:
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
-        plan, found = summarize(config, facts), findings(config, facts)
+        plan = summarize(config, facts)
         say(f"measuring {config.model.path}")
-        memory, problem, more = _memory(config, facts, gpu, ranks)
-        found = [*more, *found]
+        memory, problem, fits = _memory(config, facts, gpu, ranks)
+        found = [*fits, *findings(config, facts)]
     if as_json:
-        rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
-        data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
-        return typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
+        return typer.echo(json.dumps(_data(plan, memory, problem, found)))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_engine(config, console)
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
     _show_findings(found, console)
+
+
+def _data(
+    plan: Plan, memory: Forecast | None, problem: str, found: list[Finding]
+) -> dict[str, Any]:
+    """Return the plan as plain data, for --json."""
+    rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
+    known = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
+    return {**known, "memory_unknown": problem, "findings": rows}
 
 
 def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from covey.cli.screen import echo
 from covey.errors import ConfigError, reason
 
 app = typer.Typer(
-    help="Port a script of another library: its options as our configuration.",
+    help="Convert the options of another library's training script to a Covey configuration.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -20,14 +20,17 @@ app = typer.Typer(
 
 @app.callback()
 def _port() -> None:
-    """Port a script of another library: its options as our configuration."""
+    """Convert the options of another library's training script to a Covey configuration."""
 
 
 @app.command("trl")
 def trl_command(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script with a GRPOConfig.")],
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", help="A Python script that creates a TRL GRPOConfig."),
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the configuration here.")
+        Path | None, typer.Option(metavar="FILE", help="Write the configuration to this file.")
     ] = None,
     ported: Annotated[
         Path | None,
@@ -39,9 +42,10 @@ def trl_command(
         ),
     ] = None,
 ) -> None:
-    """Print the options of a script's GRPOConfig as TOML; comments name what has no counterpart.
+    """Convert the GRPOConfig of a TRL script to a Covey configuration in TOML.
 
-    The script is read, not run. Values that it computes are named in the comments.
+    Comments in the TOML list the options that Covey does not have, and the options whose values
+    the script computes. The script is read, but not executed.
     """
     from covey.compat.trl import from_script
     from covey.compat.trl_script import covey_script

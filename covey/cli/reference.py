@@ -24,8 +24,8 @@ Connections = Annotated[
     typer.Option(
         "--max-connections",
         min=1,
-        help="Maximum number of open connections. At the maximum, the server closes idle and "
-        "unfinished connections.",
+        help="Maximum number of open connections. When the maximum is reached, the server closes "
+        "idle and unfinished connections.",
     ),
 ]
 Dtype = Annotated[
@@ -38,7 +38,8 @@ Port = Annotated[
 TokenVariable = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="Environment variable with the token that clients must send."
+        metavar="NAME",
+        help="Name of the environment variable with the token that clients must send.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, or auto.")]
@@ -47,7 +48,10 @@ Megabytes = Annotated[
 ]
 Tokens = Annotated[
     int,
-    typer.Option(min=1, help="Maximum number of padded tokens in a request and in a forward pass."),
+    typer.Option(
+        min=1,
+        help="Maximum number of tokens, including padding, in a request and in a forward pass.",
+    ),
 ]
 Timeout = Annotated[
     float,
@@ -65,7 +69,12 @@ def _reference() -> None:
 
 @app.command("serve")
 def serve_command(
-    model: Annotated[str, typer.Option(help="A folder, a hub name, or 'embedded'.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model to serve: a folder, a Hugging Face name, or 'embedded', the built-in model."
+        ),
+    ],
     port: Port = 8500,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     token_env: TokenVariable = "",
@@ -76,11 +85,11 @@ def serve_command(
     timeout: Timeout = 120.0,
     connections: Connections = 256,
 ) -> None:
-    """Serve a model to runs with reference.kind = "server" until interrupted."""
+    """Serve a reference model to runs with reference.kind = "server", until Ctrl-C."""
     token = _token(token_env)
     if host not in LOOPBACK and not token:
         raise ConfigError(
-            f"--host {host} accepts other machines, so a token is needed; give --token-env too"
+            f"--host {host} accepts requests from other machines, so --token-env is needed too"
         )
     _need_extra()
     check_model_path(model)
@@ -139,8 +148,8 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
-    other = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
-    return ConfigError(f"--host {host} --port {port}: {error.strerror or error}{other}")
+    advice = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"--host {host} --port {port}: {error.strerror or error}{advice}")
 
 
 def _token(variable: str) -> str:
@@ -160,5 +169,6 @@ def _need_extra() -> None:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        what = f"the reference server needs {error.name}"
-        raise ConfigError(f"{what}: pip install 'covey[server]'") from None
+        raise ConfigError(
+            f"the reference server needs {error.name}: pip install 'covey[server]'"
+        ) from None

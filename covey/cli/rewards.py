@@ -34,7 +34,9 @@ app = typer.Typer(
 ConfigArgument = Annotated[
     str,
     typer.Argument(
-        metavar="CONFIG", help="A TOML file, a run's config.toml, or the name of a recipe."
+        metavar="CONFIG",
+        help="Configuration with the reward to test: a TOML file, the config.toml of a run, or the "
+        "name of a recipe.",
     ),
 ]
 ConfigOption = Annotated[
@@ -54,7 +56,8 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON Lines of completions with a human label, `correct`: true or false.",
+        help="JSON Lines file of completions with human labels: each line has `correct`, which is "
+        "true or false.",
     ),
 ]
 AllowedOption = Annotated[
@@ -63,7 +66,7 @@ AllowedOption = Annotated[
         "--allow-errors",
         min=0.0,
         max=1.0,
-        help="Share of the labels with which the reward may disagree.",
+        help="Largest fraction of the labels in --labelled that the reward may contradict.",
     ),
 ]
 
@@ -71,12 +74,15 @@ AllowedOption = Annotated[
 @app.command("list")
 def list_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A reward, or MODULE:FUNCTION.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Name of a reward, or MODULE:FUNCTION for your own reward."
+        ),
     ] = None,
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the rewards, or describe one with its options."""
+    """List the rewards, or describe one reward with its options."""
     from covey.rewards.build import REWARDS, find_reward
     from covey.rewards.published import gamed_by
 
@@ -103,18 +109,20 @@ def score_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="JSON Lines with `completion` (or `text`) and `target`, such as a run's rollouts.",
+            help="JSON Lines file whose lines have `completion` (or `text`) and `target`, such as "
+            "a rollouts file of a run.",
         ),
     ],
     source: ConfigOption = "arithmetic",
     overrides: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the score of every row to this JSON Lines file.")
+        Path | None,
+        typer.Option(help="Write the score of every completion to this JSON Lines file."),
     ] = None,
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a file of completions: mean reward, accuracy, reward parts, failures."""
+    """Score a file of completions; print mean reward, accuracy, reward parts and failures."""
     from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
@@ -130,10 +138,11 @@ def score_command(
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
-    if summary["unscored"] == summary["completions"]:
+    count, first_error = summary["completions"], summary["first_error"]
+    if summary["unscored"] == count:
         raise RewardError(
-            f"{file}: none of the {summary['completions']} completions could be scored; the first "
-            f"error: {summary['first_error']}"
+            f"{file}: none of the {count} completions could be scored; the first error: "
+            f"{first_error}"
         )
     echo(json.dumps(summary) if as_json else _summary_lines(summary))
 
@@ -219,8 +228,8 @@ def lab_command(
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 
-    Correct completions must get the full reward, and hacks must not. A completion must get the
-    same score in another process. The exit code is 0 if all checks pass, and 1 if not.
+    Correct completions must get the full reward, and reward hacks must not. A completion must get
+    the same score in every process. The exit code is 0 if all checks pass, and 1 if not.
     """
     from covey.analysis.lab.cases import read_labelled
     from covey.analysis.lab.checks import Lab, examine

@@ -15,12 +15,14 @@ from covey.run.folder import RunFolder
 def report_command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: the run folder.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder for the report. Default: the run folder."),
     ] = None,
 ) -> None:
     """Write the report of a run: report.html, which opens offline, and report.md with report.svg.
 
-    It has curves, evaluations, completions before and after training, samples, health and settings.
+    The report shows curves, evaluations, completions before and after training, samples, health and
+    settings.
     """
     run = RunFolder.open(path)
     if out is not None and not out.is_dir():

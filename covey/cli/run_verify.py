@@ -24,15 +24,19 @@ def verify_command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     recompute: Annotated[
         bool,
-        typer.Option("--recompute", help="Also train the last saved step again, and compare it."),
+        typer.Option(
+            "--recompute",
+            help="Also train the last saved step again, and compare the weights with the "
+            "checkpoint.",
+        ),
     ] = False,
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check that no step, prompt or rollout of a run is lost, repeated or changed.
 
-    Config, data, reward, rollouts, steps and checkpoints are compared with each other. The exit
-    code is 0 if they agree, and 1 if not.
+    The configuration, data, reward, rollouts, steps and checkpoints of the run are compared with
+    each other. The exit code is 0 if all records agree, and 1 if not.
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):

@@ -53,8 +53,8 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs, show one (`covey runs RUN`, or `covey runs show RUN`), check its health, or "
-    "write its report.",
+    help="List runs, show a run, check its health, verify its records, or write its report. "
+    "`covey runs RUN` is short for `covey runs show RUN`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("check")(check_command)
@@ -65,14 +65,15 @@ app.command("verify")(verify_command)
 @app.command(SHOW)
 def runs_command(
     path: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or one run.")
+        Path, typer.Argument(metavar="FOLDER", help="A run folder, or a folder that contains runs.")
     ] = Path("runs"),
     step: Annotated[
-        int | None, typer.Option(min=1, help="Show the completions of this step of one run.")
+        int | None,
+        typer.Option(min=1, help="Show the completions of this training step; FOLDER is one run."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List runs, or show one run's evaluations or the completions of a step."""
+    """List runs, or show one run: its evaluations, or the completions of a step."""
     console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)
@@ -132,7 +133,7 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         typer.echo(json.dumps(rows))
         return
     if not rows:
-        raise RunError(f"there are no runs in {path}; `covey train` creates one")
+        raise RunError(f"there are no runs in {path}; `covey train` creates a run")
     if not console.is_terminal:  # a pipe has no limit on the width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))

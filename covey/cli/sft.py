@@ -38,10 +38,10 @@ def sft_command(
     smoke: Smoke = False,
     trust: Trust = None,
 ) -> None:
-    """Fine-tune a model on worked solutions: the task's own, or a file of prompts and completions.
+    """Fine-tune a model on worked solutions, from the task or from a file.
 
     Reinforcement learning needs a model that already solves some prompts. SFT teaches the model
-    the format and the steps of a solution. Afterwards, run `covey train --model
+    the format and the steps of a solution. After SFT, run `covey train --model
     RUN/checkpoints/STEP`.
     """
     sft = Training(

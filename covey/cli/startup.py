@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
 Source = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG", help="A TOML file or the name of a recipe. Default: arithmetic."
+        metavar="CONFIG",
+        help="Configuration: a TOML file, or the name of a recipe that `covey recipes` lists. "
+        "Default: arithmetic.",
     ),
 ]
 Overrides = Annotated[
@@ -35,10 +40,18 @@ Overrides = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
+    typer.Option(
+        help="Model (sets model.path): a folder, a Hugging Face name, a GGUF file, or a packaged "
+        "model ('embedded' or 'smollm2')."
+    ),
 ]
 Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Shrink the settings so that a run takes 1 or 2 minutes.")
+    bool,
+    typer.Option(
+        "--smoke",
+        help="Quick test: reduce batch sizes, lengths and steps, so that a run takes 1 or 2 "
+        "minutes.",
+    ),
 ]
 Trust = Annotated[
     list[str] | None,
@@ -57,6 +70,22 @@ Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
 """The status text while torch is imported, which takes seconds."""
+
+
+class _LateTorch(ModuleType):
+    """The module torch until something of it is used. Python's LazyLoader loads at `import`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+def import_torch_when_used() -> None:
+    """Make `import torch` wait until something of torch is used, because it takes seconds."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = module = _LateTorch("torch")
+        module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
 
 
 @contextmanager
@@ -127,7 +156,7 @@ def tell_defaults(source: str | None, config: Config) -> None:
     """Print the most important default settings of a run without a CONFIG."""
     if source is None:
         echo(
-            "no CONFIG given: other settings have their defaults, such as "
+            "no CONFIG was given, so other settings have their defaults, such as "
             f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens "
             f"= {config.rollout.max_tokens} (docs/settings.md)",
             err=True,
@@ -146,8 +175,8 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     threads, now = environment.get("threads"), torch.get_num_threads()
     if threads is not None and threads != now:
         reporter.note(
-            f"this run was started with {threads} threads and resumes with {now}: results may "
-            "differ in the last bits"
+            f"this run was started with {threads} threads and resumes with {now} threads: results "
+            "may differ in the last bits"
         )
     if parts.bad_rows:
         reporter.note(

@@ -33,14 +33,18 @@ if TYPE_CHECKING:
 
 
 SkipBadRows = Annotated[
-    bool, typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them.")
+    bool,
+    typer.Option(
+        "--skip-bad-rows", help="Skip invalid rows of the dataset, and report their number."
+    ),
 ]
 Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="With --resume: first recompute the newest checkpoint from the previous one and "
-        "the recorded rollouts, and stop if it differs.",
+        help="With --resume: before training, recompute the newest checkpoint from the previous "
+        "checkpoint and the recorded rollouts. Stop if the recomputed weights differ from the "
+        "saved weights.",
     ),
 ]
 Ray = Annotated[
@@ -48,8 +52,9 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Run ranks, engines and scoring with Ray, as set in the section cluster. 'local' "
-        "starts Ray here, 'auto' finds a cluster, or give its address; sets cluster.address.",
+        help="Run trainer ranks, engines and scoring on Ray, as set in the config section cluster. "
+        "ADDRESS is 'local' to start Ray on this machine, 'auto' to find a running cluster, or the "
+        "address of a cluster. The option sets cluster.address.",
     ),
 ]
 

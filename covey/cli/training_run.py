@@ -28,12 +28,16 @@ REPEATS_SECONDS = 2.0
 
 NewRun = Annotated[
     Path | None,
-    typer.Option("--run", help="The run folder to create. Default: the next free runs/NAME-N."),
+    typer.Option(
+        "--run",
+        help="The run folder to create. Default: runs/NAME-N with the next free number N.",
+    ),
 ]
 Resume = Annotated[
     Path | None,
     typer.Option(
-        metavar="RUN", help="Resume this run with its saved settings; --set can change some."
+        metavar="RUN",
+        help="Resume this run with its saved settings. Some settings can be changed with --set.",
     ),
 ]
 ResumeStep = Annotated[
@@ -42,8 +46,8 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: resume from the checkpoint of this step; 0 means from the start. "
-        "Records of later steps move to RUN/superseded. Default: the newest checkpoint.",
+        help="With --resume: the step of the checkpoint to resume from, or 0 to restart the run. "
+        "Records of later steps are moved to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
 
@@ -179,8 +183,8 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
         raise ConfigError("--verify needs --resume RUN: a new run has nothing to verify")
     if step is not None:
         raise ConfigError(
-            f"--step {step} chooses a checkpoint to resume from; give --resume RUN too, or set the "
-            "number of steps with train.steps"
+            f"--step {step} chooses the checkpoint to resume from, so --resume RUN is needed too; "
+            "to set the number of training steps, use train.steps"
         )
     if run is not None:
         check_new_run(run)
@@ -189,4 +193,7 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
 def check_alone(*given: object) -> None:
     """Reject options that cannot be used with --resume."""
     if any(given):
-        raise ConfigError("--resume uses the settings of the run; the only other option is --set")
+        raise ConfigError(
+            "--resume uses the saved settings of the run; change settings only with --set, and "
+            "leave out CONFIG and options such as --model"
+        )

@@ -22,21 +22,25 @@ def ui_command(
         list[Path] | None,
         typer.Argument(
             metavar="[RUNS]...",
-            help="Runs, comparisons, or folders of them. Default: runs and comparisons.",
+            help="Run folders, comparison folders, or folders that contain runs or comparisons. "
+            "Default: the folders runs and comparisons.",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen on; 0 chooses a free port.")
+    ] = 8642,
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen on. Others than the loopback need a token, which is printed."
+            help="The address to listen on. With an address other than loopback, the page needs a "
+            "token, which the command prints."
         ),
     ] = "127.0.0.1",
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Show runs in a web page: curves, groups, tokens, health and settings, also while they train.
+    """Show runs in a web page, also during training: curves, groups, tokens, health and settings.
 
-    The page reads run folders and needs neither torch nor a connection.
+    The page reads run folders, and needs neither torch nor an internet connection.
     """
     roots = paths or [path for path in USUAL if path.is_dir()] or [Path()]
     for path in roots:
@@ -54,7 +58,7 @@ def ui_command(
         raise ConfigError(f"cannot listen on {host} port {port}: {why}; try --port 0") from None
     found = [place.kind for place in site.places().values()]
     runs, comparisons = found.count("run"), found.count("comparison")
-    echo(f"{runs} runs and {comparisons} comparisons: {server.url}  (Ctrl-C ends it)")
+    echo(f"{runs} runs and {comparisons} comparisons: {server.url}  (Ctrl-C stops the server)")
     if open_page:
         import webbrowser
 

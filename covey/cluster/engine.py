@@ -154,7 +154,9 @@ class RayEngine:
         """Replace a dead actor by a new one; return None if the cluster has no free resources."""
         self.died += 1
         if self.died > self.restarts:
-            raise EngineError(f"engine: Ray actors died {self.died} times; see `ray logs`")
+            raise EngineError(
+                f"engine: the Ray actors of the engine died {self.died} times; see `ray logs`"
+            )
         new = self._make()
         try:
             self._wait(new)

@@ -82,12 +82,14 @@ def _check_address(address: str) -> None:
 
 
 def _unreachable(address: str, error: Exception) -> ConfigError:
-    what = printable(" ".join(str(error).split())[:200])
+    why = printable(" ".join(str(error).split())[:200])
     if address == LOCAL:
-        return ConfigError(f"config: cluster.address = 'local': Ray does not start here: {what}")
+        return ConfigError(
+            f"config: cluster.address = 'local', but Ray cannot start on this machine: {why}"
+        )
     return ConfigError(
-        f"config: cluster.address = {address!r}: Ray cannot be reached: {what}; start it with "
-        f"`ray start --head`, or use {LOCAL!r}"
+        f"config: cluster.address = {address!r}, but this Ray cluster cannot be reached: {why}; "
+        "start Ray with `ray start --head`, or set cluster.address = 'local'"
     )
 
 
@@ -135,7 +137,7 @@ def _set_aside(count: int) -> None:
         numbers = ray.get(holder.gpus.remote(), timeout=HOLD_SECONDS)
     except ray.exceptions.RayError:
         raise ConfigError(
-            f"config: cluster.trainer_gpus = {count}: Ray has fewer free GPUs on this machine"
+            f"config: cluster.trainer_gpus = {count}, but Ray has fewer free GPUs on this machine"
         ) from None
     _held.append(holder)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
@@ -148,11 +150,12 @@ def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
     total = ray.cluster_resources()
     for resource, unit in (("GPU", "gpus"), ("CPU", "cpus")):
         wanted = sum(count * getattr(need, unit) for _, count, need in needs)
-        if wanted > total.get(resource, 0.0):
-            parts = ", ".join(f"{count} {name}" for name, count, _ in needs if count)
+        available = total.get(resource, 0.0)
+        if wanted > available:
+            actors = ", ".join(f"{count} {name}" for name, count, _ in needs if count)
             raise ConfigError(
-                f"config: [cluster] asks for {wanted:g} {resource}s ({parts}), but Ray has "
-                f"{total.get(resource, 0.0):g}; ask for fewer actors or fewer {resource}s for each"
+                f"config: [cluster] needs {wanted:g} {resource}s ({actors}), but Ray has "
+                f"{available:g}; set fewer actors, or fewer {resource}s per actor"
             )
 
 

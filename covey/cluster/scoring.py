@@ -83,7 +83,7 @@ class RayScorer:
             if self.handles[place] is handle:
                 self.died += 1
                 if self.died > self.restarts:
-                    raise RewardError(f"reward: scoring actors died {self.died} times")
+                    raise RewardError(f"reward: the Ray actors for scoring died {self.died} times")
                 self.handles[place] = self._make()
                 self.happened.append(f"scoring worker {place + 1} died and was restarted")
             return self.handles[place]

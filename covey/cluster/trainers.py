@@ -52,8 +52,8 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
     except ray.exceptions.GetTimeoutError:
         ray.util.remove_placement_group(group)
         raise EngineError(
-            f"cluster: Ray found no place for {ranks} trainer ranks within {patience:g} s; `ray "
-            "status` shows the free resources"
+            f"cluster: there were no free resources for {ranks} trainer ranks within {patience:g} "
+            "s; `ray status` shows the free resources"
         ) from None
     return group
 
@@ -181,7 +181,7 @@ class _Ranks:
         rank = next(rank for rank, code in sorted(self.codes.items()) if code)
         raise EngineError(
             f"rank {rank} died: its process or its Ray actor was killed, or its node is down; all "
-            "ranks end, and --resume continues from the last checkpoint"
+            "ranks stop, and --resume continues from the last checkpoint"
         )
 
     @contextmanager

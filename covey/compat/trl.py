@@ -88,7 +88,7 @@ def from_script(text: str, name: str = "script.py") -> Ported:
     calls = [node for node in ast.walk(parsed(text, name)) if isinstance(node, ast.Call)]
     configs = [call for call in calls if called(call) == "GRPOConfig"]
     if not configs:
-        raise ConfigError(f"port: {name} makes no GRPOConfig")
+        raise ConfigError(f"port: {name} creates no GRPOConfig")
     options, unknown = _literals(configs[0])
     trainers = [call for call in calls if called(call) == "GRPOTrainer"]
     more = _trainer(trainers[0]) if trainers else Ported(settings={}, notes=())
@@ -111,7 +111,9 @@ def parsed(text: str, name: str) -> ast.Module:
     try:
         return ast.parse(text)
     except SyntaxError as error:
-        raise ConfigError(f"port: {name} is not Python: line {error.lineno}: {error.msg}") from None
+        raise ConfigError(
+            f"port: {name} is not valid Python, line {error.lineno}: {error.msg}"
+        ) from None
 
 
 def called(call: ast.Call) -> str:

@@ -17,24 +17,25 @@ class Vllm(Section):
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of servers to start on this machine."""
     urls: list[Annotated[str, Field(min_length=1)]] = []
-    """Addresses of running servers, such as http://127.0.0.1:8000; if set, covey starts none."""
+    """Addresses of running vLLM servers, such as http://127.0.0.1:8000; if set, Covey starts no
+    server."""
     colocated: bool = False
     """Run vLLM in this process, on the trainer's GPU, instead of a server. vLLM sleeps while the
     trainer trains."""
     memory: Annotated[float, Field(gt=0)] = 0.5
-    """Fraction of a GPU's memory that a server uses; on a CPU, its KV cache size in GiB."""
+    """Fraction of a GPU's memory that a server uses; on a CPU, the size of a server's KV cache in
+    GiB."""
     tensor_parallel: Positive = 1
     """Number of GPUs per server."""
     first_gpu: Count = 1
-    """Index of the first server's first GPU; other servers use the GPUs after it. The trainer uses
-    the GPUs before it."""
+    """Index of the first GPU that servers use. The trainer uses the GPUs with smaller indices."""
     transfer: Literal["file", "nccl"] = "file"
     """How weights are sent to servers: file (in shared memory, or engine.vllm.folder) or nccl (from
     GPU to GPU)."""
     folder: str = ""
-    """file: a folder that trainer and servers share; empty: shared memory."""
+    """With transfer = "file", a folder that trainer and servers share; empty: shared memory."""
     host: str = "127.0.0.1"
-    """nccl: the address at which servers reach this machine."""
+    """With transfer = "nccl", the address at which servers reach this machine."""
     timeout: Seconds = 600.0
     """Seconds to wait for the reply to a request, after which the server counts as dead."""
     patience: Seconds = 600.0
@@ -49,7 +50,8 @@ class Cluster(Section):
     """[cluster]. Settings of Ray actors on this machine or on others."""
 
     address: str = ""
-    """Address of a Ray cluster; 'local' starts Ray here, 'auto' finds a cluster. Empty: no Ray."""
+    """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
+    and an empty address means no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of trainer ranks that Ray starts; 0: this process or torchrun's ranks train."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
@@ -58,7 +60,8 @@ class Cluster(Section):
     """Number of engine actors per trainer rank, each with a copy of the model; 0: the ranks
     generate."""
     max_engines: Count = 0
-    """Maximum number of engines; more start if the cluster has room. 0: cluster.engines."""
+    """Maximum number of engine actors. Actors beyond cluster.engines start when the cluster has
+    free resources; 0: no such actors."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -90,20 +93,20 @@ class Cluster(Section):
         if self.trainers and self.trainer_gpus > 1:
             raise ValueError(
                 f"cluster.trainer_gpus = {self.trainer_gpus} with cluster.trainers = "
-                f"{self.trainers}: a rank trains on one GPU; set it to 1, and cluster.trainers to "
-                "the number of GPUs that train"
+                f"{self.trainers}: a rank trains on one GPU; set cluster.trainer_gpus = 1, and "
+                "cluster.trainers to the number of GPUs that train"
             )
         return self
 
 
 class Parallel(Section):
-    """[parallel]: several ranks, which torchrun starts."""
+    """[parallel]. Settings of runs with several ranks, which torchrun starts."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
-    divided among ranks (FSDP2)."""
+    """How ranks share the model. ddp: every rank has the whole model; fsdp: parameters, gradients
+    and optimizer state are divided among ranks (FSDP2)."""
     shard_ranks: Count = 0
-    """fsdp: number of ranks that share one copy of the model, such as the ranks of one machine;
-    0: all ranks."""
+    """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
+    ranks of one machine; 0: all ranks."""
     timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
-    """Seconds that a rank waits for the others: at the start, and in a step."""
+    """Seconds that a rank waits for other ranks, at the start and in a step."""

@@ -13,15 +13,16 @@ class Curriculum(Section):
     """[curriculum]. A curriculum chooses the prompts of a step by the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
-    """Weight of a prompt in the draw, from its running pass rate p. uniform: equal weights; hard:
+    """Sampling weight of a prompt with the running pass rate p. uniform: equal weights; hard:
     1 - p; uncertain: p (1 - p). Prompts without results count as p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in a running pass rate."""
     floor: Share = 0.01
-    """Smallest weight of a prompt or part, so that each is drawn sometimes."""
+    """Smallest sampling weight of a prompt, or of a part of a mixed task, so that every prompt and
+    part is drawn sometimes."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Stop drawing a prompt once its pass rate over all its completions is at least this, such as
-    0.9; 0: keep all."""
+    """Stop drawing a prompt once its pass rate over all its completions reaches this value, such as
+    0.9; 0: never."""
     mixture: Literal["fixed", "progress"] = "fixed"
     """How the parts of a mixed task share a step's prompts. fixed: by the parts' weights; progress:
     by the recent change of each part's pass rate."""
@@ -38,6 +39,7 @@ class Replay(Section):
     groups: Count = 0
     """Number of earlier groups that a step also trains on; 0: none."""
     size: Positive = 64
-    """Number of groups to keep: the newest ones with both correct and incorrect completions."""
+    """Number of groups to keep for replay: the newest groups with both correct and incorrect
+    completions."""
     max_age: Positive = 16
-    """Maximum age of a replayed group: optimizer steps since the weights that sampled it."""
+    """Maximum age of a replayed group, in optimizer steps since the group was sampled."""

@@ -19,15 +19,17 @@ class Environment(Named):
     max_calls: Count = 16
     """Maximum number of tool calls in an episode."""
     max_tokens: Positive = 2048
-    """Maximum number of tokens of a conversation, prompt included; at most the model's context."""
+    """Maximum number of tokens in a conversation, including the prompt; at most the model's
+    context."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
     """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
     or <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
     parallel_calls: bool = True
-    """Whether a turn may have several tool calls; if not, it ends after the first call."""
+    """Whether a turn may have several tool calls; if not, a turn ends after its first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Number of worker processes for environments that are not quick; 0: one per core."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of one environment step, in seconds. After it, the rollout ends with an error."""
+    """Time limit of one environment step, in seconds. A step over the limit ends the rollout with
+    an error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""

@@ -44,10 +44,10 @@ def resolve_options(
         key = next(iter(others))
         if new := getattr(function, "renamed_options", {}).get(key):
             raise ConfigError(f"config: {where}.{key} is called {where}.{new} now")
-        what = f"{where}.{key} is not an option of {section.name}"
         elsewhere = ours(key)
         hint = f"; TRL's or verl's {key} is '{elsewhere}' here" if elsewhere else ""
-        raise ConfigError(f"config: {what}{hint or nearest(key, parameters)}")
+        hint = hint or nearest(key, parameters)
+        raise ConfigError(f"config: {where}.{key} is not an option of {section.name}{hint}")
     resolved = {}
     for key, parameter in parameters.items():
         if key in section.options:
@@ -93,6 +93,5 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
         return adapter.validate_python(value)
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"]
-        raise ConfigError(
-            f"config: {where} = {value!r}: {message[0].lower()}{message[1:]}"
-        ) from None
+        problem = message[0].lower() + message[1:]
+        raise ConfigError(f"config: {where} = {value!r}: {problem}") from None

@@ -22,5 +22,5 @@ def check_overlap(config: Config) -> None:
     if engine.device != "auto" and engine.kind != "process":
         raise ConfigError(
             f"config: engine.device = {engine.device!r} needs engine.kind = 'process'; the native "
-            "engine generates on the model's device, model.device"
+            "engine generates on model.device"
         )

@@ -26,10 +26,10 @@ def check_reference(section: Section) -> None:
     """Reject a setting that the chosen kind of reference does not use."""
     for name, value in section.model_dump(exclude={"kind"}).items():
         if name not in OPTIONS[section.kind] and value != Section.model_fields[name].default:
-            users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
+            kinds = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
             raise ConfigError(
                 f"config: reference.{name} = {value!r} has no effect with reference.kind = "
-                f"{section.kind!r}; it is a setting of {users}"
+                f"{section.kind!r}; it works only with reference.kind = {kinds}"
             )
     if section.kind == "server" and not section.url:
         raise ConfigError(
@@ -51,12 +51,12 @@ def check_teacher(section: Teacher, *, privileged: bool) -> None:
         return
     if section.policy:
         raise ConfigError(
-            f"config: teacher.policy = {section.policy!r} is the teacher of sdpo; this objective "
+            f"config: teacher.policy = {section.policy!r} works only with sdpo; this objective "
             "needs teacher.path or teacher.url"
         )
     if bool(section.path) == bool(section.url):
         raise ConfigError(
-            "config: this objective needs a teacher; set one of teacher.path and teacher.url"
+            "config: this objective needs a teacher; set either teacher.path or teacher.url"
         )
     idle = ("token_env", "timeout", "patience") if section.path else ("offload",)
     _check_idle(section, idle, "url" if section.path else "path")
@@ -66,8 +66,8 @@ def check_teacher(section: Teacher, *, privileged: bool) -> None:
 def _check_self_teacher(section: Teacher) -> None:
     if not section.policy or section.path or section.url:
         raise ConfigError(
-            "config: this objective has the policy itself as its teacher; set teacher.policy to "
-            "'current', 'frozen' or 'moving', and neither teacher.path nor teacher.url"
+            "config: the teacher of this objective is the policy itself; set teacher.policy to "
+            "'current', 'frozen' or 'moving', and set neither teacher.path nor teacher.url"
         )
     _check_idle(section, ("token_env", "timeout", "patience"), "url")
     _check_idle(section, ("temperature",), "path or teacher.url")
@@ -76,13 +76,15 @@ def _check_self_teacher(section: Teacher) -> None:
     if section.policy != "frozen":
         _check_idle(section, ("offload",), "policy = 'frozen'")
     if not section.context:
-        raise ConfigError("config: teacher.context is empty, so the teacher knows nothing more")
+        raise ConfigError(
+            "config: teacher.context is empty, so the teacher knows no more than the policy"
+        )
     for name, text in section.context.items():
         if "{text}" not in text:
-            raise ConfigError(f"config: teacher.context.{name} has no {{text}}")
+            raise ConfigError(f"config: teacher.context.{name} must contain {{text}}")
     for field in ("{prompt}", "{context}"):
         if field not in section.template:
-            raise ConfigError(f"config: teacher.template has no {field}")
+            raise ConfigError(f"config: teacher.template must contain {field}")
 
 
 def _check_idle(section: Teacher, names: tuple[str, ...], other: str) -> None:

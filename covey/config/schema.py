@@ -28,22 +28,24 @@ class Model(Section):
     """[model]"""
 
     path: Annotated[str, Field(min_length=1)] = "embedded"
-    """A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."""
+    """The model: a folder, a Hugging Face Hub name, a GGUF file, 'smollm2' or 'embedded'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
     device: Device = "auto"
-    """cpu, cuda, cuda:1, or auto."""
+    """Device of the model: cpu, cuda, cuda:1, or auto."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     deterministic: bool = False
-    """Make results on a GPU bitwise reproducible, which is slower. On a CPU they always are."""
+    """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
+    reproducible."""
     template: str = "auto"
     """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
-    auto: the tokenizer's chat template, or plain if it has none."""
+    auto: the tokenizer's chat template, or plain if the tokenizer has no chat template."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
-    """Text that every completion starts with. It is part of the prompt, so it is not trained."""
+    """Text that every completion starts with. The prefill belongs to the prompt, so it is not
+    trained."""
     prefill_in_text: bool = True
     """Score and record completions with the prefill in front."""
 
@@ -56,11 +58,11 @@ class Adapter(Section):
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapter's inputs in training passes; generation uses none."""
+    """Dropout of the adapter's inputs in training passes; generation uses no dropout."""
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (NF4); needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
-    """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
+    """Linear layers to adapt, such as q_proj; 'all-linear': all linear layers except the head."""
     also_train: Names = Field(default=[])
     """Modules to train in full, such as lm_head."""
 
@@ -69,35 +71,36 @@ class Task(Named):
     """[task]"""
 
     name: str = "arithmetic"
-    """A task, or MODULE:FUNCTION."""
+    """Name of a task, or MODULE:FUNCTION for your own task."""
 
 
 class Reward(Named):
     """[reward]"""
 
     name: str = "think_answer"
-    """A reward; `covey rewards list` shows them."""
+    """Name of a reward from `covey rewards list`, or MODULE:FUNCTION for your own reward."""
 
 
 class EvaluationReward(Named):
     """[evaluate.reward]"""
 
     name: str = ""
-    """The reward of evaluations; empty: the training reward in [reward]."""
+    """Name of the reward for evaluations; empty: the training reward in [reward]."""
 
 
 class LengthPenalty(Named):
     """[length_penalty]"""
 
     name: str = "none"
-    """A penalty for long completions, added to rewards."""
+    """Name of a penalty for long completions, which is added to rewards."""
 
 
 class Objective(Named):
     """[objective]"""
 
     name: str = "grpo"
-    """An algorithm, MODULE:FUNCTION, or 'composed', the default if the section names pieces."""
+    """Name of an algorithm, MODULE:FUNCTION, or 'composed' for an objective made of pieces.
+    The default is 'composed' if the section names a piece, and 'grpo' otherwise."""
 
     @model_validator(mode="before")
     @classmethod
@@ -118,23 +121,24 @@ class Reference(Section):
     """[reference]. Settings that the chosen kind of reference does not use are rejected."""
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
-    """Reference policy of the KL penalty: the initial weights (frozen: a copy; offloaded: a copy in
-    main memory; adapter_off: the model without its adapter), weights that follow the policy
-    (moving, renewed), or a server. Loaded only with a penalty."""
+    """Reference policy of the KL penalty: a copy of the initial weights (frozen), such a copy in
+    main memory (offloaded), the model without its adapter (adapter_off), weights that follow the
+    policy (moving, renewed), or a server. It is loaded only if there is a KL penalty."""
     alpha: Share = 0.6
-    """moving: reference = alpha * policy + (1 - alpha) * reference."""
+    """Weight of the policy in an update of a moving reference: reference = alpha * policy +
+    (1 - alpha) * reference."""
     every: Positive = 100
-    """moving, renewed: optimizer steps between updates of the reference."""
+    """Optimizer steps between updates of a moving or renewed reference."""
     url: str = ""
-    """server: its address, such as http://127.0.0.1:8500."""
+    """Address of the reference server, such as http://127.0.0.1:8500."""
     token_env: str = ""
-    """server: NAME of the environment variable that holds the bearer token."""
+    """Name of the environment variable with the bearer token of the reference server."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
-    """server: timeout of a request in seconds."""
+    """Timeout of a request to the reference server, in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """server: seconds to retry while the server cannot be reached."""
+    """Seconds to retry while the reference server cannot be reached."""
     fingerprint: str = ""
-    """server: required digest of the server's weights; empty: the digest of the first reply."""
+    """Required digest of the reference server's weights; empty: the digest of its first reply."""
 
 
 class Rollout(Section):
@@ -143,25 +147,26 @@ class Rollout(Section):
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
     """Prompts in a training step."""
     group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
-    """Completions sampled per prompt; 1 only for objectives that compare none, such as opd."""
+    """Completions sampled per prompt. A group size of 1 works only with objectives that compare no
+    completions, such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
     """Maximum number of tokens in a prompt; 0: the model's context minus max_tokens."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """Treatment of longer prompts: stop before training (error), leave them out (skip), or cut off
-    their first tokens (truncate)."""
+    """What to do with prompts that are too long: stop before training (error), leave these prompts
+    out (skip), or cut off their first tokens (truncate)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
-    """Sample from the k likeliest tokens; 0: from all."""
+    """Sample from the k likeliest tokens; 0: from all tokens."""
     top_p: Share = 1.0
     """Sample from the likeliest tokens whose total probability reaches this value."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens whose probability is below this fraction of the likeliest token's."""
+    """Drop tokens whose probability is below this fraction of the likeliest token's probability."""
     mask_replay: bool = False
-    """Compute training log-probs over the tokens that top_k, top_p and min_p kept, so that the
-    trained distribution is the sampled one."""
+    """Compute training log-probs over the tokens that top_k, top_p and min_p kept, so that training
+    and sampling use the same distribution."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
@@ -170,12 +175,12 @@ class Engine(Section):
     """[engine]"""
 
     kind: Literal["native", "process", "vllm"] = "native"
-    """The engine: native (in the trainer's process, with its weights), process (the native engine
-    in another process, with a copy of the weights) or vllm (vLLM servers)."""
+    """The engine: native (in the trainer's process, with the trainer's weights), process (the
+    native engine in another process, with a copy of the weights) or vllm (vLLM servers)."""
     vllm: Vllm = Vllm()
     """Settings of engine.kind = "vllm"."""
     device: Device = "auto"
-    """process: the engine's device; auto: the trainer's device."""
+    """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
 
@@ -184,16 +189,18 @@ class Scoring(Section):
     """[scoring]"""
 
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Worker processes for slow rewards; 0: one per core. Quick rewards use none."""
+    """Worker processes for slow rewards; 0: one per core. Quick rewards need no worker process."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. After it, the completion is unscored."""
+    """Time limit for scoring one completion, in seconds. A completion over the limit counts as
+    unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
-    """If a reward function returns None; error: the completion counts as unscored; skip, as in TRL:
-    only the other functions count, and a completion without any reward is not trained on."""
+    """What to do if a reward function returns None. error: the completion counts as unscored; skip:
+    only the other reward functions count, as in TRL, and a completion without any reward is not
+    trained on."""
 
 
 class Filter(Section):
@@ -208,20 +215,23 @@ class Filter(Section):
     mask_truncated: bool = False
     """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0. Gradients do not change; token metrics leave them out."""
+    """Skip completions with advantage 0. Gradients do not change, but token metrics leave out the
+    skipped completions."""
 
 
 class Overlap(Section):
     """[overlap]"""
 
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of training steps that generation may be ahead; 0: each step generates, then
-    trains."""
+    """Number of training steps by which generation may be ahead of training; 0: each step
+    generates, then trains."""
     mode: Literal["ahead", "copy"] = "ahead"
-    """ahead: one call generates for staleness + 1 steps, with the trainer's weights; copy: an
-    engine with a copy of the weights generates while the trainer trains."""
+    """How generation runs ahead of training. ahead: one call generates for staleness + 1 steps,
+    with the trainer's weights; copy: an engine with a copy of the weights generates while the
+    trainer trains."""
     in_flight: bool = False
-    """copy: load new weights while completions are generated. Results then depend on timing."""
+    """With overlap.mode = "copy", load new weights while completions are generated, which makes
+    results depend on timing."""
     max_staleness: Count = 0
     """Drop groups sampled more than this many optimizer steps ago; 0: keep all."""
 
@@ -242,14 +252,15 @@ class Optimizer(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to 0."""
+    """Learning rate after the warm-up: constant, or decreasing to 0 (linear, cosine)."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
-    """Precision of the optimizer state; float32: moments, and master weights for bfloat16 models;
-    compact: bfloat16 moments with stochastic rounding, and half of each master weight."""
+    """Precision of the optimizer state. float32: float32 moments, and float32 master weights for
+    bfloat16 models; compact: bfloat16 moments with stochastic rounding, and only the lower 16 bits
+    of each master weight, because the model's weight has the upper 16 bits."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optimizer:
@@ -262,38 +273,40 @@ class Sft(Section):
     """[sft]"""
 
     steps: Count = 0
-    """Optimizer steps; 0: as many as `epochs` needs."""
+    """Number of optimizer steps; 0: as many as sft.epochs needs."""
     epochs: Positive = 1
-    """Passes over all solutions if steps is 0."""
+    """Number of passes over all solutions if sft.steps is 0."""
     solutions: Positive = 32
     """Solutions per optimizer step."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Learning rate after the warm-up: constant, or falling to 0."""
+    """Learning rate after the warm-up: constant, or decreasing to 0 (linear, cosine)."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     max_tokens: Count = 0
-    """Leave out solutions with more tokens than this; 0: more than rollout.max_tokens."""
+    """Leave out solutions with more tokens than this; 0: the limit is rollout.max_tokens."""
     template: str = "<think>{worked}</think><answer>{answer}</answer>"
     """Format of a solution, with {worked}, {solution} and {answer}."""
     file: str = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50
-    """Steps between evaluations; also before the first and after the last. 0: none."""
+    """Steps between evaluations; 0: no evaluations. The run is also evaluated before the first and
+    after the last step."""
 
 
 class Evaluate(Section):
     """[evaluate]"""
 
     every: Count = 20
-    """Steps between evaluations; also before the first and after the last. 0: none."""
+    """Steps between evaluations; 0: no evaluations. The run is also evaluated before the first and
+    after the last step."""
     prompts: Count = 0
     """Number of held-out prompts to evaluate; 0: all."""
     samples: Annotated[int, Field(ge=0, le=10**5)] = 0
     """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of those samples."""
+    """Temperature of the sampled completions in evaluations."""
     reward: EvaluationReward = EvaluationReward()
 
 
@@ -305,16 +318,17 @@ class Save(Section):
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     best: str = ""
-    """Also keep the checkpoint with the best value of this metric: of evaluations, such as greedy
-    or pass@4, or of steps, such as objective/scores, which is checked every `every` steps."""
+    """Also keep the checkpoint with the best value of this metric. Choose a metric of evaluations,
+    such as greedy or pass@4, or a metric of steps, such as objective/scores, which is checked every
+    save.every steps."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Whether the highest or the lowest value of that metric is the best."""
+    """Whether the highest or the lowest value of the metric save.best is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps between sample pages with the highest and lowest rewards; 0: no pages."""
+    """Steps between pages of completions with the highest and lowest rewards; 0: no pages."""
     samples_shown: Positive = 20
-    """Number of highest-reward and of lowest-reward completions on a page."""
+    """Number of highest-reward and of lowest-reward completions on a page of samples."""
 
 
 class Config(Section):

@@ -15,33 +15,35 @@ CONTEXT = {
 
 
 class Teacher(Section):
-    """[teacher]. An objective that needs a teacher takes it from `path`, `url` or `policy`."""
+    """[teacher]. An objective that needs a teacher gets it from `path`, `url` or `policy`."""
 
     path: str = ""
-    """A model, as in model.path, or an adapter folder. It must have the policy's tokenizer."""
+    """The teacher model, as in model.path, or an adapter folder, with the policy's tokenizer."""
     offload: bool = False
-    """path, or policy = "frozen": keep the weights in main memory between training steps."""
+    """Keep the weights of a teacher with `path`, or with policy = "frozen", in main memory between
+    training steps."""
     url: str = ""
-    """A server of `covey reference serve`, such as http://127.0.0.1:8500."""
+    """Address of a server of `covey reference serve`, such as http://127.0.0.1:8500."""
     token_env: str = ""
-    """url: NAME of the environment variable that holds the bearer token."""
+    """Name of the environment variable with the bearer token of the teacher's server."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
-    """url: timeout of a request in seconds."""
+    """Timeout of a request to the teacher's server, in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """url: seconds to retry while the server cannot be reached."""
+    """Seconds to retry while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """path or url: temperature of the teacher's distribution, whatever the sampling temperature
-    is."""
+    """Temperature of the distribution of a teacher with `path` or `url`; it does not depend on the
+    sampling temperature."""
     policy: Literal["", "current", "frozen", "moving"] = ""
-    """For sdpo: the policy itself, which reads prompts with privileged text. Its weights are the
-    current ones, those at the start of the run, or a moving average."""
+    """For sdpo: the policy itself is the teacher, and reads prompts with privileged text. Its
+    weights are those of the current policy, those at the start of the run, or a moving average."""
     alpha: Share = 0.05
-    """moving: teacher = alpha * policy + (1 - alpha) * teacher."""
+    """Weight of the policy in an update of a teacher with policy = "moving": teacher = alpha *
+    policy + (1 - alpha) * teacher."""
     every: Positive = 1
-    """moving: optimizer steps between moves."""
+    """Optimizer steps between updates of a teacher with policy = "moving"."""
     context: dict[str, str] = Field(default=CONTEXT)
-    """policy: the privileged text, with {text}. `success` is a correct completion of the same
-    group, `feedback` is what the reward says about the completion itself, and any other key is a
-    column of the data, or `target`."""
+    """With `policy`, the privileged text, which contains {text}. `success` is a correct completion
+    of the same group, `feedback` is what the reward says about the completion itself, and any other
+    key is a column of the data, or `target`."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
-    """policy: the last message that the teacher reads, with {prompt} and {context}."""
+    """With `policy`, the last message that the teacher reads, with {prompt} and {context}."""

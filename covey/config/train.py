@@ -19,7 +19,7 @@ class StopAfter(Section):
     updates: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Optimizer steps."""
     epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
-    """Passes over the training prompts; `train.steps` follows from the data."""
+    """Passes over the training prompts; the number of prompts then determines `train.steps`."""
 
     @property
     def kind(self) -> Literal["steps", "tokens", "updates"]:
@@ -40,10 +40,10 @@ class Train(Section):
     """Training steps."""
     stop_after: StopAfter = StopAfter()
     """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
-    over the training prompts; {steps = n} is the same as `steps`. The learning rate and
-    evaluations follow the used fraction of this limit, as if the run took `steps` steps."""
+    over the training prompts; {steps = n} is the same as `steps`. The learning rate and the times
+    of evaluations depend on the used fraction of the limit, as if the run had `steps` steps."""
     mini_batches: Positive = 1
-    """Mini-batches in one epoch of a training step. Each takes one optimizer step."""
+    """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
     epochs: Positive = 1
     """Epochs: passes over the completions of a training step."""
     micro_batch_tokens: Positive = 16_384
@@ -52,9 +52,9 @@ class Train(Section):
     """Maximum memory for logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
     """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
-    or the engine (sampler). auto: the engine if its log-probs are exact (float32, no truncation) or
-    the ratio has to correct for staleness; else the trainer, without an extra forward pass if a
-    training step has one optimizer step."""
+    or the engine (sampler). With auto, the engine is the source if its log-probs are exact
+    (float32, no truncation) or if the ratio has to correct for staleness. Otherwise auto chooses
+    the trainer, without an extra forward pass if a training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""

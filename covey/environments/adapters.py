@@ -41,8 +41,8 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
         return kind
     if not hasattr(kind, "reset"):
         raise ConfigError(
-            f"environment: {kind.__name__} has no reset; an environment has reset(prompt, seed) "
-            "and step(message), or reset(**row) and tools as public methods"
+            f"environment: {kind.__name__} has no method reset; an environment needs either "
+            "reset(prompt, seed) and step(message), or reset(**row) and tools as public methods"
         )
     return partial(TrlEnvironment, kind)
 

@@ -68,8 +68,7 @@ class ProcessHost:
     def __init__(
         self, name: str, factory: Factory, *, workers: int, timeout: float, gigabytes: float
     ) -> None:
-        what = f"environment {name}: cannot be sent to a worker process"
-        self._payload = pickled(factory, what)
+        self._payload = pickled(factory, f"environment {name}")
         self._name, self._timeout, self._gigabytes = name, timeout, gigabytes
         self._lanes = [_Lane() for _ in range(workers)]
         self._episodes: dict[int, _Episode] = {}

@@ -50,10 +50,11 @@ def find_environment(name: str, where: str = "environment.name") -> Callable[...
         return as_environment(import_callable(name, where))
     if name == PASSED:
         raise ConfigError(
-            f"config: {where} = {name!r} is for an environment that was passed in Python: call "
-            "covey.train(..., environment=...), with resume=RUN to continue a run"
+            f"config: {where} = {name!r} means an environment that was passed in Python; call "
+            "covey.train(..., environment=...), and add resume=RUN to resume a run"
         )
-    raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, ENVIRONMENTS)}")
+    hint = nearest(name, ENVIRONMENTS)
+    raise ConfigError(f"config: {where} = {name!r} is not known{hint}")
 
 
 def make_factory(name: str, options: Mapping[str, Any]) -> Factory:

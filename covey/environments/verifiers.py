@@ -33,9 +33,10 @@ def _loaded(package: str, arguments: str) -> Any:
     rubric = getattr(environment, "rubric", None)
     group: list[Any] = getattr(rubric, "_get_group_reward_funcs", list)()
     if group:
+        function = group[0].__name__
         raise ConfigError(
-            f"environment: the rubric of {package} scores whole groups ({group[0].__name__}), "
-            "which is not supported"
+            f"environment: the rubric of {package} scores whole groups in {function}, which is not "
+            "supported"
         )
     return environment
 

@@ -120,7 +120,8 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
     """Reject a category key that no prompt has."""
     known = {"task"}.union(*(prompt.info for prompt in prompts))
     if key not in known:
-        raise ConfigError(f"--by {key}: no prompt has this key in its info{nearest(key, known)}")
+        hint = nearest(key, known)
+        raise ConfigError(f"--by {key}: no prompt has this key in its info{hint}")
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:

@@ -12,7 +12,6 @@ that sampled the completions.
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """The name that peft gives to an adapter without a name."""
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
 """GPT-2's linear layer, whose weight is transposed."""
@@ -80,7 +78,9 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"model: the adapter {folder} cannot be read: {error}") from None
     if config.peft_type != "LORA":
-        raise ModelError(f"model: {folder} is a {config.peft_type} adapter; covey supports LORA")
+        raise ModelError(
+            f"model: {folder} is a {config.peft_type} adapter; Covey supports only LoRA adapters"
+        )
     config.lora_dropout, config.inference_mode = 0.0, False
     model = _inject(model, config)
     if not _is_plain(model):
@@ -89,14 +89,14 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
         )
     weights = named_weights(model, saved)
     if unknown := saved.keys() - {_file_name(name) for name in weights}:
-        what = f"the model has no {min(unknown)}"
-        raise ModelError(f"model: the adapter {folder} does not fit: {what}")
+        name = min(unknown)
+        raise ModelError(f"model: the adapter {folder} does not fit the model, which has no {name}")
     with torch.no_grad():
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
                 raise ModelError(
-                    f"model: the adapter {folder} does not fit: {name} is missing or has another "
-                    "shape"
+                    f"model: the adapter {folder} does not fit the model: {name} is missing or has "
+                    "another shape"
                 )
             parameter.copy_(weights[name])
     return model
@@ -159,7 +159,7 @@ def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module
     if not found:
         known = {key.rpartition(".")[2] for key in modules if modules[key]._parameters}
         hint = nearest(name, known)
-        raise ConfigError(f"config: adapter.{field}: the model has no {name!r}{hint}")
+        raise ConfigError(f"config: adapter.{field}: the model has no layer {name!r}{hint}")
     return found
 
 
@@ -171,7 +171,7 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
         if not all(_is_linear(m) and m is not head for m in found):
             raise ConfigError(
                 f"config: adapter.targets: {name!r} is not a linear layer of the backbone; "
-                "to train it in full, list it in adapter.also_train"
+                f"to train {name!r} in full, list it in adapter.also_train"
             )
 
 
@@ -291,17 +291,3 @@ def save_adapter(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     assert model.adapter is not None
     model.adapter.save_pretrained(str(folder))
-
-
-def adapter_base(path: str) -> str | None:
-    """Return the base model of the adapter in a folder; None if the folder has no adapter."""
-    file = Path(path) / CONFIG_FILE
-    if not file.is_file() or (file.parent / "config.json").is_file():
-        return None
-    try:
-        base = json.loads(file.read_text())["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        base = None
-    if not isinstance(base, str) or not base:
-        raise ModelError(f"model: {file} does not name the adapter's base model")
-    return base

@@ -53,17 +53,17 @@ class Template:
         if not fields:
             hint = nearest(self.form, FORMS) if len(self.form) < 20 else ""
             raise ConfigError(
-                f"config: model.template = {self.form!r} is not auto, chat, plain or a "
+                f"config: model.template = {self.form!r} is not 'auto', 'chat', 'plain' or a "
                 f"text with {{question}}{hint}"
             )
         for name in fields:
             if name not in FIELDS:
                 raise ConfigError(
-                    f"config: model.template has the field {{{name}}}; the fields are {{question}} "
-                    "and {system}; double all other braces"
+                    f"config: model.template has the unknown field {{{name}}}; use only the fields "
+                    "{question} and {system}, and write {{ and }} for other braces"
                 )
         if "question" not in fields:
-            raise ConfigError("config: model.template has no {question}")
+            raise ConfigError("config: model.template must contain the field {question}")
 
     @property
     def opening(self) -> str:
@@ -76,7 +76,8 @@ def _fields(text: str) -> list[str]:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
         raise ConfigError(
-            f"config: model.template = {text!r}: {error}; double all braces that are not fields"
+            f"config: model.template = {text!r}: {error}; write {{{{ and }}}} for braces that are "
+            "not fields"
         ) from None
     # The suffix is kept, because {question!r}, {question:>9} and {question.x} are refused.
     return [
@@ -130,8 +131,8 @@ class Renderer:
         except jinja2.TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
-                f"model: the chat template refuses a conversation of {roles}: {error}; set "
-                "model.template = 'plain', or a text with {question}"
+                f"model: the chat template refuses a conversation with the roles {roles}: {error}; "
+                "set model.template = 'plain', or a text with {question}"
             ) from None
 
 
@@ -168,16 +169,18 @@ def _check_options(template: Template, source: str, name: str) -> None:
     """Refuse options that the chat template would silently ignore."""
     for option in template.chat_options:
         if option in RESERVED:
-            raise ConfigError(f"config: model.chat_options.{option}: covey sets this itself")
+            raise ConfigError(
+                f"config: model.chat_options.{option} cannot be set, because Covey sets it itself"
+            )
         if not source:
             raise ConfigError(
-                f"config: model.chat_options.{option} needs a chat template, but {name} is used "
-                "without one"
+                f"config: model.chat_options.{option} has no effect, because {name} is used "
+                "without a chat template"
             )
         if not re.search(rf"\b{re.escape(option)}\b", source):
             raise ConfigError(
-                f"config: model.chat_options.{option}: the chat template of {name} does not "
-                "mention it"
+                f"config: model.chat_options.{option} has no effect, because the chat template of "
+                f"{name} does not use this option"
             )
 
 

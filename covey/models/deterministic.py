@@ -38,7 +38,8 @@ def make_deterministic() -> None:
         if torch.cuda.is_initialized():  # cuBLAS may have read the variable already
             raise ModelError(
                 "model: deterministic = true comes too late, because this process has already used "
-                f"CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before it starts"
+                f"CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before the process "
+                "starts"
             )
         os.environ[WORKSPACE] = FIXED[0]
     torch.set_float32_matmul_precision("highest")  # no TF32

@@ -23,9 +23,8 @@ def device_of(name: str) -> torch.device:
         )
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(
-            f"model: device {name!r} does not exist; torch finds {torch.cuda.device_count()}"
-        )
+        count = torch.cuda.device_count()
+        raise ModelError(f"model: device {name!r} does not exist; torch finds {count} CUDA devices")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton kernels and CUDA graphs use the current device
     return device

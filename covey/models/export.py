@@ -8,11 +8,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from covey.models.adapter import adapter_base
 from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.merge import merge_adapter
+from covey.models.model_path import adapter_base
 from covey.run.files import check_free, whole_folder
 
 MakeCard = Callable[[Sequence[int], bool], str]

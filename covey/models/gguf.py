@@ -61,7 +61,9 @@ def find_gguf(path: str) -> Path | None:
     files = sorted(place.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ModelError(f"model: {path!r} contains several GGUF files; name one of {names}")
+        raise ModelError(
+            f"model: {path!r} contains several GGUF files; give the path of one file: {names}"
+        )
     return files[0] if files else None
 
 
@@ -222,8 +224,8 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
     )
     if repaired.eos_token_id != stop:
         raise ModelError(
-            f"model: {file} ends completions with token {stop}, but its tokenizer reads it as "
-            f"{repaired.eos_token_id}"
+            f"model: {file} has the end-of-text token {stop}, but its tokenizer gives this token "
+            f"the id {repaired.eos_token_id}"
         )
     return repaired
 
@@ -262,11 +264,14 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
         worst = float((again(ids).logits - expected).abs().max() / expected.abs().max())
     if not worst <= 1e-5:
         raise ModelError(
-            f"model: {file} cannot be imported: its logits change by {worst:.2g} (relative)"
+            f"model: {file} cannot be imported: saving the model changes its logits (relative "
+            f"difference: {worst:.2g})"
         )
     reread = read_tokenizer(str(folder))
     stops = again.generation_config.eos_token_id
     same = reread.encode(SAMPLE_TEXT) == tokenizer.encode(SAMPLE_TEXT)
     same = same and reread.eos_token_id == tokenizer.eos_token_id
     if not same or stops != model.generation_config.eos_token_id:
-        raise ModelError(f"model: {file} cannot be imported: its tokenizer changes when saved")
+        raise ModelError(
+            f"model: {file} cannot be imported: saving the tokenizer changes its tokens"
+        )

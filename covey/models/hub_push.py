@@ -28,16 +28,18 @@ class Push:
         except HFValidationError as error:
             raise ConfigError(f"--push {self.repository}: {error}") from None
         if self.repository.count("/") != 1:
-            raise ConfigError(f"--push {self.repository}: give OWNER/NAME")
+            raise ConfigError(f"--push {self.repository}: write the repository as OWNER/NAME")
 
     def check_access(self) -> None:
         """Refuse to go on without a network or a login, before minutes are spent on an export."""
         from huggingface_hub import get_token
 
         if offline_if_unreachable():
-            raise ModelError("--push: the hub cannot be reached; use --dry-run to see the files")
+            raise ModelError(
+                "--push: the Hugging Face Hub cannot be reached; use --dry-run to list the files"
+            )
         if get_token() is None:
-            raise ModelError("--push: there is no login for the hub; run `hf auth login`")
+            raise ModelError("--push: you are not logged in to Hugging Face; run `hf auth login`")
 
     def upload(self, folder: Path) -> str:
         """Create the repository if it does not exist, upload all files, and return its URL."""

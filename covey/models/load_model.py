@@ -70,9 +70,8 @@ def load_language_model(
             start_rendering()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"model: cannot load {path!r}: {_first_line(error)}{missing_folder_note(source)}"
-        ) from None
+        why = f"{_first_line(error)}{missing_folder_note(source)}"
+        raise ModelError(f"model: cannot load {path!r}: {why}") from None
     make_savable(model)
     if four_bit:
         keep_gradients(model)

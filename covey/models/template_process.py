@@ -1,9 +1,8 @@
 """Chat template rendering in a separate process with limits on time and memory.
 
-A chat template comes with a downloaded tokenizer and is a Jinja program. The sandbox of
-transformers protects Python objects, but does not prevent endless loops or gigabytes of output. A
-separate process therefore renders the templates, with kernel limits on the time and memory of every
-render.
+A chat template comes with a downloaded tokenizer and is a Jinja program. The sandbox of Jinja
+protects Python objects, but does not prevent endless loops or gigabytes of output. A separate
+process therefore renders the templates, with kernel limits on the time and memory of every render.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def relative_to_mean(
     """
     scored = ~rewards.isnan()
     if bool((rewards[scored] < 0).any()):
-        raise ConfigError("maxrl divides by the mean reward: rewards must not be negative")
+        raise ConfigError("maxrl divides by the mean reward, so rewards must not be negative")
     mean = group_sum(rewards.double().where(scored, 0.0), group)
     mean = mean / group_sum(scored.double(), group).clamp(min=1.0)
     advantage = _divided(centered(rewards, group), mean)
@@ -205,8 +205,8 @@ def parts_standardized(
     if len(weights) != count or not -1 <= gate < count:
         raise ConfigError(
             f"gdpo: the reward has {count} parts, but objective.part_weights has {len(weights)} "
-            f"numbers and objective.gate is {gate}; give one weight per part and a gate below "
-            f"{count}"
+            f"numbers and objective.gate is {gate}; give one weight per part, and a gate (the "
+            f"index of a part) below {count}"
         )
     if gate >= 0:
         shut = (parts[:, gate] < gate_at)[:, None] & (torch.arange(count) != gate).to(parts.device)
@@ -357,7 +357,7 @@ def _divided(difference: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
     return difference / spread.where(spread > 0, 1.0)  # with eps 0 and equal rewards, spread is 0
 
 
-Advantage = Callable[..., torch.Tensor]
+Advantage = Callable[..., "torch.Tensor"]
 
 ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
     {

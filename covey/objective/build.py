@@ -66,14 +66,18 @@ def extended(
     usual = {k: p.default for k, p in options_of(extended).items()}
     changes: dict[str, Any] = {k: v for k, v in given.items() if v != usual[k]}
     if objective.pairs and "kl_in" in changes:
-        raise ConfigError("objective.kl_in = 'reward': an objective of pairs has no such penalty")
+        raise ConfigError(
+            "objective.kl_in = 'reward' does not work with an objective on preference pairs, which "
+            "has no KL penalty"
+        )
     if correction != "none":
         bounds = {"low": correction_low, "high": correction_high}
         agreement = AGREEMENT.get(correction, 1.0)
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
-                f"objective.correction = {correction!r} is {agreement:g} where sampler and trainer "
-                f"agree; the bounds {correction_low} and {correction_high} must contain that value"
+                f"objective.correction = {correction!r} has the value {agreement:g} where sampler "
+                f"and trainer agree, so {agreement:g} must be between correction_low = "
+                f"{correction_low} and correction_high = {correction_high}"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
@@ -104,7 +108,8 @@ def build(name: str, **options: Any) -> Objective:
     parameters = inspect.signature(function).parameters
     for key in options:
         if key not in parameters:
-            raise ConfigError(f"{name} has no option {key!r}; it has {', '.join(parameters)}")
+            known = ", ".join(parameters)
+            raise ConfigError(f"{name} has no option {key!r}; its options are {known}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
             raise ConfigError(f"{name} needs the option {key!r}")
@@ -118,7 +123,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise ConfigError(
                 f"objective.name = {name!r} must take its options as keyword-only arguments, not "
-                f"as {str(parameter)!r}"
+                f"as '{parameter}'"
             )
         parameters[key] = parameter.replace(kind=parameter.KEYWORD_ONLY)
 
@@ -128,8 +133,8 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
         except CoveyError:
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"objective.name = {name!r} fails: {what}") from error
+            raised = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"objective.name = {name!r} fails: {raised}") from error
         if not isinstance(objective, Objective):
             raise ConfigError(f"objective.name = {name!r} must return a covey.objective.Objective")
         return objective
@@ -162,28 +167,31 @@ def _checked(name: str, objective: Objective) -> Objective:
     surrogate = getattr(objective.surrogate, "func", objective.surrogate)
     if objective.top_entropy < 1.0 and (by_sequence or surrogate is geometric_clipped):
         raise ConfigError(
-            f"objective.top_entropy of {name}: its gain belongs to whole completions, so single "
-            "tokens cannot be left out; use gspo_token, which has a gain per token"
+            f"objective.top_entropy does not work with {name}, which has one gain per completion, "
+            "so single tokens cannot be left out; use gspo_token, which has a gain per token"
         )
     if objective.penalty is k3_sequence and objective.kl_in == "reward":
         raise ConfigError(
-            f"objective.kl = 'k3_sequence' of {name} is computed over whole completions and works "
-            "only in the loss; with objective.kl_in = 'reward' use k1"
+            f"objective.kl = 'k3_sequence' of {name} works only in the loss, because it is "
+            "computed over whole completions; with objective.kl_in = 'reward', set objective.kl = "
+            "'k1'"
         )
     if "parts" in objective.needs and objective.kl_in_reward:
         raise ConfigError(
-            f"objective.kl_in = 'reward' of {name}: the KL belongs to no part of the reward; set "
-            "objective.kl_in = 'loss'"
+            f"objective.kl_in = 'reward' does not work with {name}, because the KL belongs to no "
+            "part of the reward; set objective.kl_in = 'loss'"
         )
     if "teacher" in objective.reads and "groups" not in objective.reads and objective.kl_in_reward:
         raise ConfigError(
-            f"objective.kl_in = 'reward' of {name}: it reads no reward; set objective.kl_in = "
-            "'loss', or objective.task above 0"
+            f"objective.kl_in = 'reward' does not work with {name}, which does not use the reward; "
+            "set objective.kl_in = 'loss', or objective.task above 0"
         )
     if objective.pairs:
         _check_pairs(name, objective)
     if objective.kl_target and not objective.beta:
-        raise ConfigError("objective.kl_target adapts beta, which is 0; set objective.beta above 0")
+        raise ConfigError(
+            "objective.kl_target adapts objective.beta, which is 0; set objective.beta above 0"
+        )
     return objective
 
 
@@ -199,8 +207,8 @@ def _check_pairs(name: str, objective: Objective) -> None:
     for option, given in refused.items():
         if given:
             raise ConfigError(
-                f"objective.{option} of {name}: it compares pairs of whole completions with the "
-                "reference, so there is no token, ratio or penalty to act on; leave it out"
+                f"objective.{option} has no effect on {name}, which compares pairs of whole "
+                f"completions with the reference; leave objective.{option} out"
             )
     if objective.beta <= 0:
         raise ConfigError(f"objective.beta = {objective.beta} of {name} must be above 0")

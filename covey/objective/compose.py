@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 from covey.errors import ConfigError, nearest
@@ -182,12 +182,15 @@ def hints_of(
     function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
 ) -> dict[str, Any]:
     """Return the types of `options`, or of all keyword-only parameters without `options`."""
+    options = options_of(function) if options is None else options
+    # Other annotations name torch, which `covey plan` does not import.
+    written = getattr(function, "__annotations__", {})
+    of_options = SimpleNamespace(__annotations__={k: written[k] for k in written if k in options})
+    names = getattr(inspect.unwrap(function), "__globals__", {})
     try:
-        hints = typing.get_type_hints(function)
+        return typing.get_type_hints(of_options, names)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only
         return {}
-    options = options_of(function) if options is None else options
-    return {k: h for k, h in hints.items() if k in options}
 
 
 def signed(

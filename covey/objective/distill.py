@@ -17,6 +17,7 @@ from covey.objective.masked import difference
 from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
+SELF_TAUGHT: frozenset[Need] = READS | frozenset[Need]({"privileged"})
 LEAST_LOGP = -20.0
 """The lower bound of a teacher's log-probabilities."""
 

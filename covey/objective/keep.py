@@ -39,8 +39,8 @@ def kept_rows(
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):
         raise ConfigError(
-            "gfpo: with metric = 'rate' rewards must not be negative, because long failures would "
-            "be kept"
+            "gfpo: metric = 'rate' needs rewards of at least 0, because with negative rewards it "
+            "would keep the longest failures"
         )
     best = lengths.double()
     if metric == "rate":

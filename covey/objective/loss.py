@@ -205,8 +205,8 @@ def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
         return value
     shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
     raise ConfigError(
-        f"objective: its {piece} returned {shape}; it must return a tensor of shape "
-        f"{list(mask.shape)}, one value for each token of each completion"
+        f"objective: the {piece} function returned {shape}; it must return a tensor of shape "
+        f"{list(mask.shape)}, with one value for each token of each completion"
     )
 
 

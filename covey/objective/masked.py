@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 MAX_LOG_RATIO = 20.0
@@ -38,28 +36,6 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return row_sum(values, mask) / row_tokens(mask)
 
 
-class _SequenceMean(torch.autograd.Function):
-    """The autograd function that copies the mean of each completion to all its tokens.
-
-    See `sequence_mean`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(mask)
-        return spread(row_mean(values, mask), mask)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (mask,), (grad,) = ctx.saved_tensors, grads
-        if not grad.shape[1]:
-            return grad, None
-        # The mean is taken around the first trained token's value, so that equal numbers have
-        # exactly that mean.
-        first = grad.gather(1, mask.long().argmax(dim=1, keepdim=True))
-        return spread(first + row_mean(grad - first, mask), mask), None
-
-
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Copy the mean of each completion to its trained tokens [B, T]; other tokens get 0.
 
@@ -68,7 +44,9 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     ratios and token ratios give bit-identical gradients wherever these gradients are mathematically
     equal.
     """
-    mean: torch.Tensor = _SequenceMean.apply(values, mask)
+    from covey.objective.sequence_mean import SequenceMean  # its base class is torch's
+
+    mean: torch.Tensor = SequenceMean.apply(values, mask)
     return mean
 
 

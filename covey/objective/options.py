@@ -26,15 +26,21 @@ class Option(NamedTuple):
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        "clip_low": Option("How far below 1 a ratio may fall (`gmpo`: its logarithm, below 0).", 0),
-        "clip_high": Option(
-            "How far above 1 a ratio may rise (`gmpo`: its logarithm, above 0).", 0
+        "clip_low": Option(
+            "How far a ratio may fall below 1 (in `gmpo`, its logarithm below 0).", 0
         ),
-        "dual": Option("Bound on the ratio of tokens with A < 0, above 1 + clip_high; 0: none.", 0),
-        "max_weight": Option("The largest weight, as an absolute number.", 0),
-        "min_weight": Option("The smallest weight, as an absolute number.", 0),
-        "tau_pos": Option("Steepness of the gate for tokens with A > 0.", 1e-9),
-        "tau_neg": Option("Steepness of the gate for tokens with A <= 0.", 1e-9),
+        "clip_high": Option(
+            "How far a ratio may rise above 1 (in `gmpo`, its logarithm above 0).", 0
+        ),
+        "dual": Option(
+            "Upper bound, above 1 + clip_high, on the ratio of tokens with a negative advantage; "
+            "0: no bound.",
+            0,
+        ),
+        "max_weight": Option("The largest weight, as a value and not as a distance from 1.", 0),
+        "min_weight": Option("The smallest weight, as a value and not as a distance from 1.", 0),
+        "tau_pos": Option("Steepness of the gate for tokens with a positive advantage.", 1e-9),
+        "tau_neg": Option("Steepness of the gate for tokens with an advantage <= 0.", 1e-9),
         "power_pos": Option("Power of the weight for good completions.", 0),
         "rate_pos": Option("Decay of the weight for good completions.", 0),
         "power_neg": Option("Power of the weight for bad completions.", 0),
@@ -58,41 +64,48 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             "Compare turns with the same index (`turn`), or all turns of a group (`group`)."
         ),
         "length": Option("Constant that token sums are divided by: the generation budget.", 1),
-        "aggregation": Option("How tokens add up: the name of one of the weights."),
-        "alpha1": Option("Reward of a correct completion, and minus that of a wrong one."),
+        "aggregation": Option("How the gains of tokens add up: the name of one of the weights."),
+        "alpha1": Option("Reward of a correct completion; a wrong completion gets minus this."),
         "alpha2": Option("Size of the entropy part of a token's reward.", 0),
-        "beta1": Option("Reward of a correct completion, and minus that of a wrong one."),
+        "beta1": Option("Reward of a correct completion; a wrong completion gets minus this."),
         "beta2": Option("Size of the entropy part of a completion's reward.", 0),
         "scope": Option("Whether entropies are compared within the `group` or over the `batch`."),
         "norm": Option("Whether shaped rewards are normalized over the `batch` or by `polarity`."),
-        "entropy_floor": Option("The smallest H in 1/H.", 1e-12),
+        "entropy_floor": Option("The smallest entropy H in the factor 1/H.", 1e-12),
         "mean": Option("Whether a completion's ratio is the `geometric` or `arithmetic` mean."),
         "bonus": Option("Factor of the advantage of conflict tokens in good completions.", 0),
         "max_entropy": Option("Completions with a larger mean entropy are left out.", 0),
         "entropy_cost": Option("Subtracted from the advantage, per nat of mean entropy."),
-        "share": Option("Share of the step's tokens that are picked, at least one.", 0, 1),
+        "share": Option("Fraction of the step's tokens that are picked (one or more).", 0, 1),
         "cov_low": Option("Tokens with a covariance above this are candidates."),
         "cov_high": Option("Tokens with a covariance below this are candidates."),
         "coefficient": Option("Weight of |logp - old_logp| on the tokens that were picked.", 0),
         "parts": Option("Names of the parts of the reward that count; if empty, all parts count."),
         "part_weights": Option("Weight of each part's advantage; if empty, each weight is 1."),
         "gate": Option("Index, from 0, of the part that the other parts depend on; -1: none.", -1),
-        "gate_at": Option("Value that the gating part must reach for the others to count."),
+        "gate_at": Option("Value that the gating part must reach for the other parts to count."),
         "all_wrong": Option("Advantage of groups without success: `zero` or `minus_one`."),
-        "lam": Option("Lambda of the advantages: 0 trusts the critic, 1 the rewards.", 0, 1),
-        "alpha": Option("Lambda by length, 1 - 1 / (alpha T); 0: the same for all, `lam`.", 0),
+        "lam": Option("Lambda of GAE: 0 relies on the critic, 1 on the rewards.", 0, 1),
+        "alpha": Option(
+            "A completion of T tokens gets the lambda 1 - 1 / (alpha T); 0: all get `lam`.", 0
+        ),
         "whiten": Option("Whiten advantages over the tokens of the step."),
         "value_lam": Option("Lambda of the critic's targets; 1: the returns themselves.", 0, 1),
-        "value_clip": Option("How far a value may move from where it was; 0: any distance.", 0),
-        "average": Option("Average log-ratios over a completion's tokens instead of adding up."),
+        "value_clip": Option("How far a value may move from its old value; 0: no limit.", 0),
+        "average": Option(
+            "Average the log-ratios of a completion's tokens instead of adding them up."
+        ),
         "k": Option("The k of max@k: the best of k completions counts.", 1),
         "baseline": Option("The baseline that is subtracted: `loo1`, `loo` or `centred`."),
         "keep": Option("How many completions of a group are trained on.", 1),
         "metric": Option(
-            "Keep the shortest (`length`) or those with the most reward per token (`rate`)."
+            "Keep the completions that are shortest (`length`), or that have the most reward per "
+            "token (`rate`)."
         ),
         "target": Option(
-            "The share of the step's surrogate that tokens with A > 0 should make up.", 0, 1
+            "Fraction of the step's surrogate that tokens with a positive advantage should have.",
+            0,
+            1,
         ),
         "low_start": Option("Initial lower bound of the ratio.", 0, 1),
         "low_end": Option("Largest lower bound of the ratio.", 0, 1),
@@ -103,7 +116,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "measure": Option(
             "Compute the share from the `gradient`, or from the `value` as the paper prints it."
         ),
-        "tau": Option("Largest mean of (log r)^2 over the tokens that would move further away.", 0),
+        "tau": Option(
+            "Largest mean of (log r)^2 over the tokens whose ratio r would move further from 1.", 0
+        ),
         "cap": Option("Tokens with a larger ratio of old policy to sampler are dropped.", 1),
         "discount": Option(
             "Discount factor of the KL of later tokens; 0: only the token's own KL.", 0, 1
@@ -111,21 +126,21 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "scale": Option("Weight of the KL to the teacher.", 0),
         "task": Option("Weight of GRPO's advantage, added to the teacher's; 0: none."),
         "beta": Option(
-            "Weight of the KL to the reference; with 0 no reference is loaded. Of a pair: scale "
-            "of its log-ratios, above 0.",
+            "Weight of the KL to the reference; with 0 no reference is loaded. For preference "
+            "pairs, the scale of the log-ratios, above 0.",
             0,
         ),
         "kl": Option("Estimator of the KL to the reference."),
         "kl_in": Option(
             "Put the KL into the `loss`, for every token, or subtract it from the `reward`."
         ),
-        "kl_target": Option("Adapt beta so as to keep the KL near this; 0: beta is fixed.", 0),
+        "kl_target": Option("Adapt beta to keep the KL near this value; 0: beta is fixed.", 0),
         "kl_horizon": Option(
             "Number of completions over which an adaptive beta corrects the KL.", 1
         ),
         "entropy_bonus": Option("Weight of the policy's entropy, added to each token's gain."),
         "top_entropy": Option(
-            "Train only on this share of tokens, those with the highest entropy.", 1e-9, 1
+            "Train only on this fraction of tokens: those with the highest entropy.", 1e-9, 1
         ),
         "correction": Option("Correction for a sampler that differs from the trainer."),
         "correction_low": Option("Lower bound of the correction.", 0),
@@ -163,15 +178,17 @@ PAIRS = (
 def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Reject values that do not have the type in the function's signature."""
     for key, value in options.items():
-        hint, what = hints.get(key), f"objective.{key} = {value!r} of {name}"
+        hint, setting = hints.get(key), f"objective.{key} = {value!r} of {name}"
         if typing.get_origin(hint) is Literal:
             choices = typing.get_args(hint)
             if value not in choices:
-                raise ConfigError(f"{what} is not known{nearest(str(value), choices)}")
+                suggestion = nearest(str(value), choices)
+                raise ConfigError(f"{setting} is not known{suggestion}")
         elif hint is bool and not isinstance(value, bool):
-            raise ConfigError(f"{what} must be true or false")
+            raise ConfigError(f"{setting} must be true or false")
         elif hint in (int, float) and not _is_number(value, Integral if hint is int else Real):
-            raise ConfigError(f"{what} must be {'an integer' if hint is int else 'a number'}")
+            kind = "an integer" if hint is int else "a number"
+            raise ConfigError(f"{setting} must be {kind}")
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -191,9 +208,11 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     dual, bound = numbers.get("dual"), 1 + numbers.get("clip_high", 0.0)
     if dual and dual <= bound:
         raise ConfigError(
-            f"objective.dual = {dual} of {name} must exceed 1 + clip_high = {bound:g}"
+            f"objective.dual = {dual} of {name} must be above 1 + clip_high = {bound:g}"
         )
     for clip_low, clip_high in PAIRS:
         if clip_low in numbers and clip_high in numbers and numbers[clip_low] > numbers[clip_high]:
-            what = f"objective.{clip_low} = {numbers[clip_low]} of {name}"
-            raise ConfigError(f"{what} exceeds {clip_high} = {numbers[clip_high]}")
+            low, high = numbers[clip_low], numbers[clip_high]
+            raise ConfigError(
+                f"objective.{clip_low} = {low} of {name} exceeds {clip_high} = {high}"
+            )

@@ -17,7 +17,6 @@ step.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from covey.objective.advantage import per_token, rollout_rewards, zero_variance
 from covey.objective.masked import difference, row_sum, row_tokens, spread
@@ -76,7 +75,8 @@ def log_ratio(
 def logistic(tokens: Tokens, *, average: bool = False) -> Gain:
     """The logistic loss of a pair's margin, -log sigmoid(beta D). DPO, arXiv 2305.18290."""
     margin, beta = _margin(tokens), tokens.beta
-    loss, slope = -logsigmoid(beta * margin), -beta * torch.sigmoid(-beta * margin)
+    loss = -torch.nn.functional.logsigmoid(beta * margin)
+    slope = -beta * torch.sigmoid(-beta * margin)
     return _gain(tokens, loss=loss, slope=slope, average=average)
 
 

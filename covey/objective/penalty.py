@@ -81,7 +81,7 @@ def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollo
     return beta * (1.0 + error * min(rollouts / horizon, 1.0))
 
 
-Penalty = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Penalty = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 Kl = Literal["k1", "k2", "k3", "k3_plus", "k3_sequence", "ratio_k1", "ratio_k3"]
 

@@ -59,7 +59,7 @@ def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x - x.detach()
 
 
-Ratio = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Ratio = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 RATIOS: Mapping[str, Ratio] = MappingProxyType(
     {

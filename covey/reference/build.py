@@ -10,8 +10,8 @@ from covey.config.schema import Config
 from covey.config.schema import Reference as ReferenceSection
 from covey.config.teacher import Teacher
 from covey.errors import ConfigError
-from covey.models.adapter import adapter_base
 from covey.models.language_model import LanguageModel
+from covey.models.model_path import adapter_base
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import tokenizer_digest
 from covey.reference.frozen import (
@@ -42,8 +42,8 @@ def make_reference(
         )
     if section.kind == "adapter_off" and policy.adapter is None:
         raise ConfigError(
-            "config: reference.kind = 'adapter_off' needs an adapter to switch off; set "
-            "adapter.rank, or use 'frozen'"
+            "config: reference.kind = 'adapter_off' needs an adapter to turn off; set "
+            "adapter.rank, or set reference.kind = 'frozen'"
         )
     # Under a new adapter, the base weights are the starting weights: no second copy is needed.
     under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
@@ -70,13 +70,13 @@ def make_reference(
 def _check_moving(policy: LanguageModel, kind: str) -> None:
     if policy.adapter is not None:
         raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with an adapter; use "
+            f"config: reference.kind = {kind!r} does not work with an adapter; set it to "
             "'adapter_off' or 'frozen'"
         )
     if policy.sharded:
         raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with parallel.strategy = 'fsdp'; use "
-            "'frozen' or 'offloaded', or the strategy 'ddp'"
+            f"config: reference.kind = {kind!r} does not work with parallel.strategy = 'fsdp'; set "
+            "reference.kind = 'frozen' or 'offloaded', or parallel.strategy = 'ddp'"
         )
 
 
@@ -122,7 +122,7 @@ def make_teacher(
     if tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
             f"config: teacher.path = {section.path!r} has a different tokenizer than model.path = "
-            f"{config.model.path!r}; a teacher must give the same ids to the same tokens"
+            f"{config.model.path!r}; the teacher must use the same token ids as the policy"
         )
     # The shards themselves bring offloaded weights back to the device.
     kind = OffloadedReference if section.offload and not model.sharded else FrozenReference
@@ -145,7 +145,7 @@ def _token(variable: str, section: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"config: {section}.token_env = {variable!r}: the variable does not contain a valid "
-            "token"
+            f"config: {section}.token_env = {variable!r}, but this environment variable does not "
+            "contain a valid token"
         )
     return token

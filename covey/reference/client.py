@@ -68,12 +68,12 @@ class Address:
         except ValueError:
             proper = False
         if not proper or not self.url.isascii() or not self.url.isprintable() or " " in self.url:
-            raise ConfigError(f"{key} = {self.url!r} must be like http://127.0.0.1:8500")
+            raise ConfigError(f"{key} = {self.url!r} is not a URL such as http://127.0.0.1:8500")
         if "@" in split.netloc or split.query or split.fragment:
             # The URL may contain a secret, so it is not shown.
             raise ConfigError(
                 f"{key} must not contain a password or a query; put the token in an environment "
-                "variable, and that variable's name in reference.token_env"
+                "variable, and set reference.token_env to the name of that variable"
             )
 
 
@@ -144,7 +144,9 @@ class ServerReference(Reference):
         try:
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"checkpoint {folder} has no record of its reference: {error}") from None
+            raise RunError(
+                f"checkpoint {folder} has no readable record of its reference model: {error}"
+            ) from None
         if before != self.weights:
             raise ModelError(self._other_weights(before, self.weights))
 
@@ -194,8 +196,10 @@ class ServerReference(Reference):
                     raise ModelError(f"reference: {self.address.url} {problem}")
             left = deadline - time.monotonic()
             if left <= 0:
-                what = f"reference: {self.address.url} {problem}"
-                raise ModelError(f"{what}; gave up after {self.address.patience:g} s")
+                raise ModelError(
+                    f"reference: {self.address.url} {problem}; gave up after "
+                    f"{self.address.patience:g} s"
+                )
             if not noted:
                 self.note(f"reference: {self.address.url} {problem}; waiting up to {left:.0f} s")
                 noted = True

@@ -77,7 +77,9 @@ class MovingReference(FrozenReference):
             ) from None
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:
-                raise RunError(f"checkpoint {folder}: {self.file} lacks {name}")
+                raise RunError(
+                    f"checkpoint {folder}: {self.file} has no tensor {name} of the right shape"
+                )
             weight.copy_(saved[name])
         self._round_to_parameters()
 

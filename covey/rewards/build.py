@@ -82,7 +82,7 @@ def by_task(
         where = f"reward.tasks.{key}"
         rewards[key] = check_alone(str(table.get("name")), _inner(where, dict(table)), where)
     if default and default not in rewards:
-        raise ConfigError(f"config: reward.default = {default!r} is not in reward.tasks")
+        raise ConfigError(f"config: reward.default = {default!r} is not a name in reward.tasks")
     return ByTask(tasks=rewards, column=column, default=default)
 
 
@@ -133,10 +133,11 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
         return import_callable(name, f"{where}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {where}.name = {name!r} is for functions that were passed in Python: call "
-            "covey.train(..., rewards=...), with resume=RUN to continue a run"
+            f"config: {where}.name = {name!r} means functions that were passed in Python; call "
+            "covey.train(..., rewards=...), and add resume=RUN to resume a run"
         )
-    raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
+    hint = nearest(name, REWARDS)
+    raise ConfigError(f"config: {where}.name = {name!r} is not known{hint}")
 
 
 def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
@@ -161,8 +162,8 @@ def _function_options(function: Callable[..., Any], section: Named, where: str) 
     known |= {"success_at": 1.0, "conversational": False}
     for key in section.options:
         if key not in known:
-            what = f"{where}.{key} is not an option of {section.name}"
-            raise ConfigError(f"config: {what}{nearest(key, known)}")
+            hint = nearest(key, known)
+            raise ConfigError(f"config: {where}.{key} is not an option of {section.name}{hint}")
     options = known | section.options
     for key, value in options.items():
         if value is inspect.Parameter.empty:
@@ -180,8 +181,8 @@ def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
     """Raise ConfigError for a reward that must not be used alone."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
-            f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "
-            "alone; combine it with a rule-based reward in 'mix', or use 'retrieval'"
+            f"config: {where}.name = {name!r} cannot be used alone, because an LLM judge can be "
+            "manipulated; combine it with a rule-based reward in 'mix', or use 'retrieval'"
         )
     return reward
 

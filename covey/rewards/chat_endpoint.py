@@ -43,10 +43,10 @@ def check_url(url: str, where: str) -> None:
         # The URL is not shown: it may contain a secret.
         raise ConfigError(
             f"{where} must not contain a password or a query; put the key in an environment "
-            "variable and give that variable's name"
+            "variable, and give the name of that variable"
         )
     if not proper or not re.fullmatch("[!-~]+", url):
-        raise ConfigError(f"{where} = {url!r} must be like http://localhost:8000/v1")
+        raise ConfigError(f"{where} = {url!r} is not a URL such as http://localhost:8000/v1")
 
 
 def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
@@ -160,8 +160,8 @@ def _content(body: bytes) -> str:
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content, finish = None, None
     if not isinstance(content, str):
-        raise RewardError(f"reply is not a chat completion: {_server_message(body)!r}")
+        raise RewardError(f"the reply is not a chat completion: {_server_message(body)!r}")
     if finish == "length":
         # A truncated reply may end within a number.
-        raise RewardError(f"reply is truncated, raise max_tokens: {one_line(content)!r}")
+        raise RewardError(f"the reply is truncated; raise max_tokens: {one_line(content)!r}")
     return content

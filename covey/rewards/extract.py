@@ -143,7 +143,8 @@ def check_styles(styles: Sequence[str]) -> None:
     """Raise ConfigError if a style is unknown or no style is given."""
     for style in styles:
         if style not in _READERS:
-            raise ConfigError(f"reward: {style!r} is not an answer style{nearest(style, STYLES)}")
+            hint = nearest(style, STYLES)
+            raise ConfigError(f"reward: {style!r} is not an answer style{hint}")
     if not styles:
         raise ConfigError(f"reward: styles is empty; choose from {', '.join(STYLES)}")
 

@@ -40,9 +40,8 @@ def counts(number: int, relation: str, wanted: int) -> bool:
     rules = {"less than": number < wanted, "at least": number >= wanted,
              "at most": number <= wanted, "exactly": number == wanted}  # fmt: skip
     if relation not in rules:
-        raise DataError(
-            f"instructions: relation {relation!r} is not known; it is {', '.join(rules)}"
-        )
+        known = ", ".join(rules)
+        raise DataError(f"instructions: relation {relation!r} is not known; choose from {known}")
     return rules[relation]
 
 
@@ -275,7 +274,9 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
     """Return whether a text follows an instruction. An empty text follows no instruction."""
     if name not in CHECKS:
-        raise DataError(f"instructions: {name!r} is not one of the {len(CHECKS)} known")
+        raise DataError(
+            f"instructions: {name!r} is not one of the {len(CHECKS)} known instructions"
+        )
     if not text.strip() or len(text) > MOST_CHARACTERS:
         return False
     known = {key: value for key, value in given.items() if value is not None}
@@ -292,7 +293,7 @@ def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
         name, renamed = OPEN_INSTRUCT[data["func_name"]]
     except (ValueError, KeyError, TypeError):
         raise DataError(
-            f"instructions: the target {target[:80]!r} names no known instruction"
+            f"instructions: the target {target[:80]!r} does not name a known instruction"
         ) from None
     return name, {renamed.get(k, k): v for k, v in data.items() if k != "func_name"}
 
@@ -304,5 +305,8 @@ def instructions_of(info: Mapping[str, Any], target: str) -> list[tuple[str, Map
         return [from_open_instruct(target)]
     given = info.get("kwargs") or [{}] * len(names)
     if len(given) != len(names):
-        raise DataError(f"instructions: {len(names)} names and {len(given)} tables of arguments")
+        raise DataError(
+            f"instructions: a prompt has {len(names)} instruction names, but {len(given)} tables "
+            "of arguments"
+        )
     return list(zip(names, given, strict=True))

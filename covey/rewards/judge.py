@@ -120,7 +120,9 @@ def parse_grade(content: str, scale: int) -> int:
     # If there are two grades, one may be a quote from the completion.
     value = values.pop() if len(values) == 1 else ""
     if not re.fullmatch("[0-9]{1,9}", value) or int(value) > scale:
-        raise RewardError(f"judge: no grade from 0 to {scale} in its reply: {one_line(content)!r}")
+        raise RewardError(
+            f"judge: the reply must have one grade from 0 to {scale}, not {one_line(content)!r}"
+        )
     return int(value)
 
 
@@ -208,8 +210,9 @@ class Judge(Reward):
         if not re.fullmatch("[!-~]+", key):
             wrong = "not a key" if key else "not set"
             raise ConfigError(
-                f"judge: the environment variable {self.api_key_env} is {wrong}; set it, or set "
-                "api_key_env to another name, or to '' for a server that needs no key"
+                f"judge: the environment variable {self.api_key_env} is {wrong}; set this "
+                "variable, or set api_key_env to the name of another variable, or to '' for a "
+                "server without a key"
             )
         return key
 

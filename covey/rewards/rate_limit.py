@@ -40,13 +40,15 @@ class RateLimit:
         if not self.requests and not self.tokens:
             return waited
         if self.tokens and tokens > self.tokens:
-            raise RewardError(f"a request of {tokens} tokens exceeds tokens_per_minute")
+            raise RewardError(
+                f"a request of {tokens} tokens exceeds tokens_per_minute = {self.tokens}"
+            )
         while (delay := self._take(tokens)) > 0:
             if time.monotonic() + delay >= until:
                 raise RewardError(
                     f"requests_per_minute = {self.requests} and tokens_per_minute = {self.tokens} "
-                    "leave no request in time; raise them, total_seconds and scoring.timeout, or "
-                    "lower scoring.workers"
+                    "delay a request beyond its time limit; raise these rate limits, raise "
+                    "total_seconds and scoring.timeout, or lower scoring.workers"
                 )
             time.sleep(delay)
             waited += delay

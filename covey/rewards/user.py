@@ -142,14 +142,16 @@ class UserFunction(_GroupReward):
         for name, parameter in inspect.signature(self.function).parameters.items():
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is parameter.empty and not variadic and name not in given:
-                raise ConfigError(f"reward: {self.name} takes {name!r}, {self._lack(prompt, name)}")
+                raise ConfigError(
+                    f"reward: {self.name} has the argument {name!r}, but {self._lack(prompt, name)}"
+                )
 
     def _lack(self, prompt: Prompt, name: str) -> str:
         """Say why the function gets no argument of this name."""
         if name in NOT_PASSED:
-            return f"which only TRL passes; write {name}=None"
-        have = sorted(self._columns(prompt, [""], NO_CALL))
-        return f"a column that the data does not have; there are {', '.join(have)}"
+            return f"only TRL passes it; write {name}=None"
+        columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
+        return f"the data has no column of this name; the columns are {columns}"
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
         """Return the keyword arguments that the function takes."""
@@ -303,11 +305,13 @@ def function_reward(
     for function, weight in pairs:
         made = as_reward(function, {"conversational": conversational})
         if not isinstance(made, UserFunction):
-            raise ConfigError("rewards: a list may contain only functions; use `mix` for others")
+            raise ConfigError(
+                "rewards: a list may contain only functions; combine other rewards with `mix`"
+            )
         name = getattr(function, "__name__", type(function).__name__)
         if name in functions:
             raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
-            raise ConfigError(f"rewards: the weight of {name} is {weight}")
+            raise ConfigError(f"rewards: the weight of {name} is {weight}, not a finite number")
         functions[name], weights[name] = made, float(weight)
     return WeightedFunctions(functions=functions, weights=weights)

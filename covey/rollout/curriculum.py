@@ -78,12 +78,12 @@ class PromptChoice:
         if len(self.prompts) > MOST_PROMPTS:
             raise ConfigError(
                 f"config: [curriculum] supports at most {MOST_PROMPTS} prompts, but the task has "
-                f"{len(self.prompts)}; lower its size"
+                f"{len(self.prompts)}; reduce the size of the task"
             )
         if self.settings.mixture == "progress" and not self.block:
             raise ConfigError(
-                "config: curriculum.mixture = 'progress' needs task.name = 'mixed', whose parts "
-                "it weighs"
+                "config: curriculum.mixture = 'progress' needs task.name = 'mixed', because it "
+                "sets the weights of the parts of a mixed task"
             )
 
     @property
@@ -199,8 +199,8 @@ class PromptChoice:
             raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error!r}") from None
         if not same:
             raise RunError(
-                f"checkpoint {folder} has statistics of other prompts, because the data has "
-                "changed; resume with the original data"
+                f"checkpoint {folder} has curriculum statistics of other prompts, because the data "
+                "has changed; resume with the original data"
             )
 
 

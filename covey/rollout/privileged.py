@@ -97,9 +97,10 @@ def check_context(section: Teacher, prompt: Prompt) -> None:
     known = _columns(prompt)
     for name in section.context:
         if name not in (SUCCESS, FEEDBACK, *known):
+            columns = ", ".join(known)
             raise ConfigError(
-                f"config: teacher.context.{name} is no column of the data, which has "
-                f"{', '.join(known)}; it may also be {SUCCESS!r} or {FEEDBACK!r}"
+                f"config: teacher.context.{name}: the data has no column {name!r}; use one of "
+                f"{columns}, or {SUCCESS!r} or {FEEDBACK!r}"
             )
 
 

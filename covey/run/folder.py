@@ -206,12 +206,12 @@ class RunFolder:
         if self.is_sft:
             raise RunError(f"{self.path} is an SFT run, which samples no completions")
         steps = [number for number, _ in self.numbered("rollouts", ".jsonl")]
-        kept = (
-            f"the run has steps {steps[0]} to {steps[-1]}"
+        available = (
+            f"the run has completions of steps {steps[0]} to {steps[-1]}"
             if steps
-            else "the run has none, because save.rollouts = false or no step has ended"
+            else "the run has no completions, because save.rollouts = false or no step has ended"
         )
-        raise RunError(f"{self.path} has no completions of step {step}; {kept}")
+        raise RunError(f"{self.path} has no completions of step {step}; {available}")
 
     @property
     def is_sft(self) -> bool:
@@ -296,8 +296,10 @@ class RunFolder:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            why = f"{path} cannot be locked: {error.strerror}"
-            raise RunError(f"{why}; remove this file if no other process uses the run") from None
+            raise RunError(
+                f"{path} cannot be locked: {error.strerror}; remove this file if no other process "
+                "uses the run"
+            ) from None
         with os.fdopen(handle, "rb", closefd=True) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

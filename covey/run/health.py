@@ -123,15 +123,27 @@ def _toml(value: Any) -> str:
 
 
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
-    """Return all findings in the steps of a run, in the order in which they began."""
-    health, found, before = Health(settings), [], 0
-    previous: dict[str, Finding] = {}
+    """Return all findings in the steps of a run, in the order in which the checks found them.
+
+    Of two findings of the same step, the cause comes first: that is the order of `CHECKS`.
+    """
+    health, before = Health(settings), 0
+    found: list[tuple[int, Finding]] = []
+    active: dict[str, tuple[int, Finding]] = {}
     for row in rows:
         health.add(row)
-        ended = [f for name, f in previous.items() if name not in health.active]
-        found += [replace(finding, until=before) for finding in ended]
-        previous, before = dict(health.active), row["step"]
-    return sorted([*found, *previous.values()], key=lambda f: (f.since, list(CHECKS).index(f.name)))
+        ended = [active[name] for name in active if name not in health.active]
+        found += [(step, replace(finding, until=before)) for step, finding in ended]
+        active = {
+            name: (active[name][0] if name in active else row["step"], finding)
+            for name, finding in health.active.items()
+        }
+        before = row["step"]
+    order = list(CHECKS)
+    every = sorted(
+        [*found, *active.values()], key=lambda each: (each[0], order.index(each[1].name))
+    )
+    return [finding for _, finding in every]
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median, pstdev
 from types import MappingProxyType
 from typing import Any
@@ -37,9 +38,11 @@ def not_finite(history: History) -> str | None:
     row = history.row
     bad = [name for name in NUMBERS if name in row and not is_number(row[name])]
     if bad:
-        return f"{' and '.join(bad)} not finite"
+        return f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite"
     skipped = row.get("optim/skipped") or 0
-    return f"{skipped} optimizer steps skipped: their gradient was not finite" if skipped else None
+    return (
+        f"{skipped} optimizer steps skipped, because gradients were not finite" if skipped else None
+    )
 
 
 def reward_falls(history: History) -> str | None:
@@ -156,23 +159,33 @@ def format_only(history: History) -> str | None:
 
 
 def parts_against(history: History) -> str | None:
-    """Find a reward that rises at the cost of correctness, or of one of its own parts."""
-    moves = {name: _move(history, name) for name in (REWARD, SUCCESS, *history.parts())}
-    up = [name for name, move in moves.items() if move > 0 and name != SUCCESS]
-    down = [name for name, move in moves.items() if move < 0 and name != REWARD]
-    if not up or not down:
-        return None
-    return f"{up[0]} {moves[up[0]]:+.2g} while {down[0]} {moves[down[0]]:+.2g} in {BLOCK} steps"
+    """Find a reward that rises at the cost of correctness, or of one of its own parts.
+
+    The fall may be less certain than the rise, because chance would have to produce both.
+    """
+    parts = history.parts()
+    before = partial(history.mean, count=BLOCK, before=BLOCK)
+    for span, old in ((f"in {BLOCK} steps", before), ("since the first steps", history.start)):
+        up = {name: _move(history, name, old(name), 5.0) for name in (REWARD, *parts)}
+        down = {name: _move(history, name, old(name), 3.0) for name in (SUCCESS, *parts)}
+        rises = next((name for name, move in up.items() if move > 0), None)
+        falls = next((name for name, move in down.items() if move < 0), None)
+        if rises is not None and falls is not None:
+            return f"{rises} {up[rises]:+.2g} while {falls} {down[falls]:+.2g} {span}"
+    return None
 
 
-def _move(history: History, name: str) -> float:
-    """Return a metric's change from one block of steps to the next, or 0 if it is only noise."""
+def _move(history: History, name: str, old: float, errors: float) -> float:
+    """Return the change of a metric from its old mean to that of the last steps.
+
+    The change is 0 unless it is more than `errors` standard errors.
+    """
     values = history.last(name, 2 * BLOCK)
     if not values:
         return 0.0
-    move = fmean(values[BLOCK:]) - fmean(values[:BLOCK])
+    move = fmean(values[BLOCK:]) - old
     longer = history.last(name, min(len(history.rows), 30)) or values
-    limit = max(5 * noise(longer) * math.sqrt(2 / BLOCK), 0.15 * history.most[name])
+    limit = max(errors * noise(longer) * math.sqrt(2 / BLOCK), 0.15 * history.most[name])
     return move if abs(move) > limit else 0.0
 
 
@@ -267,7 +280,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "nan": Check(
             find=not_finite,
             steps=1,
-            why="such a step is lost, and weights that are not finite stay so",
+            why="the step is lost, and weights that are not finite never recover",
             change=(_SLOWER, ("model.dtype", "float32")),
         ),
         "collapse": Check(
@@ -299,7 +312,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "large_updates": Check(
             find=large_updates,
             steps=3,
-            why="a policy that moves this far in a step soon forgets what it could do",
+            why="a policy that changes this much in a step soon loses its abilities",
             change=(_SLOWER, ("optimizer.warmup_steps", 10)),
         ),
         "ratio_drift": Check(
@@ -332,7 +345,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "length_explosion": Check(
             find=length_explosion,
             steps=7,
-            why="long completions cost time, and truncated ones are scored as failures",
+            why="long completions cost time, and truncated completions are scored as failures",
             change=(("length_penalty.name", "soft"), ("filter.mask_truncated", True)),
         ),
         "repetition": Check(
@@ -351,7 +364,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "format_only": Check(
             find=format_only,
             steps=10,
-            why="the format gets its reward, and no reward favours correct answers",
+            why="the policy gets the reward for the format, but none for correct answers",
             change=(("rollout.group_size", Times(2)),),
             also="easier prompts, or a smaller weight of the format",
         ),
@@ -365,7 +378,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "mismatch": Check(
             find=mismatch,
             steps=3,
-            why="the policy that samples differs from the one that is trained",
+            why="the policy that samples differs from the policy that is trained",
             change=(("objective.correction", "token_truncate"), ("model.dtype", "float32")),
         ),
         "stalled": Check(

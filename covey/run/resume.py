@@ -62,7 +62,9 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
         asked = f"--step {step}: "
         if step and step not in found:
             have = ", ".join(str(each) for each in found) or "none"
-            raise RunError(f"{asked}{run.path} has no such checkpoint; its checkpoints: {have}")
+            raise RunError(
+                f"--step {step}: {run.path} has no checkpoint of this step; its checkpoints: {have}"
+            )
     if step == 0:
         return Start()
     if problem := damage(found[step]):
@@ -155,7 +157,9 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
         for leftover in (run.path / "checkpoints").glob(".*.partial"):
             shutil.rmtree(leftover)
     except OSError as error:
-        raise DiskError(f"cannot move records to {aside}: {error.strerror}") from None
+        raise DiskError(
+            f"cannot move the records of later steps to {aside}: {error.strerror}"
+        ) from None
     return aside if aside.exists() else None
 
 

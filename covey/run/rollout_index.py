@@ -150,7 +150,7 @@ class RolloutIndex:
         found = self.entries[place : place + 1]
         row = self._read(found[0]) if found and found[0].line == line else None
         if row is None:
-            raise RunError(f"{self.path} has no readable line {line}")
+            raise RunError(f"line {line} of {self.path} cannot be read")
         return row
 
     def _read(self, entry: Entry) -> Row | None:
@@ -209,7 +209,7 @@ class RolloutIndexes:
         try:
             found = path.stat()
         except OSError:
-            raise RunError(f"{path.name} is not among the run's rollouts") from None
+            raise RunError(f"the run has no rollouts file {path.name}") from None
         key = (path, found.st_size, found.st_mtime_ns)
         with self._lock:
             index = self._kept.pop(key, None) or RolloutIndex(path)

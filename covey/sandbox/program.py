@@ -67,7 +67,8 @@ def run_program(
         reply, errors = _receive(process, limits.total_seconds + _GRACE_SECONDS, most)
     if not reply.startswith(harness.READY):
         reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RewardError(f"sandbox: did not start: {reason or 'no reason was given'}")
+        reason = reason or "no reason was given"
+        raise RewardError(f"sandbox: the sandbox did not start: {reason}")
     return _read_reports(reply[len(harness.READY) :], len(cases))
 
 
@@ -82,8 +83,8 @@ def require_isolation() -> None:
     if reason:
         raise ConfigError(
             f"sandbox: programs cannot be isolated on this machine: {reason}; run `apt install "
-            "bubblewrap` (0.7 or newer; Linux must allow namespaces), or set unsafe = true to run "
-            "programs without protection"
+            "bubblewrap` (0.7 or newer, on a Linux that allows namespaces), or set unsafe = true "
+            "to run programs without protection"
         )
 
 

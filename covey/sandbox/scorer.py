@@ -130,9 +130,9 @@ class Sandboxed:
         except _GoneError:
             ready = False
         if not ready:
-            complaint = _complaint(process)
+            reason = _complaint(process) or "no reason was given"
             self.close()
-            raise RewardError(f"sandbox: did not start: {complaint or 'no reason given'}")
+            raise RewardError(f"sandbox: the sandbox did not start: {reason}")
         return process
 
     def _start(self) -> subprocess.Popen[bytes]:

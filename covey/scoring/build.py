@@ -70,9 +70,10 @@ def make_scorer(
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
     """Refuse a scoring time limit that is shorter than the reward's own time limit."""
-    if timeout < max_seconds(reward):
+    longest = max_seconds(reward)
+    if timeout < longest:
         raise ConfigError(
-            f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} "
-            f"seconds that reward {name} may take: raise scoring.timeout, or lower the reward's "
-            "option total_seconds if it has one"
+            f"config: scoring.timeout = {timeout:g} is less than the {longest:g} seconds that "
+            f"the reward {name} may take; raise scoring.timeout, or lower the option total_seconds "
+            "of the reward if it has one"
         )

@@ -98,7 +98,7 @@ class Pool:
         self._again = partial(
             Pool, reward, identity, workers=workers, timeout=timeout, gigabytes=gigabytes
         )
-        self._payload = pickled(reward, f"reward {identity}: cannot be sent to a scoring process")
+        self._payload = pickled(reward, f"reward {identity}")
         self._workers = workers
         self._timeout = timeout
         self._gigabytes = gigabytes

@@ -138,8 +138,8 @@ class Arithmetic(GeneratedTask):
         GeneratedTask.__post_init__(self)
         if not 1 <= self.min_operations <= self.max_operations <= 12:
             raise ConfigError(
-                "task: operations must satisfy 1 <= min_operations <= max_operations <= 12, "
-                f"not {self.min_operations} and {self.max_operations}"
+                f"task: min_operations = {self.min_operations} and max_operations = "
+                f"{self.max_operations} must satisfy 1 <= min_operations <= max_operations <= 12"
             )
 
     def _prompt(self, split: str, index: int) -> Prompt:

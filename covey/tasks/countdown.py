@@ -118,17 +118,17 @@ class Countdown(GeneratedTask):
         GeneratedTask.__post_init__(self)
         if not 3 <= self.min_numbers <= self.max_numbers <= 6:
             raise ConfigError(
-                "task: numbers must satisfy 3 <= min_numbers <= max_numbers <= 6, "
-                f"not {self.min_numbers} and {self.max_numbers}"
+                f"task: min_numbers = {self.min_numbers} and max_numbers = {self.max_numbers} must "
+                "satisfy 3 <= min_numbers <= max_numbers <= 6"
             )
         if self.max_number < 10 or self.max_target < 20:
             raise ConfigError(
-                "task: max_number must be at least 10 and max_target at least 20, "
-                f"not {self.max_number} and {self.max_target}"
+                f"task: max_number = {self.max_number} must be at least 10, and max_target = "
+                f"{self.max_target} must be at least 20"
             )
         if self.template and not all(place in self.template for place in ("{numbers}", "{target}")):
             raise ConfigError(
-                f"task: template = {self.template!r} must have {{numbers}} and {{target}}"
+                f"task: template = {self.template!r} must contain {{numbers}} and {{target}}"
             )
 
     def _prompt(self, split: str, index: int) -> Prompt:

@@ -52,7 +52,7 @@ class DatasetTask:
             chosen[-1] = True
         training = [p for p, out in zip(self.prompts, chosen, strict=True) if not out]
         if not training:
-            raise ConfigError("dataset: give at least two rows, or separate held_out rows")
+            raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
         return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
 
 

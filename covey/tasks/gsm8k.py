@@ -53,8 +53,8 @@ class Gsm8k:
     def __post_init__(self) -> None:
         if bool(self.train_file) != bool(self.held_out_file):
             raise ConfigError(
-                "task: give both train_file and held_out_file, or neither to use openai/gsm8k, not "
-                f"{self.train_file!r} and {self.held_out_file!r}"
+                f"task: train_file = {self.train_file!r} and held_out_file = "
+                f"{self.held_out_file!r}; set both files, or set neither to use openai/gsm8k"
             )
 
     def train(self) -> Sequence[Prompt]:

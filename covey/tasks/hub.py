@@ -32,27 +32,26 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
         if local.is_file():
             kind = FORMATS.get(local.suffix)
             if kind is None:
-                raise DataError(f"task: cannot read {path}: give one of {', '.join(FORMATS)}")
+                endings = ", ".join(FORMATS)
+                raise DataError(f"task: cannot read {path}: give a file that ends in {endings}")
             options = OPTIONS.get(kind, {})
             return dict(datasets.load_dataset(kind, data_files=str(local), **options))
         return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
     except DataError:
         raise
     except Exception as error:  # errors of datasets, the network or a file format
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
-            f"task: cannot load the dataset {path!r}: {_why(error)}; without access to the Hub, "
-            "give the path of a local folder or file, or use the task jsonl"
+            f"task: cannot load the dataset {path!r}: {why}; without access to the Hub, give the "
+            "path of a local folder or file, or use the task jsonl"
         ) from None
-
-
-def _why(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[NumberedRow]:
     """Yield the rows of one split with their indices, from 0."""
     if split not in splits:
-        raise DataError(f"task: {source} has no split {split!r}{nearest(split, splits)}")
+        hint = nearest(split, splits)
+        raise DataError(f"task: {source} has no split {split!r}{hint}")
     for number, row in enumerate(splits[split]):
         yield number, f"{source} {split}[{number}]", row
 
@@ -79,13 +78,13 @@ class Hub(RowReader):
         RowReader.__post_init__(self)
         if not 0 < self.held_out_share < 1:
             raise ConfigError(
-                f"task: held_out_share = {self.held_out_share} must lie between 0 and 1; "
-                "set held_out_split to train on all of train_split"
+                f"task: held_out_share = {self.held_out_share} must be between 0 and 1; "
+                "to train on all rows of train_split, set held_out_split"
             )
         if self.held_out_split == self.train_split:
             raise ConfigError(
                 f"task: train_split and held_out_split are both {self.train_split!r}; leave "
-                "held_out_split empty to hold out a fraction of it"
+                "held_out_split empty to hold out a fraction of train_split"
             )
 
     def train(self) -> Sequence[Prompt]:

@@ -31,8 +31,8 @@ class Jsonl(RowReader):
         RowReader.__post_init__(self)
         if not 0 < self.held_out_share < 1:
             raise ConfigError(
-                f"task: held_out_share = {self.held_out_share} must lie between 0 and 1; "
-                "set held_out_file to train on all of train_file"
+                f"task: held_out_share = {self.held_out_share} must be between 0 and 1; "
+                "to train on all rows of train_file, set held_out_file"
             )
 
     def train(self) -> Sequence[Prompt]:

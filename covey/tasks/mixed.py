@@ -134,8 +134,11 @@ def _build(key: str, options: Mapping[str, Any]) -> Task:
         raise ConfigError(f"config: {where}.name = {name!r} must be the name of a task")
     constructor, preset = find_task(name, f"{where}.name")
     given = {k: v for k, v in options.items() if k not in ("name", "weight")}
-    if twice := sorted(preset.keys() & given.keys()):
-        raise ConfigError(f"config: {where}.{twice[0]} is already set by the name {name!r}")
+    for option in sorted(preset.keys() & given.keys()):
+        raise ConfigError(
+            f"config: {where}.{option} cannot be set, because the task name {name!r} already sets "
+            "it"
+        )
     section = Named.model_validate({"name": name, **preset, **given})
     resolved = resolve_options(constructor, section, where)
     try:

@@ -159,9 +159,10 @@ class ReasoningGym(GeneratedTask):
             except ConfigError:
                 raise
             except Exception as error:  # datasets raise assertions, type errors and others
+                options, kind = dict(self.options or {}), type(error).__name__
                 raise ConfigError(
-                    f"task: reasoning_gym's {self.dataset} does not take {split}_size = {size} "
-                    f"and options = {dict(self.options or {})}: {type(error).__name__}: {error}"
+                    f"task: reasoning_gym's {self.dataset} does not accept {split}_size = {size} "
+                    f"and options = {options}: {kind}: {error}"
                 ) from None
         self._check_hash_seed()
 
@@ -169,10 +170,11 @@ class ReasoningGym(GeneratedTask):
         parts = (self.options or {}).get("datasets", ()) if self.dataset == "composite" else ()
         dependent = HASH_DEPENDENT & {self.dataset, *(part["name"] for part in parts)}
         if dependent and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+            datasets = ", ".join(sorted(dependent))
             raise ConfigError(
-                f"task: reasoning_gym's {', '.join(sorted(dependent))} gives different prompts or "
-                "targets in each process, so a run could not be resumed or compared; set the "
-                "environment variable PYTHONHASHSEED=0"
+                f"task: reasoning_gym's {datasets} gives different prompts or targets in each "
+                "process, so a run could not be resumed or compared; set the environment variable "
+                "PYTHONHASHSEED=0"
             )
 
     def _check_options(self) -> None:
@@ -184,8 +186,10 @@ class ReasoningGym(GeneratedTask):
         known = [name for name in fields if name not in ("seed", "size")]
         for option in self.options or {}:
             if option not in known:
-                what = f"task: options.{option} is not an option of {self.dataset}"
-                raise ConfigError(f"{what}{nearest(option, known)}")
+                hint = nearest(option, known)
+                raise ConfigError(
+                    f"task: options.{option} is not an option of {self.dataset}{hint}"
+                )
 
     def _prompt(self, split: str, index: int) -> Prompt:
         size = self.train_size if split == "train" else self.held_out_size
@@ -224,9 +228,10 @@ class ReasoningGym(GeneratedTask):
                 continue
             if (hash_fraction(str(entry["question"])) < HELD_OUT_SHARE) == (split == "held_out"):
                 return seed, entry
+        options = dict(self.options or {})
         raise DataError(
-            f"task: reasoning_gym's {self.dataset} with options = {dict(self.options or {})} has "
-            f"too few different prompts for a {split} split"
+            f"task: reasoning_gym's {self.dataset} with options = {options} has too few different "
+            f"prompts for a {split} split"
         )
 
 

@@ -70,10 +70,11 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return import_callable(name, where), {}
     if name == DATASET:
         raise ConfigError(
-            f"config: {where} = {name!r} is data that was passed in Python: call covey.train(..., "
-            "dataset=...), with resume=RUN to continue a run"
+            f"config: {where} = {name!r} means data that was passed in Python; call "
+            "covey.train(..., dataset=...), and add resume=RUN to resume a run"
         )
-    raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, TASKS)}")
+    hint = nearest(name, TASKS)
+    raise ConfigError(f"config: {where} = {name!r} is not known{hint}")
 
 
 def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:
@@ -90,7 +91,7 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
     methods = all(callable(getattr(task, method, None)) for method in ("train", "held_out"))
     if not methods or not isinstance(getattr(task, "name", None), str):
         raise ConfigError(
-            f"config: {where} = {name!r} returned {type(task).__name__}, not a task: a task has "
-            "a name, train() and held_out()"
+            f"config: {where} = {name!r} returned {type(task).__name__}, which is not a task; a "
+            "task has a name, train() and held_out()"
         )
     return UserTask(task, name)

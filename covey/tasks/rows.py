@@ -94,8 +94,8 @@ class RowReader:
                     raise DataError(line) from None
                 skipped.append(line)
         if not prompts:
-            lost = f": {len(skipped)} bad rows, the first: {skipped[0]}" if skipped else ""
-            raise DataError(f"task: {source} has no prompts{lost}")
+            bad_rows = f": {len(skipped)} bad rows, the first: {skipped[0]}" if skipped else ""
+            raise DataError(f"task: {source} has no prompts{bad_rows}")
         return prompts
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
@@ -104,7 +104,8 @@ class RowReader:
         chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
         if not chosen:
             raise DataError(
-                f"task: {source} has too few rows for held_out_share = {share}: no {split} prompts"
+                f"task: {source} has too few rows: with held_out_share = {share}, there are no "
+                f"{split} prompts"
             )
         return chosen
 

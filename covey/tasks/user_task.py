@@ -56,8 +56,10 @@ class UserTask:
         except Exception as error:
             raise DataError(f"{where} fails: {described(error)}") from error
         if listed is None or isinstance(listed, str | bytes):
-            what = f"returned {type(found).__name__}"
-            raise DataError(f"{where} {what}; it must return a sequence of covey.Prompt")
+            raise DataError(
+                f"{where} returned {type(found).__name__}; it must return a sequence of "
+                "covey.Prompt"
+            )
         count = len(listed) if isinstance(listed, list | tuple) else min(FIRST, len(listed))
         for index in range(count):
             if problem := _problem(listed[index]):

@@ -52,9 +52,9 @@ class Budget:
             most = PATIENCE * -(-self.amount // settings.updates)
             if used.steps > most:
                 raise RunError(
-                    f"after {used.steps} steps only {used.updates} of the {self.amount} optimizer "
-                    "steps of train.stop_after were taken, because most steps have no group to "
-                    "train on; use easier prompts, or another filter"
+                    f"after {used.steps} training steps, the run took only {used.updates} of the "
+                    f"{self.amount} optimizer steps that train.stop_after sets, because most steps "
+                    "have no group to train on; use easier prompts, or another filter"
                 )
         return False
 

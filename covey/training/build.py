@@ -14,10 +14,11 @@ from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import adapter_base, add_adapter, load_adapter, set_dropout
+from covey.models.adapter import add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
+from covey.models.model_path import adapter_base
 from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
@@ -190,7 +191,7 @@ def check_ranks(config: Config, world: World, digest: str) -> None:
     """Refuse ranks that differ in weights or data, and settings that need a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
-            "config: overlap.mode = 'copy' works only on one rank; set it to 'ahead', or set "
+            "config: overlap.mode = 'copy' works only on one rank; set overlap.mode = 'ahead' or "
             "overlap.staleness = 0"
         )
     check_alike(world, "weights or data", digest)
@@ -312,14 +313,14 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
         return model
     if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
         raise ConfigError(
-            f"config: model.path = {config.model.path!r} is an adapter together with a model; give "
-            "a folder with only its adapter_config.json and adapter_model.safetensors"
+            f"config: model.path = {config.model.path!r} contains both an adapter and a model; "
+            "give a folder with only adapter_config.json and adapter_model.safetensors"
         )
     for name in ("also_train", "dropout", "load_in_4bit"):
         if wanted.rank == 0 and getattr(wanted, name):
             raise ConfigError(
-                f"config: adapter.{name} needs adapter.rank; without an adapter all weights are "
-                "trained"
+                f"config: adapter.{name} has no effect without an adapter; set adapter.rank, or "
+                f"leave adapter.{name} out to train all weights"
             )
     if wanted.rank == 0:
         return model

@@ -22,26 +22,26 @@ CHANGES = "changes.jsonl"
 old and new value."""
 OTHER_RUN = "start a new run from the checkpoint, with --model"
 FIXED: Mapping[str, str] = {
-    "seed": f"it decides which prompts and random numbers all steps draw; {OTHER_RUN}",
-    "model.path": "the weights are those of the run's checkpoint",
-    "model.dtype": f"the checkpoint's steps were computed in another one; {OTHER_RUN}",
+    "seed": f"the seed decides the prompts and random numbers of all steps; {OTHER_RUN}",
+    "model.path": "a resumed run uses the weights of its checkpoint",
+    "model.dtype": f"the steps of the checkpoint were computed in another dtype; {OTHER_RUN}",
     "model": f"prompts would be rendered or computed in another way; {OTHER_RUN}",
-    "adapter": f"the checkpoint holds weights of the adapter as it is; {OTHER_RUN}",
-    "task": f"steps would draw other prompts, and repeat or lose some; {OTHER_RUN}",
-    "rollout.prompts_per_step": "steps would draw other prompts, and repeat or lose some; change "
-    "rollout.group_size instead",
+    "adapter": f"the checkpoint has the weights of the original adapter; {OTHER_RUN}",
+    "task": f"steps would draw other prompts, and repeat or lose some prompts; {OTHER_RUN}",
+    "rollout.prompts_per_step": "steps would draw other prompts, and repeat or lose some prompts; "
+    "change rollout.group_size instead",
     "rollout.max_prompt_tokens": f"steps would draw from other prompts; {OTHER_RUN}",
     "rollout.long_prompts": f"steps would draw from other prompts; {OTHER_RUN}",
-    "reward": f"rewards before and after could not be compared; {OTHER_RUN}",
-    "environment": f"rollouts before and after could not be compared; {OTHER_RUN}",
-    "objective.name": f"it would be another algorithm; {OTHER_RUN}",
-    "reference": f"the reference began with the run; {OTHER_RUN}",
-    "teacher": f"the teacher began with the run; {OTHER_RUN}",
-    "curriculum": "the checkpoint holds its results as it is; let the run end first",
-    "replay": "the checkpoint holds the groups as they are; let the run end first",
-    "optimizer.state": f"the checkpoint holds the other kind of state; {OTHER_RUN}",
-    "overlap": "the checkpoint holds rollouts that were generated ahead; let the run end first",
-    "sft.solutions": "steps would draw other solutions, and repeat or lose some",
+    "reward": f"rewards before and after the change could not be compared; {OTHER_RUN}",
+    "environment": f"rollouts before and after the change could not be compared; {OTHER_RUN}",
+    "objective.name": f"a run trains with one algorithm; {OTHER_RUN}",
+    "reference": f"the reference is fixed when the run starts; {OTHER_RUN}",
+    "teacher": f"the teacher is fixed when the run starts; {OTHER_RUN}",
+    "curriculum": "the checkpoint has statistics of the original curriculum; let the run end first",
+    "replay": "the checkpoint has groups to replay; let the run end first",
+    "optimizer.state": f"the checkpoint has the other kind of optimizer state; {OTHER_RUN}",
+    "overlap": "the checkpoint has rollouts that were generated ahead; let the run end first",
+    "sft.solutions": "steps would draw other solutions, and repeat or lose some solutions",
     "sft.file": f"steps would draw other solutions; {OTHER_RUN}",
     "sft.template": f"steps would draw other solutions; {OTHER_RUN}",
 }
@@ -79,8 +79,8 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
     """Refuse a number of training steps that the run has already passed."""
     if not sft and config.train.budget == "steps" and config.train.steps < step:
         raise ConfigError(
-            f"train.steps = {config.train.steps}: the run is already at step {step}; set more "
-            f"steps, or resume an earlier checkpoint with --step"
+            f"train.steps = {config.train.steps}, but the run is already at step {step}; raise "
+            "train.steps, or resume an earlier checkpoint with --step"
         )
 
 

@@ -98,7 +98,8 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
     """Restore policy and reference from the checkpoint of a step; return the saved state."""
     saved = load_policy(policy, folder)
     if saved["step"] != step:
-        raise RunError(f"{folder} contains the checkpoint of step {saved['step']}, not of {step}")
+        saved_step = saved["step"]
+        raise RunError(f"{folder} contains the checkpoint of step {saved_step}, not of step {step}")
     if reference is not None:
         reference.load(folder)
     if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these fields

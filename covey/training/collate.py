@@ -78,8 +78,8 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
         raise ConfigError(
-            "objective: this algorithm compares the parts of the reward, and this reward has none; "
-            "use another reward, or an algorithm such as grpo"
+            "objective: this algorithm compares the parts of the reward, but this reward has no "
+            "parts; use another reward, or an algorithm such as grpo"
         )
     for rollout in scored:
         if missing := [name for name in names if name not in rollout.parts]:
@@ -142,14 +142,15 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
         segments = [(row.segment.trained, row.segment.kept) for row in rows]
         kept = KeptSets.of(segments, tokens.shape[1])
         wrong = kept.lacking(tokens).any(axis=1)
-        what = "a token is not in its kept set"
+        problem = "a token is not in its kept set"
     except (ValueError, zlib.error) as error:
-        wrong, what = np.ones(len(rows), dtype=bool), str(error)
+        wrong, problem = np.ones(len(rows), dtype=bool), str(error)
     if wrong.any():
         first = rows[int(wrong.argmax())].of
         raise ModelError(
-            f"engine: {what}, in completion {first.sample} of prompt {first.prompt_id}; "
-            "rollout.mask_replay needs the set that every token was drawn from"
+            f"engine: completion {first.sample} of prompt {first.prompt_id} has invalid kept sets: "
+            f"{problem}; rollout.mask_replay needs the set of tokens that each token was sampled "
+            "from"
         )
     return kept
 
@@ -161,9 +162,8 @@ def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
     """
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():
-        first = rollouts[int(wrong.any(dim=1).int().argmax())]
+        first, count = rollouts[int(wrong.any(dim=1).int().argmax())], int(wrong.sum())
         raise ModelError(
-            f"engine: log-probabilities of {int(wrong.sum())} tokens are not finite, the first in "
-            f"completion {first.sample} of prompt {first.prompt_id}; check the model's weights and "
-            "model.dtype"
+            f"engine: the log-probs of {count} tokens are not finite, the first in completion "
+            f"{first.sample} of prompt {first.prompt_id}; check the model's weights and model.dtype"
         )

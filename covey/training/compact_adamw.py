@@ -179,9 +179,10 @@ class _Masters(Mapping[str, torch.Tensor]):
 def _check(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.bfloat16, torch.float32):
+            dtype = str(parameter.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"config: optimizer.state = 'compact' needs weights in bfloat16 or float32, but "
-                f"{name} is {str(parameter.dtype).removeprefix('torch.')}; set it to 'float32'"
+                f"{name} is in {dtype}; set optimizer.state = 'float32'"
             )
 
 

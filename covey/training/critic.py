@@ -101,8 +101,8 @@ def make_critic(
     model = load(section.path or config.model.path)
     if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
-            f"config: critic.path = {section.path!r} has another tokenizer than model.path = "
-            f"{config.model.path!r}; a critic must give the same ids to the same tokens"
+            f"config: critic.path = {section.path!r} has a different tokenizer than model.path = "
+            f"{config.model.path!r}; the critic must use the same token ids as the policy"
         )
     output = model.head.linear.weight
     if model.model.get_input_embeddings().weight is not output:

@@ -16,16 +16,16 @@ from covey.types import Batch
 CAUSES = {
     "ref_logp": (
         "the reference",
-        "the KL penalty needs them. Check the weights and the dtype of the reference "
-        "(reference.kind), or set objective.beta = 0 to train without a reference",
+        "check the weights and the dtype of the reference (reference.kind), or set objective.beta "
+        "= 0 to train without a reference",
     ),
     "teacher_logp": (
         "the teacher",
-        "distillation needs them. Check the weights of the teacher (teacher.path) and model.dtype",
+        "check the weights of the teacher (teacher.path) and model.dtype",
     ),
     "old_logp": (
         "the policy",
-        "ratios need them. Check the weights and model.dtype; if earlier steps were finite, lower "
+        "check the weights and model.dtype; if earlier steps were finite, lower "
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
@@ -42,8 +42,8 @@ def check_finite(batch: Batch, step: int) -> None:
     *counts, tokens = torch.stack([*wrong, batch.mask.sum()]).tolist()  # one read from the device
     for name, count in zip(known, counts, strict=True):
         if count:
-            whose, remedy = CAUSES[name]
+            source, remedy = CAUSES[name]
             raise ModelError(
-                f"step {step}: log-probabilities from {whose} are not finite for {count} of "
-                f"{tokens} tokens; {remedy}. No optimizer step was taken"
+                f"step {step} was not trained, because the log-probs of {source} are not finite "
+                f"for {count} of {tokens} tokens; {remedy}"
             )

@@ -29,8 +29,8 @@ def interaction_of(
         factory = make_factory(section.name, section.options)
     if section.max_tokens <= config.rollout.max_tokens:
         raise ConfigError(
-            f"config: environment.max_tokens = {section.max_tokens}, the limit of a conversation, "
-            f"must be more than rollout.max_tokens = {config.rollout.max_tokens}, that of one turn"
+            f"config: environment.max_tokens = {section.max_tokens} (for a whole conversation) "
+            f"must be more than rollout.max_tokens = {config.rollout.max_tokens} (for one turn)"
         )
     name = section.call_format if section.call_format != "auto" else call_format_of(model)
     form = CALL_FORMATS[name]

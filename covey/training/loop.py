@@ -78,10 +78,10 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            what = f"step {state.step} was abandoned while it waited or evaluated"
+            ended = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(f"{what}; --resume continues from the last checkpoint") from None
-            log.note(what)
+                raise RunError(f"{ended}; --resume continues from the last checkpoint") from None
+            log.note(ended)
         except Exception:
             loop.keep_progress()
             raise

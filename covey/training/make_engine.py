@@ -36,7 +36,7 @@ def check_engine(config: Config) -> None:
     if config.cluster.address and config.cluster.trainers and "RANK" not in os.environ:
         raise ConfigError(
             f"config: cluster.trainers = {config.cluster.trainers} works only with `covey train` "
-            "and `covey sft`; start the ranks with torchrun, or set it to 0"
+            "and `covey sft`; start the ranks with torchrun, or set cluster.trainers = 0"
         )
     if config.cluster.any_actors:
         from covey.cluster.ray_client import check_room, connect
@@ -162,7 +162,7 @@ def ray_reference(config: Config, load: Load) -> Reference:
     if config.reference.kind != "frozen" or config.adapter.rank:
         raise ConfigError(
             "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no "
-            "adapter, because other references change with the policy or share its weights"
+            "adapter, because other references change with the policy or use the policy's weights"
         )
     settings = _changed(config, device="cuda" if config.cluster.engine_gpus else "cpu")
     return RayReference(

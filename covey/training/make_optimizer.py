@@ -32,7 +32,7 @@ def adamw_of(
     if settings.state == "compact" and sharded:
         raise ConfigError(
             "config: optimizer.state = 'compact' does not work with parallel.strategy = 'fsdp', "
-            "which divides the state among ranks; set it to 'float32'"
+            "which divides the state among ranks; set optimizer.state = 'float32'"
         )
     if settings.state == "compact":
         return CompactAdamW(parameters, **options, seed=config.seed)

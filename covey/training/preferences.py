@@ -37,8 +37,7 @@ def read_pairs(file: str) -> list[Prompt]:
         rejected = prompt.info.get("rejected")
         if not isinstance(rejected, str):
             number = prompt.id.rsplit("/", 1)[1]
-            what = "no 'rejected'" if rejected is None else "a 'rejected' that is not text"
-            raise DataError(f"preferences: {file}:{number} has {what}")
+            raise DataError(f"preferences: {file}:{number} has no text in the field 'rejected'")
     return prompts
 
 

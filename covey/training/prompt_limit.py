@@ -32,7 +32,7 @@ def longest_prompt(config: Config, context: int) -> int:
     if room < 1:
         raise ConfigError(
             f"config: rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a "
-            f"prompt: the model's context is {context}"
+            f"prompt in the model's context of {context} tokens"
         )
     return min(room, config.rollout.max_prompt_tokens or room)
 
@@ -43,8 +43,8 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
         return model
     if config.environment.name != NONE:
         raise ConfigError(
-            "config: rollout.long_prompts = 'truncate' does not work with an environment, whose "
-            "conversations are kept whole; set it to 'skip'"
+            "config: rollout.long_prompts = 'truncate' does not work with an environment, because "
+            "conversations are not truncated; set rollout.long_prompts = 'skip'"
         )
     return replace(model, longest_prompt=longest_prompt(config, model.context))
 
@@ -65,21 +65,22 @@ def fitting_prompts(
     if not long:
         return prompts, []
     worst = max(long, key=lambda index: long[index])
-    found = (
+    too_long = (
         f"{len(long)} of {len(checked)} {split} prompts have more than {limit} tokens; the "
         f"longest, {prompts[worst].id}, has {long[worst]}"
     )
+    why = _why(config, model.context)
     if choice == "truncate":
-        return prompts, [f"{found}: their first tokens are cut off"]
+        return prompts, [f"{too_long}: the first tokens of these prompts are cut off"]
     if choice == "error":
         raise DataError(
-            f"task: {found}: {_why(config, model.context)}; set rollout.long_prompts = 'skip' to "
-            "leave them out, or 'truncate' to cut off their first tokens"
+            f"task: {too_long} ({why}); set rollout.long_prompts = 'skip' to leave long prompts "
+            "out, or 'truncate' to cut off their first tokens"
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        raise DataError(f"task: {found}: none is left; {_why(config, model.context)}")
-    return kept, [f"{found}: they are left out"]
+        raise DataError(f"task: no {split} prompt is short enough: {too_long} ({why})")
+    return kept, [f"{too_long}: these prompts are left out"]
 
 
 def _why(config: Config, context: int) -> str:

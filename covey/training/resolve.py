@@ -87,8 +87,8 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     check_teacher(resolved.teacher, privileged=privileged)
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
-            f"config: {resolved.objective.name} puts privileged text into the prompt of a single "
-            "completion; it does not work with an environment"
+            f"config: {resolved.objective.name} does not work with an environment, because it adds "
+            "privileged text to the prompt of a single completion"
         )
 
 
@@ -105,26 +105,29 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     size, k = resolved.rollout.group_size, option(objective.advantage, "k")
     if size == 1 and "groups" in objective.needs:
         raise ConfigError(
-            f"config: rollout.group_size = 1, and {resolved.objective.name} compares the "
-            "completions of a prompt: it must be greater than or equal to 2"
+            f"config: rollout.group_size = 1, but {resolved.objective.name} compares the "
+            "completions of a prompt; set rollout.group_size to at least 2"
         )
     others = option(objective.advantage, "baseline") not in (None, "loo1")
     if k is not None and k > size - others:
-        needs = f"a rollout.group_size of at least {k + others}"
-        raise ConfigError(f"config: objective.k = {k} needs {needs}, but it is {size}")
+        least = k + others
+        raise ConfigError(
+            f"config: objective.k = {k} needs rollout.group_size = {least} or more, not {size}"
+        )
     prompts, mini_batches = resolved.rollout.prompts_per_step, resolved.train.mini_batches
     if objective.pairs and mini_batches > prompts:
         raise ConfigError(
-            f"config: train.mini_batches = {mini_batches}, but {resolved.objective.name} needs the "
-            f"whole group in an optimizer step; rollout.prompts_per_step is {prompts}"
+            f"config: train.mini_batches = {mini_batches} must be at most rollout.prompts_per_step "
+            f"= {prompts}, because {resolved.objective.name} needs whole groups in an optimizer "
+            "step"
         )
     given = resolved.objective.options
     if "parts" in objective.needs and not objective.parts:
         for name in ("part_weights", "gate"):
             if given.get(name, ()) not in ((), [], -1):
                 raise ConfigError(
-                    f"config: objective.{name} depends on the order of the reward parts; list them "
-                    "in objective.parts"
+                    f"config: objective.{name} depends on the order of the reward parts; list the "
+                    "parts in objective.parts"
                 )
 
 
@@ -137,13 +140,13 @@ def _check_preferences(config: Config, objective: Objective) -> None:
         return
     if not objective.pairs:
         raise ConfigError(
-            f"config: preferences.file needs an objective of pairs, dpo or ipo, and not "
+            f"config: preferences.file needs an objective on preference pairs (dpo or ipo), not "
             f"{config.objective.name}"
         )
     if config.overlap.staleness:
         raise ConfigError(
-            "config: preferences.file generates nothing that training could overlap with; set "
-            "overlap.staleness = 0"
+            "config: preferences.file needs overlap.staleness = 0, because no completions are "
+            "generated that training could overlap with"
         )
 
 
@@ -152,13 +155,13 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
-            f"config: {name} uses ratios to the engine's log-probs, which rollout.top_k, top_p and "
-            "min_p change to those of a truncated distribution; set rollout.mask_replay = true"
+            f"config: {name} uses ratios to the engine's log-probs, but rollout.top_k, top_p or "
+            "min_p truncates the engine's distribution; set rollout.mask_replay = true"
         )
     if objective.corrects:
         raise ConfigError(
             f"config: {name} already uses ratios to the engine's log-probs, so "
-            "objective.correction and objective.veto have nothing to correct; leave them out"
+            "objective.correction and objective.veto have nothing to correct; leave both out"
         )
 
 
@@ -172,13 +175,18 @@ def _check_mask_replay(resolved: Config, objective: Objective) -> None:
     """Reject mask_replay if the engine cannot return kept sets, or a server cannot use them."""
     if not sampling_of(resolved).returns_kept:
         return
-    what = "config: rollout.mask_replay = true does not work with"
     if resolved.engine.kind == "vllm":
-        raise ConfigError(f"{what} engine.kind = 'vllm', which does not return the kept tokens")
+        raise ConfigError(
+            "config: rollout.mask_replay = true does not work with engine.kind = 'vllm', which "
+            "does not return the tokens that top_k, top_p and min_p kept"
+        )
     server = "reference" in objective.needs and resolved.reference.kind == "server"
     if server or ("teacher" in objective.needs and resolved.teacher.url):
         section = "reference.kind = 'server'" if server else "teacher.url"
-        raise ConfigError(f"{what} {section}: the server does not get the kept tokens")
+        raise ConfigError(
+            f"config: rollout.mask_replay = true does not work with {section}, because the server "
+            "does not get the tokens that top_k, top_p and min_p kept"
+        )
 
 
 def _check_watching(config: Config) -> None:
@@ -212,10 +220,10 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
     if resolved.stale and blind and not objective.corrects:
         staleness, groups = resolved.overlap.staleness, resolved.replay.groups
-        what = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
+        cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: with {what}, completions come from older weights, which needs a correction: "
-            f"set objective.correction = {STALE_CORRECTION!r}"
+            f"config: with {cause}, completions come from older weights; to correct for that, set "
+            f"objective.correction = {STALE_CORRECTION!r}"
         )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
@@ -266,7 +274,8 @@ def _environment_options(config: Config) -> dict[str, object]:
         if section.options:
             key = next(iter(section.options))
             raise ConfigError(
-                f"config: environment.{key} is an option of an environment; set environment.name"
+                f"config: environment.{key} is set, but no environment is chosen; set "
+                "environment.name"
             )
         return {}
     return resolve_options(find_environment(section.name), section, "environment")

@@ -113,7 +113,8 @@ def _check_lengths(parts: SftParts) -> None:
     if not examples:
         raise DataError(
             f"sft: all {len(left_out)} solutions of step 1 are longer than sft.max_tokens = "
-            f"{parts.max_tokens}; raise it (the shortest solution has {min(left_out)} tokens)"
+            f"{parts.max_tokens}; raise sft.max_tokens (the shortest solution has {min(left_out)} "
+            "tokens)"
         )
 
 

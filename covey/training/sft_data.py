@@ -114,5 +114,7 @@ def _end(model: LanguageModel) -> int:
     turn_end = None if model.renderer is None else model.renderer.turn_end
     end = model.tokenizer.eos_token_id if turn_end is None else turn_end
     if end is None:
-        raise ModelError("model: the tokenizer has no end-of-sequence token to end a solution with")
+        raise ModelError(
+            "model: the tokenizer has no end-of-sequence token, which must end every solution"
+        )
     return int(end)

@@ -65,9 +65,10 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     masters = optimizer.masters
     named = {key.split(".", 1)[1] for key in saved}
     if named != set(masters):
-        other = min(named ^ set(masters))
+        name = min(named ^ set(masters))
         raise RunError(
-            f"checkpoint {folder} is of another model: one of the two has no tensor {other}"
+            f"checkpoint {folder} belongs to another model: the tensor {name} is missing in the "
+            "checkpoint or in the model"
         )
     tensors = {key: _blank(key, masters) for key in saved}
     try:

@@ -199,7 +199,7 @@ def rollouts_file(site: Site, query: Query) -> Path:
     place, step = site.place(query), int(_number(query, "step", 0))
     kept = dict(RunFolder(place.path).numbered("rollouts", ".jsonl"))
     if step not in kept:
-        raise RunError(f"step {step} kept no rollouts")
+        raise RunError(f"the run has no rollouts of step {step}")
     return kept[step]
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from covey.accel.head import Head, chunk_rows, token_logp
+from covey.accel.head import Head, token_logp
+from covey.accel.head_chunks import chunk_rows
 from tests.processes import forked
 
 

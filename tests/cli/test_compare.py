@@ -163,9 +163,9 @@ def test_finished_runs_are_not_repeated(
     assert arms(near)["still"].weights == arms(finished)["frozen"].weights
     capsys.readouterr()
     assert covey(command(finished, "--algorithms", "grpo,dapo")) == 2
-    assert "contains another comparison" in capsys.readouterr().err
+    assert "contains a comparison with other settings" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
-    assert "and their last bits depend on that" in capsys.readouterr().err
+    assert "changes the last bits" in capsys.readouterr().err
 
 
 def test_arms_with_other_rewards_are_evaluated_with_the_common_one(finished: Path) -> None:
@@ -295,8 +295,8 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--algorithms", "grpo"], "nothing to compare: give two arms or more"),
-        (["--add", "dapo"], "--add needs the --folder of a comparison"),
+        (["--algorithms", "grpo"], "nothing to compare: give at least two arms"),
+        (["--add", "dapo"], "--add extends the comparison in --folder"),
         (["--report", "nowhere"], "nowhere is not a comparison"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
         (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs --amount"),

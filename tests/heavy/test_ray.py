@@ -60,7 +60,7 @@ def test_a_scoring_worker_that_is_killed_loses_no_score() -> None:
 
 def test_more_than_the_cluster_has_is_one_line() -> None:
     connect("local")
-    with pytest.raises(ConfigError, match=r"asks for 3000 CPUs \(1000 engines\), but Ray has"):
+    with pytest.raises(ConfigError, match=r"needs 3000 CPUs \(1000 engines\), but Ray has"):
         check_room([("engines", 1000, Need(cpus=3))])
 
 
@@ -69,7 +69,8 @@ def test_a_wrong_address_is_one_line() -> None:
 
     ray.shutdown()
     with pytest.raises(
-        ConfigError, match=r"cluster.address = '127.0.0.1:9': Ray cannot be reached"
+        ConfigError,
+        match=r"cluster.address = '127.0.0.1:9', but this Ray cluster cannot be reached",
     ):
         connect("127.0.0.1:9")
 
@@ -82,7 +83,9 @@ def test_a_ray_that_starts_too_slowly_is_one_line(monkeypatch: pytest.MonkeyPatc
 
     ray.shutdown()
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ConfigError, match=r"'local': Ray does not start here: .* timed out"):
+    with pytest.raises(
+        ConfigError, match=r"'local', but Ray cannot start on this machine: .* timed out"
+    ):
         connect("local")
 
 

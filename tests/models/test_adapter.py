@@ -19,11 +19,12 @@ from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, ModelError, RunError
-from covey.models.adapter import adapter_base, adapter_off, add_adapter, load_adapter
+from covey.models.adapter import adapter_off, add_adapter, load_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.logp import batch_logp
 from covey.models.merge import merge_adapter, merged_state_dict
+from covey.models.model_path import adapter_base
 from covey.training.checkpoint import load_policy, save_policy
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
@@ -382,7 +383,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         (peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]), "not a plain LoRA adapter"),
         (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "not a plain LoRA adapter"),
         (peft.LoraConfig(r=2, target_modules=["lm_head"]), "not a plain LoRA adapter"),
-        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "supports LORA"),
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "supports only LoRA"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # peft warns about such adapters

@@ -6,9 +6,11 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import transformers
 from tokenizers.processors import TemplateProcessing
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
@@ -17,6 +19,7 @@ from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError, ModelError
 from covey.models.chat_template import Renderer, Template, make_renderer
 from covey.models.load_model import load_language_model
+from covey.models.template_worker import render
 from covey.rewards.build import make_reward
 from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
@@ -80,13 +83,13 @@ def test_braces_in_a_prompt_are_not_fields() -> None:
     ("form", "message"),
     [
         ("chatt", "did you mean 'chat'?"),
-        ("", "is not auto, chat, plain or a text"),
-        ("Q: {questoin}", "has the field {questoin}"),
-        ("Q: {question!r}", "has the field {question!r}"),
-        ("Q: {question:9}", "has the field {question:9}"),
-        ("Q: {}", "has the field {}"),
-        ("Q: {question} {", "double all braces"),
-        ("{system}", "has no {question}"),
+        ("", "is not 'auto', 'chat', 'plain' or a text"),
+        ("Q: {questoin}", "has the unknown field {questoin}"),
+        ("Q: {question!r}", "has the unknown field {question!r}"),
+        ("Q: {question:9}", "has the unknown field {question:9}"),
+        ("Q: {}", "has the unknown field {}"),
+        ("Q: {question} {", "for braces that are not fields"),
+        ("{system}", "must contain the field {question}"),
     ],
 )
 def test_an_invalid_template_is_an_error(form: str, message: str) -> None:
@@ -106,7 +109,9 @@ def test_a_required_chat_template_must_exist_and_work() -> None:
     alternating = (
         "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     )
-    with pytest.raises(DataError, match="conversation of user, assistant, user: one turn"):
+    with pytest.raises(
+        DataError, match="conversation with the roles user, assistant, user: one turn"
+    ):
         made(alternating).text([ASKED, TOLD, ASKED])
     with pytest.raises(DataError, match="a prompt has 3 turns"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
@@ -120,20 +125,51 @@ def test_chat_options_reach_the_chat_template() -> None:
         text = make_renderer(tokenizer, Template(chat_options=options)).text([ASKED])
         assert text == "<|user|>1+1?<eos><|assistant|>" + end
     with pytest.raises(
-        ConfigError, match=r"chat_options\.loud: the chat template of tiny does not"
+        ConfigError,
+        match=r"chat_options\.loud has no effect, because the chat template of tiny does not",
     ):
         make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
-    with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quie has no effect, because the chat"):
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
-    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey sets this itself"):
+    with pytest.raises(
+        ConfigError, match=r"chat_options\.messages cannot be set, because Covey sets it itself"
+    ):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, but tiny"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet has no effect, because tiny"):
         make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 
 def test_chat_options_come_from_the_configuration() -> None:
     config = load_config("arithmetic", ["model.chat_options.enable_thinking=false"])
     assert template_of(config).chat_options == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        CHECKPOINT.joinpath("chat_template.jinja").read_text(),
+        "{% for m in messages %}\n  {% generation %}\n  {%- set seen = m.content %}{{ seen }}\n"
+        "  {% endgeneration %}{{ seen }}|\n{% endfor %}\n",
+        "{{ messages | tojson }} {{ tools | tojson(indent=2) }} {{ documents is none }}",
+        "{{ messages[0] | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}"
+        "{% break %}{% endfor %}",
+        "{%- if tools is defined and not tools -%} none {%- endif -%} {{ bos_token }}",
+        "{{ raise_exception('out of order') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_a_template_is_rendered_as_transformers_renders_it(template: str) -> None:
+    messages = [{**ASKED, "content": "a < b, ä"}, TOLD]
+    more: dict[str, Any] = {"bos_token": "<s>", "add_generation_prompt": True}
+    try:
+        (text,), _ = render_jinja_template([messages], chat_template=template, **more)
+        expected = {"text": text}
+    except jinja2.TemplateError as error:
+        expected = {"error": str(error)}
+    assert render({"messages": messages, "template": template, "arguments": more}) == expected
 
 
 def test_the_date_in_a_template_is_fixed() -> None:

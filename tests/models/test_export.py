@@ -232,9 +232,9 @@ def test_a_dry_push_lists_every_file_and_sends_nothing(
     ("more", "code", "words"),
     [
         (["--push", "me//x"], 2, "--push me//x: "),
-        (["--push", "alone", "--dry-run"], 2, "give OWNER/NAME"),
+        (["--push", "alone", "--dry-run"], 2, "as OWNER/NAME"),
         (["--dry-run"], 2, "give --push"),
-        (["--push", "me/x"], 1, "hub cannot be reached"),
+        (["--push", "me/x"], 1, "Hub cannot be reached"),
     ],
 )
 def test_a_push_that_cannot_work_exports_nothing(

@@ -43,9 +43,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run/sums-grpo-1/checkpoints/000010", "no folder 'run'; did you mean 'runs'?"),
         ("/no/such/model", "there is no folder '/no'"),
         ("my.toml/x/y", "there is no folder 'my.toml/x'"),
-        ("runs/sums-grpo-1", "is a run; give its newest checkpoint: runs/sums-grpo-1/checkpoints/000010"),
-        ("runs/young", "is a run; it has no checkpoint yet"),
-        ("runs", "runs is a folder without config.json or adapter_config.json"),
+        ("runs/sums-grpo-1", "is a run, not a model; give its newest checkpoint: runs/sums-grpo-1/checkpoints/000010"),
+        ("runs/young", "is a run, not a model; it has no checkpoint yet"),
+        ("runs", "runs is not a model: it has no config.json or adapter_config.json"),
         ("my.toml", "my.toml is not a GGUF file"),
     ],
 )  # fmt: skip

@@ -240,9 +240,12 @@ def test_without_a_penalty_nothing_is_loaded_or_asked(options: list[str]) -> Non
     ("overrides", "words"),
     [
         (["alpha=0.5"], "reference.alpha = 0.5 has no effect with reference.kind = 'frozen'"),
-        (["kind=renewed", "alpha=0.5"], "it is a setting of 'moving'"),
+        (["kind=renewed", "alpha=0.5"], "it works only with reference.kind = 'moving'"),
         (["kind=moving", "url=http://x"], "reference.url = 'http://x' has no effect"),
-        (["kind=offloaded", "every=5"], "it is a setting of 'moving' or 'renewed'"),
+        (
+            ["kind=offloaded", "every=5"],
+            "it works only with reference.kind = 'moving' or 'renewed'",
+        ),
         (["kind=server"], "needs reference.url"),
         (["kind=server", "url=http://x", "every=7"], "reference.every = 7 has no effect"),
     ],
@@ -266,7 +269,7 @@ def made(kind: str, model: LanguageModel, *options: str) -> Reference:
 
 def test_kinds_that_an_adapter_needs_or_forbids(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load_language_model(qwen, device="cpu")
-    with pytest.raises(ConfigError, match="needs an adapter to switch off"):
+    with pytest.raises(ConfigError, match="needs an adapter to turn off"):
         made("adapter_off", plain)
     adapted = add_adapter(plain, rank=2)
     for kind in ("moving", "renewed"):
@@ -274,7 +277,8 @@ def test_kinds_that_an_adapter_needs_or_forbids(qwen: str, monkeypatch: pytest.M
             made(kind, adapted)
     monkeypatch.delenv("NO_TOKEN", raising=False)
     with pytest.raises(
-        ConfigError, match="'NO_TOKEN': the variable does not contain a valid token"
+        ConfigError,
+        match="'NO_TOKEN', but this environment variable does not contain a valid token",
     ):
         made("server", plain, "reference.url=http://127.0.0.1:1", "reference.token_env=NO_TOKEN")
 

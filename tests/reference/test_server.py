@@ -385,7 +385,7 @@ def test_what_would_fail_again_is_an_error_at_once(
     ],
 )
 def test_an_address_that_is_none_is_named(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"reference\.url = .* must be like http"):
+    with pytest.raises(ConfigError, match=r"reference\.url = .* is not a URL such as http"):
         Address(url=url)
 
 

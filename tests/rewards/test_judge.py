@@ -284,7 +284,9 @@ def test_a_grade_is_read(content: str, grade: int) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_grade_is_not_taken_for_one(content: str) -> None:
-    with pytest.raises(RewardError, match=r"^judge: no grade from 0 to 10 in its reply") as raised:
+    with pytest.raises(
+        RewardError, match=r"^judge: the reply must have one grade from 0 to 10"
+    ) as raised:
         parse_grade(content, 10)
     assert len(str(raised.value)) < 300
 
@@ -403,7 +405,7 @@ def test_a_redirect_takes_the_key_nowhere(server: Server) -> None:
 )  # fmt: skip
 def test_garbage_is_no_score_and_is_not_asked_for_twice(server: Server, body: str) -> None:
     judge = server.judge("raw", model=body)
-    with pytest.raises(RewardError, match=r"^judge: reply is not a chat completion") as raised:
+    with pytest.raises(RewardError, match=r"^judge: the reply is not a chat completion") as raised:
         judge(prompt(), "18")
     assert KEY not in str(raised.value)
     assert len(str(raised.value)) < 300
@@ -416,7 +418,9 @@ def test_a_reply_that_was_cut_off_is_no_grade(server: Server) -> None:
 
 
 def test_a_reply_without_a_grade_is_no_score(server: Server) -> None:
-    with pytest.raises(RewardError, match=r"^judge: no grade from 0 to 10 in its reply: 'Well'$"):
+    with pytest.raises(
+        RewardError, match=r"^judge: the reply must have one grade from 0 to 10, not 'Well'$"
+    ):
         server.judge("say_model", model="Well")(prompt(), "18")
 
 
@@ -587,13 +591,13 @@ def test_any_completion_can_be_sent(server: Server, text: str) -> None:
         ({"max_tokens": 0}, "max_tokens = 0 must be between 1 and 100000"),
         ({"model": " "}, "model = ' ' must not be empty"),
         ({"criteria": ""}, "criteria = '' must not be empty"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; set it"),
-        ({"base_url": "localhost:8000/v1"}, "'localhost:8000/v1' must be like http://localhost:8000/v1"),
-        ({"base_url": "file:///etc/passwd"}, "must be like http"),
-        ({"base_url": "http://"}, "must be like http"),
-        ({"base_url": "http://h/v1 x"}, "must be like http"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; set this variable"),
+        ({"base_url": "localhost:8000/v1"}, "'localhost:8000/v1' is not a URL such as http://localhost:8000/v1"),
+        ({"base_url": "file:///etc/passwd"}, "is not a URL such as http"),
+        ({"base_url": "http://"}, "is not a URL such as http"),
+        ({"base_url": "http://h/v1 x"}, "is not a URL such as http"),
         ({"base_url": "http://h:99999/v1"}, "is not a web address"),
-        ({"base_url": ""}, "base_url = '' must be like http"),
+        ({"base_url": ""}, "base_url = '' is not a URL such as http"),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_a_config_error_of_one_line(options: dict[str, Any], message: str) -> None:
@@ -655,7 +659,7 @@ def test_a_completion_is_sent_once_with_a_cache(server: Server, tmp_path: Path) 
 def test_a_reply_without_a_grade_is_not_kept(server: Server, tmp_path: Path) -> None:
     judge = server.judge("say_model", model="no idea", cache=str(tmp_path))
     for _ in range(2):
-        with pytest.raises(RewardError, match="judge: no grade"):
+        with pytest.raises(RewardError, match="judge: the reply must have one grade"):
             judge(prompt(), "18")
     assert len(server.requests(judge)) == 2
 
@@ -663,6 +667,8 @@ def test_a_reply_without_a_grade_is_not_kept(server: Server, tmp_path: Path) -> 
 def test_a_rate_limit_holds_requests_back(server: Server) -> None:
     judge = server.judge("grade", requests_per_minute=1, total_seconds=1.0, timeout=0.5)
     assert judge(prompt(), "18").reward == 1.0
-    with pytest.raises(RewardError, match=r"requests_per_minute = 1 .* no request in time"):
+    with pytest.raises(
+        RewardError, match=r"requests_per_minute = 1 .* delay a request beyond its time limit"
+    ):
         judge(prompt(), "17")
     assert len(server.requests(judge)) == 1

@@ -178,6 +178,26 @@ def test_the_timeline_says_when_a_problem_ended() -> None:
     assert (finding.name, finding.since, finding.until) == ("repetition", 21, 30)
 
 
+HACKED = (
+    (3.591, 0.289, 28.5, 0.977), (3.320, 0.188, 27.6, 0.992), (3.525, 0.078, 29.3, 0.961), (4.005, 0.078, 33.2, 0.969),
+    (4.248, 0.031, 35.7, 0.953), (5.355, 0.016, 40.6, 0.742), (4.973, 0.055, 39.8, 0.844), (5.903, 0.008, 43.6, 0.602),
+    (6.002, 0.023, 42.5, 0.508), (6.025, 0.055, 43.5, 0.539), (6.667, 0.023, 45.8, 0.336), (7.161, 0.008, 46.1, 0.234),
+    (7.170, 0.023, 45.7, 0.227), (7.745, 0.000, 46.8, 0.086), (8.469, 0.000, 47.4, 0.023), (8.806, 0.000, 47.9, 0.008),
+)  # fmt: skip
+"""Reward, success, length and stop rate of the embedded model where every digit is rewarded."""
+
+
+def test_a_reward_that_is_hacked_at_once_is_named_before_its_consequences() -> None:
+    names = ("objective/scores", "objective/success", "rollout/lengths", "rollout/stop_rate")
+    rows = [
+        {"step": step, **dict(zip(names, values, strict=True))}
+        for step, values in enumerate(HACKED, start=1)
+    ]
+    found = timeline(rows, SETTINGS)
+    assert [finding.name for finding in found] == ["parts_against", "length_explosion"]
+    assert [finding.until for finding in found] == [None, None]
+
+
 def test_a_run_without_a_new_step_is_stalled() -> None:
     rows = list(healthy_rows())
     assert silence(rows, 59.0) is None

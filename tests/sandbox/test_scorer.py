@@ -130,7 +130,7 @@ def test_threads_take_turns(scorer: Sandboxed) -> None:
 
 
 def test_a_sandbox_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RewardError, match=r"sandbox: did not start: .*\w"):
+    with pytest.raises(RewardError, match=r"sandbox: the sandbox did not start: .*\w"):
         Sandboxed(modules=("covey.errors",), limits=LIMITS).score("", "x")
 
 

@@ -200,7 +200,7 @@ def test_quick_rewards_stay_here_and_others_get_processes() -> None:
 
 def test_a_time_limit_that_is_shorter_than_the_reward_s_own_is_refused() -> None:
     reward = CodeTests(unsafe=True, seconds=2.0, total_seconds=6.0)
-    why = r"scoring\.timeout = 6 is less than the 7 seconds that reward code_tests .* total_seconds"
+    why = r"scoring\.timeout = 6 is less than the 7 seconds that the reward code_tests .* total_seconds"
     with pytest.raises(ConfigError, match=why):
         make_scorer("code_tests", reward, workers=1, timeout=6.0)
     make_scorer("code_tests", reward, workers=1, timeout=7.0).close()

@@ -195,6 +195,6 @@ def test_a_problem_may_be_asked_in_other_words() -> None:
 
 @pytest.mark.parametrize("template", ["Make {target}.", "Use {numbers}.", "Play."])
 def test_a_template_without_its_places_is_an_error(template: str) -> None:
-    with pytest.raises(ConfigError, match=r"must have {numbers} and {target}") as raised:
+    with pytest.raises(ConfigError, match=r"must contain {numbers} and {target}") as raised:
         Countdown(template=template)
     assert repr(template) in str(raised.value)

@@ -132,14 +132,16 @@ def test_a_column_that_is_not_there_is_named(table: Path) -> None:
 def test_too_few_rows_for_the_share_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"question": "q", "answer": "a"}\n')
-    with pytest.raises(DataError, match=r"too few rows for held_out_share = 1e-09: no held_out"):
+    with pytest.raises(
+        DataError, match=r"too few rows: with held_out_share = 1e-09, there are no held_out"
+    ):
         Hub(path=str(path), held_out_share=1e-9).held_out()
 
 
 def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.docx"
     path.write_text("x")
-    with pytest.raises(DataError, match=r"give one of \.csv, \.parquet, \.json, \.jsonl$"):
+    with pytest.raises(DataError, match=r"ends in \.csv, \.parquet, \.json, \.jsonl$"):
         Hub(path=str(path)).train()
 
 
@@ -170,8 +172,8 @@ def test_subset_and_revision_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"held_out_share": 0.0}, "held_out_share = 0.0 must lie between 0 and 1"),
-        ({"held_out_share": 1.0}, "held_out_share = 1.0 must lie between 0 and 1"),
+        ({"held_out_share": 0.0}, "held_out_share = 0.0 must be between 0 and 1"),
+        ({"held_out_share": 1.0}, "held_out_share = 1.0 must be between 0 and 1"),
         ({"held_out_split": "train"}, "are both 'train'"),
         ({"prompt": "m", "template": "t"}, "not both"),
     ],

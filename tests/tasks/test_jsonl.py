@@ -373,7 +373,7 @@ def test_one_file_is_split_by_a_hash_of_the_prompt(tmp_path: Path) -> None:
     assert {p.text.removesuffix("\n\nThink.").removesuffix(" Think.") for p in again} == held_out
     with pytest.raises(ConfigError, match=r"held_out_share = 1\.5"):
         Jsonl(train_file=str(file), held_out_share=1.5)
-    with pytest.raises(DataError, match="too few rows for held_out_share"):
+    with pytest.raises(DataError, match="too few rows: with held_out_share"):
         Jsonl(train_file=str(file), held_out_share=1e-9).held_out()
 
 

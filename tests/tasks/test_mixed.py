@@ -169,7 +169,7 @@ def test_mixtures_may_be_mixed() -> None:
         ),
         (
             {"g": {"name": "reasoning_gym:chain_sum", "dataset": "lcm"}},
-            "config: task.parts.g.dataset is already set by the name 'reasoning_gym:chain_sum'",
+            "config: task.parts.g.dataset cannot be set, because the task name 'reasoning_gym:chain_sum'",
         ),
     ],
     ids=str,

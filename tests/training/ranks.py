@@ -29,6 +29,8 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 def start_ranks(size: int, work: Callable[[int], int], folder: Path) -> list[int]:
     """Start processes that each do `work` as one of several ranks; return their ids."""
+    import torch.distributed.checkpoint  # noqa: F401 - once here, and not in every rank
+
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
 

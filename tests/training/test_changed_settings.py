@@ -63,7 +63,7 @@ def test_a_finished_run_goes_on_as_the_longer_run(
         ("task.max_operations=1", "other prompts"),
         ("rollout.prompts_per_step=4", "other prompts"),
         ("reward.name=math_answer", "compared"),
-        ("objective.name=dapo", "another algorithm"),
+        ("objective.name=dapo", "one algorithm"),
         ("optimizer.state=compact", "state"),
         ("reference.kind=moving", "reference"),
     ],

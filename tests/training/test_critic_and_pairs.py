@@ -173,7 +173,7 @@ def test_pairs_of_a_file_are_learned_without_sampling(name: str, tmp_path: Path)
 def test_a_file_with_errors_is_refused_with_the_line(tmp_path: Path) -> None:
     rows = pairs(3)
     del rows[1]["rejected"]
-    with pytest.raises(DataError, match=r"x\.jsonl:2 has no 'rejected'"):
+    with pytest.raises(DataError, match=r"x\.jsonl:2 has no text in the field 'rejected'"):
         read_pairs(write(tmp_path / "x.jsonl", rows))
     with pytest.raises(DataError, match=r"y\.jsonl:1 has no 'chosen'"):
         read_pairs(write(tmp_path / "y.jsonl", [{"prompt": "?", "rejected": "a"}]))
@@ -182,10 +182,10 @@ def test_a_file_with_errors_is_refused_with_the_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["objective.name=grpo", "preferences.file=x"], "needs an objective of pairs"),
+        (["objective.name=grpo", "preferences.file=x"], "needs an objective on preference pairs"),
         (["objective.name=dpo", "preferences.max_tokens=9"], "needs preferences.file"),
         (["objective.name=dpo", "preferences.file=x", "overlap.staleness=1"], "staleness"),
-        (["objective.name=dpo", "train.mini_batches=8"], "needs the whole group"),
+        (["objective.name=dpo", "train.mini_batches=8"], "needs whole groups"),
     ],
 )
 def test_what_cannot_work_is_refused(given: list[str], message: str) -> None:

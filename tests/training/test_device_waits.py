@@ -15,6 +15,7 @@ from covey.objective import build as build_objective
 from covey.objective import with_advantage
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
+from covey.training import garbage
 from covey.training.build import assemble
 from covey.training.loop import train
 from covey.training.optimizer import Stepped
@@ -134,7 +135,9 @@ def test_all_rows_of_a_batch_are_the_batch_unless_it_has_padding_to_lose() -> No
     assert wider.rows(torch.arange(6)).tokens.equal(batch.tokens)
 
 
-def test_a_run_keeps_the_collector_off_what_was_there_before(tmp_path: Path) -> None:
+def test_a_run_keeps_the_collector_off_what_was_there_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Counts(Notes):
         frozen = 0
 
@@ -142,6 +145,7 @@ def test_a_run_keeps_the_collector_off_what_was_there_before(tmp_path: Path) -> 
             self.frozen = gc.get_freeze_count()
 
     counts, before = Counts(), gc.get_freeze_count()
+    monkeypatch.setattr(garbage, "_frozen", False)
     gc.unfreeze()
     parts = assemble(resolve(load_config("arithmetic", [*SHORT, "train.steps=1"])))
     train(parts, RunFolder.create(tmp_path / "run", "", {}), [counts], StopSignal())

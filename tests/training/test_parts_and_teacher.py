@@ -65,7 +65,7 @@ def test_a_part_that_is_missing_is_named(parts: tuple[str, ...], message: str) -
 
 
 def test_a_reward_without_parts_cannot_be_compared_part_by_part() -> None:
-    with pytest.raises(ConfigError, match="this reward has none"):
+    with pytest.raises(ConfigError, match="this reward has no parts"):
         collate([group(with_parts(1.0), with_parts(0.0))], parts=())
 
 
@@ -133,7 +133,9 @@ def test_tokens_that_a_teacher_finds_impossible_are_counted_and_floored() -> Non
 def test_a_teacher_that_gives_no_numbers_stops_the_run() -> None:
     batch = make_batch()
     broken = replace(batch, teacher_logp=torch.full(batch.mask.shape, torch.nan))
-    with pytest.raises(ModelError, match="step 3: log-probabilities from the teacher are not fin"):
+    with pytest.raises(
+        ModelError, match="step 3 was not trained, because the log-probs of the teacher"
+    ):
         check_finite(broken, 3)
 
 
@@ -142,20 +144,20 @@ def config_of(*settings: str) -> Config:
 
 
 PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
-ONE_TEACHER = "config: this objective needs a teacher; set one of teacher.path and teacher.url"
-TRUNCATED = "which rollout.top_k, top_p and min_p change to those of a truncated distribution; set rollout.mask_replay = true"
+ONE_TEACHER = "config: this objective needs a teacher; set either teacher.path or teacher.url"
+TRUNCATED = "but rollout.top_k, top_p or min_p truncates the engine's distribution; set rollout.mask_replay = true"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([PKPO, "objective.k=9"], "config: objective.k = 9 needs a rollout.group_size of at least 9, but it is 8"),
-        ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs a rollout.group_size of at least 9, but it is 8"),
-        (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights depends on the order of the reward parts; list them in objective.parts"),
-        (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate depends on the order of the reward parts; list them in objective.parts"),
-        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' of gdpo: the KL belongs to no part of the reward; set objective.kl_in = 'loss'"),
+        ([PKPO, "objective.k=9"], "config: objective.k = 9 needs rollout.group_size = 9 or more, not 8"),
+        ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs rollout.group_size = 9 or more, not 8"),
+        (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights depends on the order of the reward parts; list the parts in objective.parts"),
+        (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate depends on the order of the reward parts; list the parts in objective.parts"),
+        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' does not work with gdpo, because the KL belongs to no part of the reward; set objective.kl_in = 'loss'"),
         (["objective.name=bapo", "rollout.top_p=0.9"], f"config: bapo uses ratios to the engine's log-probs, {TRUNCATED}"),
-        (["objective.name=m2po", "objective.veto=0.1"], "config: m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave them out"),
+        (["objective.name=m2po", "objective.veto=0.1"], "config: m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave both out"),
         ([TEACHER], ONE_TEACHER),
         ([TEACHER, "teacher.path=a", "teacher.url=http://b"], ONE_TEACHER),
         ([TEACHER, "teacher.path=a", "teacher.timeout=3"], "config: teacher.timeout has no effect without teacher.url"),
@@ -184,6 +186,5 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         make_teacher(config, policy=policy, load=lambda path: other)
     assert str(raised.value) == (
-        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; a "
-        "teacher must give the same ids to the same tokens"
+        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; the teacher must use the same token ids as the policy"
     )

@@ -75,7 +75,8 @@ CASES = {
     2: {name: everything(name) for name in HERE} | SPECIAL,
     4: {name: [f"objective.name={name}", *OLD.get(name, [])] for name in HERE} | SPECIAL,
 }
-"""By the number of ranks."""
+"""By the number of ranks. Shards on four ranks are tried without every algorithm: an algorithm sums
+over ranks before gradients are reduced, by shards or not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,9 +255,9 @@ def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
             settings = plain.model_copy(update={"parallel": Parallel(strategy=strategy)})
             with joined_world(settings) as world:
                 ours = Trainer(world, strategy)
-                for name, config in configs.items():
-                    what = f"{strategy} {name}"
-                    assert_close(ours.outcome(config, groups), wanted[name], 1e-6, what)
+                for name in SPECIAL if (size, strategy) == (4, "fsdp") else configs:
+                    found = ours.outcome(configs[name], groups)
+                    assert_close(found, wanted[name], 1e-6, f"{strategy} {name}")
                 for name, change in SHAPES.items():
                     assert_close(ours.outcome(plain, change(groups)), shaped[name], 1e-6, name)
                 found = ours.outcome(plain, groups, exact=True)

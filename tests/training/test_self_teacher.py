@@ -195,7 +195,9 @@ def test_a_column_of_the_data_and_the_target_may_be_privileged(embedded: Languag
     assert write.text(group, group.rollouts[0]) == "So: 2+2\n\n= 4"
     section = config_of("teacher.context={solution = '{text}'}").teacher
     check_context(section, prompt)
-    with pytest.raises(ConfigError, match=r"teacher\.context\.solution is no column.* target"):
+    with pytest.raises(
+        ConfigError, match=r"teacher\.context\.solution: the data has no column.* target"
+    ):
         check_context(section, PROMPT)
 
 
@@ -220,12 +222,12 @@ def test_feedback_comes_from_the_score() -> None:
     [
         (["teacher.policy="], "teacher.policy to 'current', 'frozen' or 'moving'"),
         (["teacher.path=embedded"], "neither teacher.path nor teacher.url"),
-        (["objective.name=opd"], "teacher.policy = 'current' is the teacher of sdpo"),
+        (["objective.name=opd"], "teacher.policy = 'current' works only with sdpo"),
         (["teacher.alpha=0.1"], "teacher.alpha has no effect without teacher.policy = 'moving'"),
         (["teacher.temperature=0.5"], "teacher.temperature has no effect"),
         (["teacher.context={}"], "teacher.context is empty"),
-        (["teacher.context={success = 'x'}"], "teacher.context.success has no {text}"),
-        (["teacher.template={prompt}"], "teacher.template has no {context}"),
+        (["teacher.context={success = 'x'}"], "teacher.context.success must contain {text}"),
+        (["teacher.template={prompt}"], "teacher.template must contain {context}"),
         (["environment.name=calculator"], "does not work with an environment"),
     ],
 )

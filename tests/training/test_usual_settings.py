@@ -87,7 +87,7 @@ def test_dropout_acts_in_training_passes_alone_and_resumes_exactly(tmp_path: Pat
 def test_settings_of_an_adapter_need_one(setting: str) -> None:
     if "4bit" in setting and importlib.util.find_spec("bitsandbytes"):
         pytest.skip("the model is loaded first")
-    with pytest.raises(ConfigError, match=r"needs (adapter\.rank|bitsandbytes)"):
+    with pytest.raises(ConfigError, match=r"without an adapter|needs bitsandbytes"):
         load_model(resolve(load_config("arithmetic", [setting])))
 
 

@@ -73,8 +73,8 @@ def parse_arm(text: str) -> Arm:
     name = name.strip()
     if not colon or not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name):
         raise ConfigError(
-            f"--arm takes 'NAME: key=value, key=value', with a NAME that can be a folder's name, "
-            f"not {text!r}"
+            f"--arm {text!r} is not of the form 'NAME: key=value, key=value', where NAME has only "
+            "letters, digits and the characters _ . + -"
         )
     settings, offset = [], 0
     # Commas separate settings, except inside brackets and quotes.
@@ -97,7 +97,9 @@ def design_comparison(request: Request) -> Design:
     given, amount = _with_budget(given, common, request.budget, request.amount)
     common = resolve(parse_config(given))
     if common.evaluate.every == 0:
-        raise ConfigError("config: evaluate.every = 0, but a comparison needs evaluations")
+        raise ConfigError(
+            "config: evaluate.every = 0 turns evaluations off, but a comparison needs evaluations"
+        )
     design = Design(
         command=request.command(),
         given=given,
@@ -124,7 +126,9 @@ def _with_budget(
         return overridden({**given, "train": kept}, [f"train.steps={amount}"]), amount
     if amount is None:
         if budget == "tokens":
-            raise ConfigError("--budget tokens needs --amount: the tokens that each run samples")
+            raise ConfigError(
+                "--budget tokens needs --amount, the number of tokens that each run samples"
+            )
         amount = total_updates(common.train)
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
 
@@ -217,14 +221,15 @@ def _declared(design: Design, arm: Arm) -> Arm:
     fixed = [key for key in differences if key.startswith(FIXED)]
     if config.preferences.file:
         raise ConfigError(
-            "config: a comparison starts all arms from the same rollouts, and preferences.file has "
-            "none; leave it out, so that pairs come from sampled groups"
+            "config: a comparison cannot use preferences.file, because all arms start from the "
+            "same sampled rollouts; leave preferences.file out to make pairs from sampled groups"
         )
     if fixed:
+        key, value = fixed[0], toml_value(differences[fixed[0]])
         raise ConfigError(
-            f"--arm {arm.name}: {fixed[0]} = {toml_value(differences[fixed[0]])} would measure "
-            "this arm differently from the others; change it for all arms with --set (for another "
-            "seed, seed+=1000)"
+            f"--arm {arm.name}: an arm cannot set {key} = {value}, because all arms must be "
+            f"measured in the same way; set {key} for all arms with --set, or use seed+=1000 for "
+            "other seeds"
         )
     if arm.seed_offset:
         differences["seed"] = f"+{arm.seed_offset}"

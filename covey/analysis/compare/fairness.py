@@ -33,8 +33,8 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         task = task_of(config)
         if prompts_digest(held_out_of(config, task)) != expected:
             raise ConfigError(
-                f"--arm {name}: its held-out prompts differ from those of {first_name}, so their "
-                "accuracies cannot be compared; change [task] for all arms with --set"
+                f"--arm {name}: the held-out prompts differ from those of the arm {first_name}, so "
+                "the accuracies cannot be compared; change [task] for all arms with --set"
             )
         section = config.task.model_dump()
         if section not in seen:
@@ -48,8 +48,9 @@ def _check_disjoint(config: Config, task: Task) -> None:
     found = shared_prompts(task.train(), held_out)
     if found:
         raise DataError(
-            f"task: {len(found)} of {len(held_out)} held-out prompts are also training prompts and "
-            f"would measure memorization; the first is {found[0].id}: {found[0].text!r}"
+            f"task: {len(found)} of {len(held_out)} held-out prompts are also training prompts, so "
+            "evaluations would measure memorization; the first of these prompts is "
+            f"{found[0].id}: {found[0].text!r}"
         )
 
 

@@ -171,7 +171,7 @@ def _move_aside(path: Path) -> None:
             if log_path(path).exists():
                 log_path(path).rename(log_path(aside))
             return
-    raise RunError(f"{path}: 999 runs were already moved aside; remove some of them")
+    raise RunError(f"{path}: there are already 999 old runs at {path}.aside-N; delete some of them")
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:

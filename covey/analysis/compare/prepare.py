@@ -39,7 +39,7 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
     design = design_comparison(request)
     if len(design.arms) < 2:
         raise ConfigError(
-            "nothing to compare: give two arms or more, such as --algorithms grpo,dr_grpo,gspo"
+            "nothing to compare: give at least two arms, such as --algorithms grpo,dr_grpo,gspo"
         )
     stem = Path(request.source).stem
     numbered = (parent / f"{stem}-{number}" for number in itertools.count(1))
@@ -52,8 +52,8 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
         elif folder is not None:
             raise RunError(f"{path} already contains files that do not belong to a comparison")
     raise ConfigError(
-        f"{folder} contains another comparison, with other settings, arms or budget; choose "
-        "another --folder, or give --folder with only --add, --arm and --seeds to extend it"
+        f"{folder} contains a comparison with other settings, arms or budget; choose another "
+        "--folder, or extend this comparison with only --folder, --add, --arm and --seeds"
     )
 
 
@@ -68,8 +68,9 @@ def extend(
     old = read_design(folder)
     if threads not in (0, old.threads):
         raise ConfigError(
-            f"--threads {threads}: the runs of {folder} use {old.threads} threads, and their last "
-            "bits depend on that; omit --threads, or choose another --folder"
+            f"--threads {threads}: the runs of {folder} use {old.threads} threads, and another "
+            "number of threads changes the last bits of results; leave --threads out, or choose "
+            "another --folder"
         )
     new = with_arms(old, algorithms, arms)
     new = new if seeds is None else with_seeds(new, seeds)

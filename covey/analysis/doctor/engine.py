@@ -48,7 +48,7 @@ def engine_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
         parts,
         groups,
         "engine: log-probs",
-        "the engine's log-probs are not those of the policy: `covey numerics` finds the cause; set "
+        "the engine's log-probs differ from the policy's: `covey numerics` finds the cause; set "
         "train.old_logp = 'recompute' and objective.correction",
     )
     yield _greedy(parts, groups)
@@ -80,7 +80,7 @@ def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
     """Check that every greedy token has the highest probability in the model's forward pass."""
     name = "engine: greedy text"
     if parts.interaction is not None:
-        return Result(name=name, passed=None, figure="an environment decides what is read")
+        return Result(name=name, passed=None, figure="not checked with an environment")
     model = parts.policy.model
     made = generate(
         encode_prompts(model, [group.prompt for group in groups]),
@@ -101,5 +101,6 @@ def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
         name=name,
         passed=wrong == 0,
         figure=f"{wrong} of {total} tokens are not the likeliest",
-        remedy="the engine computes another model: try engine.kind = 'native', or report it",
+        remedy="the engine does not compute the same model: try engine.kind = 'native', or report "
+        "this result",
     )

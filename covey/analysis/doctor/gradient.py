@@ -24,8 +24,9 @@ from covey.types import Batch, Group, Rollout
 TOLERANCE, ROUNDED = 1e-3, 0.1
 """Largest allowed relative difference of two gradients, in float32 and in 16 bits."""
 REMEDY = (
-    "the loss of a step depends on how it is computed: an own objective must leave denominators to "
-    "its weights; set train.graphs = 'off' to rule out CUDA graphs, and report it otherwise"
+    "the loss of a step depends on how the batch is split or padded: your own objective must leave "
+    "denominators to its weights; set train.graphs = 'off' to rule out CUDA graphs, and otherwise "
+    "report this result"
 )
 
 

@@ -174,7 +174,7 @@ def _same_end(config: Config, whole: RunFolder, resumed: RunFolder) -> Result:
         name="resume",
         passed=True if not other else False if exact else None,
         figure=f"two steps, stopped after the first: {figure}",
-        remedy="the run depends on something that no checkpoint holds; look for state in your own "
+        remedy="the run depends on state that checkpoints do not save; look for state in your own "
         "reward, task or algorithm",
     )
 

@@ -130,8 +130,10 @@ _RECORDED = (
 def _rollout(row: dict[str, Any]) -> Rollout:
     lacking = [name for name in _RECORDED if name not in row]
     if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
-        what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than log-probs"
-        raise RunError(f"a recorded rollout of the step, of prompt {row['prompt_id']}, {what}")
+        problem = (
+            f"{lacking[0]} is missing" if lacking else "it has more or fewer tokens than log-probs"
+        )
+        raise RunError(f"a recorded rollout of prompt {row['prompt_id']} cannot be used: {problem}")
     values = {name: row[name] for name in _RECORDED}
     values["teacher_prompt"] = tuple(row.get("teacher_prompt", ()))
     if row.get("segments"):
@@ -152,7 +154,7 @@ def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
         return Rollout(**values, **read_episode(row))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"cannot read an episode of prompt {row['prompt_id']} in this step: {error!r}"
+            f"cannot read the recorded episode of prompt {row['prompt_id']}: {error!r}"
         ) from None
 
 

@@ -110,12 +110,14 @@ def objectives(
         critics = [name for name, o in built.items() if "values" in o.needs]
         if critics and not every:
             raise ConfigError(
-                f"--replay {critics[0]}: it needs the values of a critic, and this run trained none"
+                f"--replay {critics[0]}: this algorithm needs the values of a critic, but the run "
+                "has no critic"
             )
         built = {name: o for name, o in built.items() if name not in critics}
     unknown = [key for key in keys if key not in used]
     if unknown:
-        raise ConfigError(f"--set {unknown[0]}: none of {', '.join(built)} has such an option")
+        names = ", ".join(built)
+        raise ConfigError(f"--set {unknown[0]}: none of the algorithms {names} has this option")
     return built
 
 

@@ -40,7 +40,7 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
     name = str(question.get("algorithm", "grpo"))
     rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")
     if len(rewards) != len(lengths) or not 1 < len(rewards) <= MOST_COMPLETIONS:
-        raise ConfigError(f"a group has 2 to {MOST_COMPLETIONS} completions, each with a length")
+        raise ConfigError(f"give 2 to {MOST_COMPLETIONS} rewards, and one length for every reward")
     defaults = option_defaults(name)
     options: dict[str, float] = {
         key: float(question[key]) for key in OPTIONS if key in question and key in defaults
@@ -121,7 +121,7 @@ def _numbers(question: Mapping[str, Any], name: str) -> list[float]:
     try:
         return [float(n) for n in (given.split(",") if isinstance(given, str) else given)]
     except ValueError:
-        raise ConfigError(f"{name} must be numbers, with commas between them") from None
+        raise ConfigError(f"{name} must be a list of numbers, separated by commas") from None
 
 
 def main() -> None:

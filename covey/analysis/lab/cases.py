@@ -46,7 +46,7 @@ def read_labelled(path: Path) -> list[Case]:
     cases = read_cases(path)
     for number, case in enumerate(cases, start=1):
         if case.correct is None:
-            raise DataError(f"{path}: completion {number} has no 'correct'")
+            raise DataError(f"{path}: completion {number} has no label 'correct'")
     return cases
 
 
@@ -56,10 +56,11 @@ def _case(line: str, where: str) -> Case:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where} is not an object but {type(row).__name__}")
+        raise DataError(f"{where} must be a JSON object, not {type(row).__name__}")
     text = _pop(row, TEXTS)
     if not isinstance(text, str):
-        raise DataError(f"{where} has no text in {' or '.join(map(repr, TEXTS))}")
+        keys = " or ".join(map(repr, TEXTS))
+        raise DataError(f"{where} has no completion text; the text must have the key {keys}")
     content, target = _pop(row, PROMPTS), _pop(row, ("target", "answer"))
     correct = row.pop("correct", None)
     if correct is not None and not isinstance(correct, bool):

@@ -31,9 +31,9 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
     if not critic.learning_rate:
         yield Said(
             ("critic.learning_rate",),
-            title="critic.learning_rate = 0: the critic stays as it begins",
-            why="Advantages are then over a constant, at the cost of a second model.",
-            remedy="set a rate, such as 1e-5, or take an algorithm without a critic",
+            title="critic.learning_rate = 0: the critic never changes",
+            why="Advantages then use constant values, at the cost of a second model.",
+            remedy="set a rate, such as 1e-5, or use an algorithm without a critic",
         )
     if train.budget == "steps" and critic.warmup_steps >= train.steps:
         yield Said(
@@ -52,7 +52,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
         yield Said(
             ("objective.value_clip", "train.mini_batches", "train.epochs"),
             title=f"objective.value_clip = {clip!r} has no effect with one update per rollout",
-            why="The critic has not moved since its values were taken.",
+            why="The critic has not changed since its values were computed.",
             remedy="nothing, or take several updates (train.mini_batches)",
         )
 
@@ -65,10 +65,11 @@ def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
     if setup.objective.pairs and moves:
         yield Said(
             ("reference.kind", "reference.every", "objective.name"),
-            title=f"reference.kind = {reference.kind!r} moves what pairs are compared with",
-            why="Margins start again from 0 whenever the reference follows, so that beta holds the "
-            "policy near its recent self and not near its start.",
-            remedy="nothing, if this is intended; 'frozen' keeps it near its start",
+            title=f"reference.kind = {reference.kind!r} changes the reference of the pairs",
+            why="Margins start again from 0 whenever the reference is updated, so beta keeps the "
+            "policy near its recent weights and not near its initial weights.",
+            remedy="nothing, if this is intended; reference.kind = 'frozen' keeps the policy near "
+            "its initial weights",
         )
 
 

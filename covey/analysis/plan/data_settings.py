@@ -18,8 +18,9 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*given, "curriculum.sampling", "curriculum.drop_above", "curriculum.mixture"),
             title=f"{', '.join(given.values())}: no effect",
-            why="curriculum.sampling, drop_above and mixture choose prompts at random.",
-            remedy="set curriculum.sampling = 'uncertain', or remove it",
+            why="With these values of curriculum.sampling, drop_above and mixture, prompts are "
+            "chosen at random.",
+            remedy="set curriculum.sampling = 'uncertain', or remove these settings",
         )
     drawn = config.rollout.prompts_per_step * config.train.steps
     by_prompt = curriculum.sampling != "uniform" or curriculum.drop_above > 0
@@ -43,8 +44,8 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*given, "replay.groups"),
             title=f"{', '.join(given.values())}: no effect",
-            why="replay.groups = 0: nothing is replayed.",
-            remedy="set replay.groups, or remove it",
+            why="replay.groups is 0, so nothing is replayed.",
+            remedy="set replay.groups, or remove these settings",
         )
     if replay.groups and replay.max_age < config.train.updates:
         yield Said(

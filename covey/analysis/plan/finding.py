@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
-
+from covey.analysis.plan.forecast import cuda_available
 from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
@@ -134,4 +133,4 @@ def in_float32(config: Config) -> bool:
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")
-    return not gpu and not (config.model.device == "auto" and torch.cuda.is_available())
+    return not gpu and not (config.model.device == "auto" and cuda_available())

@@ -60,16 +60,16 @@ def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
 def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
     differences = _differences([setups[name].config for name in names])
     one_update = all(setups[name].one_update for name in names)
-    why, remedy = "", "drop all but one"
+    why, remedy = "", "keep only one of these arms"
     if one_update:
-        why = "With one update per rollout every ratio is 1, so ratios and clips have no effect. "
-        remedy = "take several updates per rollout, such as train.mini_batches = 4, or drop all "
-        remedy += "but one"
+        why = "With one update per rollout, every ratio is 1, so ratios and clips have no effect. "
+        remedy = "take several updates per rollout, such as train.mini_batches = 4, or keep only "
+        remedy += "one of these arms"
     what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
     said = Said(
         (*differences,),
         title=f"{_listed(names)} are the same algorithm here",
-        why=f"{why}They differ in {what}: any difference between their results is chance.",
+        why=f"{why}The arms differ in {what}: any difference between their results is chance.",
         remedy=remedy,
     )
     return said.finding("same", "one-update-per-rollout" if one_update else "arms-of-a-comparison")
@@ -79,9 +79,10 @@ def _proportional_runs(names: list[str]) -> Finding:
     said = Said(
         ("objective.name",),
         title=f"{_listed(names)} differ only by a constant factor of the loss",
-        why="Their gradients have the same direction in every optimizer step. AdamW divides a "
-        "constant factor out; only max_grad_norm and optimizer.eps make a difference.",
-        remedy="drop all but one, or compare algorithms whose advantages or weights differ in more",
+        why="The gradients of these arms have the same direction in every optimizer step. AdamW "
+        "divides a constant factor out; only max_grad_norm and optimizer.eps make a difference.",
+        remedy="keep only one of these arms, or compare algorithms that differ in more than a "
+        "constant factor",
     )
     return said.finding("same", "a-constant-factor")
 

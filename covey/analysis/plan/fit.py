@@ -35,7 +35,7 @@ def memory_findings(
         return
     changes = settings_that_fit(config, found.device, facts, shape)
     name, memory = found.device.name, size_text(found.device.memory)
-    remedy = f"use a device with {size_text(found.peak / (1 - MARGIN))}, a tenth of it to spare"
+    remedy = f"use a device with {size_text(found.peak / (1 - MARGIN))}, which leaves a tenth free"
     if changes is not None:
         remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
         peak = forecast(changed(config, changes), found.device, facts).peak
@@ -44,8 +44,8 @@ def memory_findings(
         remedy += f"; or train on {needed} such devices with parallel.strategy = 'fsdp'"
     yield Finding(
         kind="risk",
-        title=f"the run needs {size_text(found.peak)}, and {name} has {memory}",
-        why=f"It runs out of memory. Largest part: {_largest(found)}.",
+        title=f"the run needs {size_text(found.peak)}, but {name} has {memory}",
+        why=f"The run would run out of memory. Largest part: {_largest(found)}.",
         remedy=remedy,
         docs="docs/memory.md",
         settings=tuple(changes or ("model.path",)),
@@ -57,14 +57,14 @@ def _more_ranks(
 ) -> Finding:
     """Return the finding for a run with several ranks that each need too much memory."""
     needed = ranks_that_fit(config, found.device, facts, shape)
-    remedy = f"use devices with {size_text(found.peak / (1 - MARGIN))}, a tenth of it to spare"
+    remedy = f"use devices with {size_text(found.peak / (1 - MARGIN))}, which leaves a tenth free"
     if needed is not None:
         remedy = f"train on {needed} ranks with parallel.strategy = 'fsdp'"
     return Finding(
         kind="risk",
-        title=f"each of {ranks} ranks needs {size_text(found.peak)}, and {found.device.name} has "
+        title=f"each of {ranks} ranks needs {size_text(found.peak)}, but {found.device.name} has "
         f"{size_text(found.device.memory)}",
-        why=f"It runs out of memory. Largest part: {_largest(found)}.",
+        why=f"The run would run out of memory. Largest part: {_largest(found)}.",
         remedy=remedy,
         docs="docs/scaling.md",
         settings=("parallel.strategy",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ Measured by benchmarks/memory.py.
 """
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The file with the memory limit of a container."""
+
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+"""The files of a GPU's driver on Linux: NVIDIA's, on Windows' Linux, on Jetson, and AMD's."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -48,16 +52,16 @@ class Device:
     @staticmethod
     def here(wanted: str = "auto") -> Device:
         """Return the device that `model.device` means on this machine."""
-        import torch
-
         if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+            wanted = "cuda" if cuda_available() else "cpu"
         if wanted.startswith("cuda"):
-            if not torch.cuda.is_available():
+            if not cuda_available():
                 raise ModelError(
                     f"model: model.device = {wanted!r}, but torch finds no CUDA device; "
                     "use --gpu GIB to plan for a GPU of another machine"
                 )
+            import torch
+
             properties = torch.cuda.get_device_properties(wanted)
             return Device(kind="cuda", memory=properties.total_memory, name=properties.name)
         return Device(kind="cpu", memory=main_memory(), name="main memory")
@@ -66,6 +70,15 @@ class Device:
     def gpu(gibibytes: float) -> Device:
         """Return a GPU with the given memory; this machine need not have it."""
         return Device(kind="cuda", memory=int(gibibytes * 2**30), name="one GPU")
+
+
+def cuda_available() -> bool:
+    """Whether torch finds a GPU. On Linux without a GPU's driver it is not imported to ask."""
+    if sys.platform == "linux" and not any(Path(file).exists() for file in DRIVERS):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def main_memory() -> int:

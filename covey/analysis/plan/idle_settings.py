@@ -65,11 +65,11 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
         yield Said(
             ("objective.name", *UPDATES),
             title=f"with one update per rollout {name} is the same as {', '.join(others)}",
-            why="The policy that is trained is the one that generated, so every ratio is exactly "
-            "1: clips have no effect, and a sequence-level ratio has the gradient of its tokens' "
-            "ratios.",
-            remedy=f"nothing, if this is intended; with several updates, such as {more}, they "
-            "differ",
+            why="The trained policy is the policy that generated the completions, so every ratio "
+            "is exactly 1. Clips have no effect, and a sequence-level ratio has the same gradient "
+            "as token ratios.",
+            remedy=f"nothing, if this is intended; with several updates, such as {more}, the "
+            "algorithms differ",
         )
 
 
@@ -93,9 +93,9 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*(f"objective.{name}" for name in names), "objective.name", "model.dtype", *UPDATES),
             title=f"{settings} {have} no effect with one update per rollout",
-            why="It acts only if the policy has moved since it generated; here it has not, and the "
-            "gradient is 0.",
-            remedy="take several updates (train.mini_batches), or remove it",
+            why="Such a setting acts only if the policy has changed since it generated the "
+            "completions. With one update it has not changed, and the gradient is 0.",
+            remedy="take several updates (train.mini_batches), or remove the setting",
         )
 
 
@@ -109,14 +109,14 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
         why = "The algorithm needs the entropy of the old policy, which takes a forward pass of "
         why += "the trainer; old_logp comes from the same pass."
     elif setup.one_update and not objective.needs & {"old_logp", "old_entropy"}:
-        why = "With one update per rollout old_logp is logp itself."
+        why = "With one update per rollout, old_logp equals logp."
     else:
         return
     yield Said(
         ("train.old_logp", "objective.name", *UPDATES),
         title=f"train.old_logp = {source!r} has no effect",
         why=why,
-        remedy="leave it at 'auto'",
+        remedy="set train.old_logp = 'auto'",
     )
 
 
@@ -135,9 +135,9 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
             ("objective.clip_low", "objective.clip_high", "optimizer.learning_rate", *UPDATES),
             title=f"objective.clip_low = {low}, clip_high = {high} hardly ever clip a "
             "sequence-level ratio",
-            why="It is a mean over the completion's tokens and moves far less than the ratio of "
-            f"each token, and {train.mini_batches} updates at this learning rate move even those "
-            "little. The paper's bounds are 0.0003 and 0.0004.",
+            why="A sequence-level ratio is a mean over the tokens of a completion, so it changes "
+            f"far less than token ratios. In {train.mini_batches} updates at this learning rate, "
+            "even token ratios change little. The paper's bounds are 0.0003 and 0.0004.",
             remedy="set objective.clip_low = 3e-4 and objective.clip_high = 4e-4",
         )
 
@@ -152,13 +152,13 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
                 (*idle, "objective.beta"),
                 title=f"{', '.join(idle.values())}: no effect, because objective.beta is 0",
                 why="Without a weight there is no penalty, and no reference is loaded.",
-                remedy="set objective.beta, such as 0.04, or remove them",
+                remedy="set objective.beta, such as 0.04, or remove these settings",
             )
     elif active_penalty(setup) is None:
         renewed = reference_is_policy(setup)
         why = (
             "The reference is updated after every batch, so it always equals the policy that "
-            "generated: the KL and its gradient are 0."
+            "generated the completions. The KL and its gradient are 0."
             if renewed
             else "The advantage depends on which completions are correct and not on their reward, "
             "so a KL in the reward has no effect, although a reference is loaded."
@@ -186,7 +186,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
         why, what = "beta adapts to a target KL, but no target is set.", "has no effect"
-        remedy = "set objective.kl_target, or remove it"
+        remedy = "set objective.kl_target, or remove objective.kl_horizon"
     else:
         completions = config.rollout.prompts_per_step * config.rollout.group_size
         growth = MAX_ADAPTATION * min(completions / objective.kl_horizon, 1.0)
@@ -194,8 +194,8 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
         needed = math.log(NOTICEABLE_BETA) / math.log1p(growth)
         title = f"objective.kl_target = {objective.kl_target}"
         idle = {"objective.kl_target": title} if most < needed else {}
-        why = f"A step of {completions} completions changes beta by {growth:.2%} at most: a factor "
-        why += f"of {NOTICEABLE_BETA} takes {needed:,.0f} steps, and the run has {most:,}."
+        why = f"A step of {completions} completions changes beta by {growth:.2%} at most. A factor "
+        why += f"of {NOTICEABLE_BETA} takes {needed:,.0f} steps, but the run has {most:,} steps."
         what, remedy = "hardly moves beta", "lower objective.kl_horizon"
     for title in idle.values():
         yield Said(
@@ -218,8 +218,8 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*idle, "objective.correction"),
             title=f"{', '.join(idle.values())}: no effect, because objective.correction is 'none'",
-            why="They bound a correction, but no correction is chosen.",
-            remedy="set objective.correction, such as 'token_truncate', or remove them",
+            why="These settings bound a correction, but no correction is chosen.",
+            remedy="set objective.correction, such as 'token_truncate', or remove these settings",
         )
 
 
@@ -232,7 +232,7 @@ def nothing_to_correct(setup: Setup) -> Iterator[Said]:
             (*idle, "model.dtype"),
             title=f"{', '.join(idle.values())}: there is nothing to correct",
             why="Engine and trainer share their float32 weights and agree to 1e-5.",
-            remedy="remove it; it is for bfloat16 and for truncated sampling",
+            remedy="remove the correction, which is for bfloat16 and for truncated sampling",
         )
 
 
@@ -247,28 +247,28 @@ def filters(setup: Setup) -> Iterator[Said]:
             "filter.skip_zero_gradient = True skips nothing",
             "A penalty, an entropy bonus or marked tokens give every completion a gradient, even "
             "with advantage 0.",
-            "remove it",
+            "remove filter.skip_zero_gradient",
         ),
         (
             not chosen.dynamic_sampling and bool(changed(chosen, "max_rounds")),
             ("filter.max_rounds", "filter.dynamic_sampling"),
             f"filter.max_rounds = {chosen.max_rounds} has no effect",
-            "It limits dynamic sampling, which is off.",
-            "set filter.dynamic_sampling = true, or remove it",
+            "This setting limits dynamic sampling, which is off.",
+            "set filter.dynamic_sampling = true, or remove filter.max_rounds",
         ),
         (
             overlap.max_staleness > 0,
             ("overlap.max_staleness",),
             f"overlap.max_staleness = {overlap.max_staleness} drops nothing",
             "No completion is older than overlap.staleness allows.",
-            "remove it",
+            "remove overlap.max_staleness",
         ),
         (
             overlap.mode == "copy" and not overlap.staleness,
             ("overlap.mode", "overlap.staleness"),
             "overlap.mode = 'copy' overlaps nothing with overlap.staleness = 0",
             "Each step waits for completions of the current weights.",
-            "set overlap.staleness = 1, or remove it",
+            "set overlap.staleness = 1, or remove overlap.mode",
         ),
     ]
     for holds, settings, title, why, remedy in cases:
@@ -285,8 +285,9 @@ def length_penalty_unread(setup: Setup) -> Iterator[Said]:
         yield Said(
             ("length_penalty.name", "objective.name"),
             title=f"length_penalty.name = {section.name!r} has no effect with {algorithm_name}",
-            why="Its advantage depends on which completions are correct and not on their reward.",
-            remedy="use an algorithm that reads rewards, or remove the length penalty",
+            why=f"The advantage of {algorithm_name} depends on which completions are correct, and "
+            "not on their rewards.",
+            remedy="use an algorithm that uses rewards, or remove the length penalty",
         )
     options = section.options
     if section.name == "soft" and Soft(**options).of(longest) == 0.0:
@@ -307,7 +308,7 @@ def keeps_all(setup: Setup) -> Iterator[Said]:
         yield Said(
             ("objective.keep", "rollout.group_size"),
             title=f"objective.keep = {keep} keeps all completions of a group of {size}",
-            why="Nothing is filtered, and the advantage is GRPO's.",
+            why="No completion is filtered out, so the advantage equals that of GRPO.",
             remedy=f"set objective.keep = {max(1, size // 2)}, or raise rollout.group_size",
         )
 
@@ -351,7 +352,7 @@ def unused_sections(setup: Setup) -> Iterator[Said]:
             (*idle, "adapter.rank"),
             title=f"{', '.join(idle.values())}: no effect, because adapter.rank is 0",
             why="Without a rank all weights are trained, and there is no adapter.",
-            remedy="set adapter.rank, such as 16, or remove them",
+            remedy="set adapter.rank, such as 16, or remove these settings",
         )
     idle = changed(config.scoring, "workers", "timeout", "gigabytes")
     if idle and _is_quick(config):
@@ -360,7 +361,7 @@ def unused_sections(setup: Setup) -> Iterator[Said]:
             (*idle, "reward.name"),
             title=f"{', '.join(idle.values())}: no effect with {reward}",
             why="The reward is quick, so it is computed in the main process.",
-            remedy="remove them",
+            remedy="remove these settings",
         )
 
 

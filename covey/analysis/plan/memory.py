@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from covey.accel.head import LIVE_COPIES, chunk_rows
+from covey.accel.head_chunks import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
 from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
 from covey.analysis.plan.engine_sizes import CHUNK_STEP, largest_micro_batch, padded_tokens

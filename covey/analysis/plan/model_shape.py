@@ -1,28 +1,25 @@
 """Sizes of a model, computed from its configuration without reading weights.
 
-For the common decoder families this module computes the sizes from config.json alone. Any other
-model is built by transformers on torch's meta device, where tensors have shapes but no memory.
-Building a model is slower, because importing transformers' model code takes two seconds.
+For the common decoder families this module computes the sizes from config.json alone, without
+torch. Any other model is built by transformers on torch's meta device, where tensors have shapes
+but no memory. That is slower, because importing torch and transformers' model code takes seconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import torch
-from torch import nn
+from typing import Any, NamedTuple
 
 from covey.accel.positions import plain_positions
 from covey.config import Config
 from covey.embedded import MODELS
 from covey.errors import ConfigError, ModelError
-from covey.models.adapter import CONFIG_FILE, CONV, adapter_base
-from covey.models.model_path import check_model_path
+from covey.models.model_path import ADAPTER_CONFIG, adapter_base, check_model_path
 
 FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Names of layers whose weights the engine concatenates in a small model."""
@@ -83,6 +80,15 @@ class Shape:
         return self.key_value_heads * self.head_size
 
 
+class Module(NamedTuple):
+    """A module of a model."""
+
+    parameters: int
+    """Parameters of the module and of the modules in it; tied weights count once."""
+    weight: tuple[int, ...] = ()
+    """The shape of a linear layer's weight; empty for other modules."""
+
+
 def source_of(path: str) -> tuple[str, dict[str, str]]:
     """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
 
@@ -108,8 +114,8 @@ def shape_of(config: Config) -> Shape:
     try:
         found = None if more else _llama_config(source)
         if found is not None:
-            model, head = _llama_modules(found)
-            return _shape(model, head, found, adapter, fused_attention=True, fuses=_fuses(found))
+            modules, fuses = _llama_modules(found), _fuses(found)
+            return _shape(modules, "lm_head", found, adapter, fused_attention=True, fuses=fuses)
         return measure(_meta_model(source, more), *adapter)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -118,6 +124,7 @@ def shape_of(config: Config) -> Shape:
 
 
 def _meta_model(source: str, more: dict[str, str]) -> Any:
+    import torch
     import transformers
 
     from covey.models.from_pretrained import NO_CODE
@@ -146,45 +153,43 @@ def _llama_config(source: str) -> Any:
     return SimpleNamespace(**{**data, "rope_parameters": rope, "sliding_window": None})
 
 
-def _llama_modules(config: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the shapes of a Llama, Qwen2 or Qwen3 model's modules, and its output layer."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _llama_modules(config: Any) -> dict[str, Module]:
+    """Return the modules of a Llama, Qwen2 or Qwen3 model."""
+    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     head_size = _head_size(config)
     query, key = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
     attention_bias = getattr(config, "attention_bias", False)
     mlp_bias = getattr(config, "mlp_bias", False)
     qkv_bias = attention_bias or config.model_type == "qwen2"
+    layer = {
+        "input_layernorm": Module(hidden),
+        "self_attn.q_proj": _linear(hidden, query, qkv_bias),
+        "self_attn.k_proj": _linear(hidden, key, qkv_bias),
+        "self_attn.v_proj": _linear(hidden, key, qkv_bias),
+        "self_attn.o_proj": _linear(query, hidden, attention_bias),
+        "post_attention_layernorm": Module(hidden),
+        "mlp.gate_proj": _linear(hidden, inner, mlp_bias),
+        "mlp.up_proj": _linear(hidden, inner, mlp_bias),
+        "mlp.down_proj": _linear(inner, hidden, mlp_bias),
+    }
+    if config.model_type == "qwen3":
+        layer |= {f"self_attn.{name}": Module(head_size) for name in ("q_norm", "k_norm")}
+    leaves = {"model.embed_tokens": Module(vocabulary * hidden), "model.norm": Module(hidden)}
+    for number in range(config.num_hidden_layers):
+        leaves |= {f"model.layers.{number}.{name}": module for name, module in layer.items()}
+    leaves["lm_head"] = _linear(hidden, vocabulary, False)
+    sums: Counter[str] = Counter()
+    for name, module in leaves.items():
+        parts = name.split(".")
+        for end in range(len(parts)):
+            sums[".".join(parts[:end])] += module.parameters
+    if getattr(config, "tie_word_embeddings", False):
+        sums[""] -= leaves["lm_head"].parameters
+    return {**{name: Module(count) for name, count in sums.items()}, **leaves}
 
-    def layer() -> nn.ModuleDict:
-        attention: dict[str, nn.Module] = {
-            "q_proj": nn.Linear(hidden, query, bias=qkv_bias),
-            "k_proj": nn.Linear(hidden, key, bias=qkv_bias),
-            "v_proj": nn.Linear(hidden, key, bias=qkv_bias),
-            "o_proj": nn.Linear(query, hidden, bias=attention_bias),
-        }
-        if config.model_type == "qwen3":
-            attention |= {name: nn.RMSNorm(head_size) for name in ("q_norm", "k_norm")}
-        mlp = {
-            "gate_proj": nn.Linear(hidden, inner, bias=mlp_bias),
-            "up_proj": nn.Linear(hidden, inner, bias=mlp_bias),
-            "down_proj": nn.Linear(inner, hidden, bias=mlp_bias),
-        }
-        norms = {n: nn.RMSNorm(hidden) for n in ("input_layernorm", "post_attention_layernorm")}
-        return nn.ModuleDict(
-            {"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), **norms}
-        )
 
-    with torch.device("meta"):
-        head = nn.Linear(hidden, config.vocab_size, bias=False)
-        tied = getattr(config, "tie_word_embeddings", False)
-        # Without a weight nn.Embedding draws normal numbers, for which torch imports its compiler.
-        weight = head.weight if tied else nn.Parameter(torch.empty_like(head.weight))
-        embedding = nn.Embedding(config.vocab_size, hidden, _weight=weight)
-        embedding.weight = weight
-        layers = nn.ModuleList(layer() for _ in range(config.num_hidden_layers))
-        norm = nn.RMSNorm(hidden)
-    backbone = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
-    return nn.ModuleDict({"model": backbone, "lm_head": head}), head
+def _linear(inputs: int, outputs: int, bias: bool) -> Module:
+    return Module(outputs * inputs + outputs * bias, (outputs, inputs))
 
 
 def _adapter(config: Config) -> Adapter:
@@ -192,7 +197,7 @@ def _adapter(config: Config) -> Adapter:
     if adapter_base(config.model.path) is None:
         wanted = config.adapter
         return wanted.rank, wanted.targets, wanted.also_train
-    found = json.loads((Path(config.model.path) / CONFIG_FILE).read_text())
+    found = json.loads((Path(config.model.path) / ADAPTER_CONFIG).read_text())
     targets = found.get("target_modules") or ["all-linear"]
     names = [targets] if isinstance(targets, str) else list(targets)
     return int(found.get("r", 0)), names, found.get("modules_to_save") or []
@@ -209,7 +214,7 @@ def measure(
 
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError("model: there is no output layer, which Covey needs")
+        raise ModelError("model: the model has no output layer, which Covey needs")
     layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)
@@ -217,8 +222,8 @@ def measure(
     fused_attention = model.config._attn_implementation in ("sdpa", NAME)
     fused_attention &= getattr(model.config, "attn_logit_softcapping", None) is None
     return _shape(
-        model,
-        head,
+        {name: _measured(module, module is head) for name, module in model.named_modules()},
+        next(name for name, module in model.named_modules() if module is head),
         model.config.get_text_config(),
         (rank, targets, also_train),
         fused_attention=fused_attention,
@@ -227,6 +232,16 @@ def measure(
         and hasattr(layers[0].input_layernorm, "variance_epsilon")
         and _fuses(model.config),
     )
+
+
+def _measured(module: Any, is_head: bool) -> Module:
+    from torch import nn
+
+    from covey.models.adapter import CONV
+
+    linear = is_head or isinstance(module, nn.Linear) or type(module).__name__ == CONV
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return Module(count, tuple(module.weight.shape) if linear else ())
 
 
 def _fuses(config: Any) -> bool:
@@ -239,8 +254,8 @@ def _fuses(config: Any) -> bool:
 
 
 def _shape(
-    model: nn.Module,
-    head: Any,
+    modules: Mapping[str, Module],
+    head: str,
     config: Any,
     adapter: Adapter,
     *,
@@ -248,31 +263,33 @@ def _shape(
     fuses: bool,
 ) -> Shape:
     rank, targets, also_train = adapter
-    modules = dict(model.named_modules())
     everywhere = list(targets) == ["all-linear"]
     adapted = [
-        module.weight.shape
+        module.weight
         for name, module in modules.items()
-        if rank and _is_linear(module) and module is not head
+        if rank and module.weight and name != head
         if everywhere or _named(name, targets)
     ]
     if rank and not adapted:
-        raise ConfigError(f"config: adapter.targets: the model has none of {list(targets)}")
+        raise ConfigError(
+            f"config: adapter.targets: the model has none of the layers {list(targets)}"
+        )
     copied = {name for name in modules if rank and _named(name, also_train)}
-    added = sum(rank * sum(shape) for shape in adapted)
-    added += sum(_count(modules[name]) for name in copied)
-    parameters, heads = _count(model), int(config.num_attention_heads)
+    added = sum(rank * sum(weight) for weight in adapted)
+    added += sum(modules[name].parameters for name in copied)
+    parameters, heads = modules[""].parameters, int(config.num_attention_heads)
+    vocabulary, hidden = modules[head].weight
     return Shape(
         parameters=parameters,
         added=added,
         trained=added if rank else parameters,
-        head=head.weight.numel(),
-        head_trained=not rank or any(modules[name] is head for name in copied),
+        head=vocabulary * hidden,
+        head_trained=not rank or head in copied,
         adapted=len(adapted),
         rank=rank,
-        fusable=sum(_count(m) for name, m in modules.items() if _named(name, FUSED_PROJECTIONS)),
-        vocabulary=head.weight.shape[0],
-        hidden=head.weight.shape[1],
+        fusable=sum(m.parameters for name, m in modules.items() if _named(name, FUSED_PROJECTIONS)),
+        vocabulary=vocabulary,
+        hidden=hidden,
         layers=int(config.num_hidden_layers),
         heads=heads,
         key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
@@ -298,13 +315,5 @@ def _inner(config: Any) -> int:
     return int(width or 4 * config.hidden_size)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _named(name: str, endings: Sequence[str]) -> bool:
     return any(f".{name}".endswith(f".{ending}") for ending in endings)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == CONV

@@ -9,7 +9,7 @@ from covey.analysis.plan.forecast import ALWAYS, Part, Phase
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.config import Config
 from covey.config.schema import Adapter
-from covey.models.adapter import adapter_base
+from covey.models.model_path import adapter_base
 from covey.objective import Objective
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}

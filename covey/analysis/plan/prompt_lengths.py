@@ -1,7 +1,7 @@
-"""Token counts of prompts and solutions, measured while another process imports torch.
+"""Token counts of prompts and solutions.
 
-A tokenizer needs transformers, and the other parts of a plan need torch. Each of the two packages
-takes a second to import, so `covey plan` measures prompts in a separate process. This module does
+A tokenizer needs transformers, which takes a second to import. Nothing else in a plan needs it, so
+`covey plan` measures prompts in a separate process and reads the task meanwhile. This module does
 not import torch.
 """
 
@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,13 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
     return TokenizersBackend.from_pretrained(source, trust_remote_code=False)
 
 
+def measuring() -> AbstractContextManager[Measure]:
+    """Return a context with `measure`: here if transformers is imported already, else elsewhere."""
+    return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
+
+
 @contextmanager
-def measuring() -> Iterator[Measure]:
+def measuring_elsewhere() -> Iterator[Measure]:
     """Start a process that imports transformers; yield a function that calls `measure` there."""
     process = subprocess.Popen(
         module_command("covey.analysis.plan.prompt_lengths"),

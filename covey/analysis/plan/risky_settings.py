@@ -109,10 +109,10 @@ def success_of_format(setup: Setup) -> Iterator[Said]:
     if users and config.reward.name in FORMAT_REWARDS:
         yield Said(
             ("reward.name", "objective.name", "filter.dynamic_sampling"),
-            title=f"{' and '.join(users)} needs correct completions, and reward.name = "
-            f"{config.reward.name!r} only checks their form",
-            why="Groups are kept and tokens reinforced by form; once the form always holds, every "
-            "group is dropped.",
+            title=f"{' and '.join(users)} needs correct completions, but reward.name = "
+            f"{config.reward.name!r} only checks their format",
+            why="Groups are kept and tokens are reinforced by format. Once every completion has "
+            "the right format, every group is dropped.",
             remedy="use a reward that checks final answers, or a mix with an accuracy part",
         )
 
@@ -134,9 +134,10 @@ def penalty_without_pull(setup: Setup) -> Iterator[Said]:
     if objective.kl_in == "reward" and setup.advantage is advantage.group_standardized:
         yield Said(
             ("objective.kl_in", "objective.beta", "objective.name"),
-            title=f"objective.beta = {objective.beta} is divided by the deviation of the rewards",
+            title=f"objective.beta = {objective.beta} is divided by the standard deviation of the "
+            "rewards",
             why="The KL is part of the reward, and the reward is standardized. In a group of only "
-            "correct completions only the KL varies, and beta cancels.",
+            "correct completions, only the KL varies, and beta cancels out.",
             remedy="set objective.kl_in = 'loss', or use an advantage that is not divided",
         )
 
@@ -151,8 +152,8 @@ def split_groups(setup: Setup) -> Iterator[Said]:
             ("train.mini_batches", "rollout.prompts_per_step", "rollout.group_size"),
             title=f"train.mini_batches = {parts} splits groups: a mini-batch has "
             f"{completions / parts:.3g} completions, a group {rollout.group_size}",
-            why="Good and bad completions of a prompt are in different optimizer steps, so the "
-            "first ones push without a counterweight.",
+            why="Good and bad completions of a prompt are in different optimizer steps, so an "
+            "optimizer step may reinforce one side without the other.",
             remedy=f"set train.mini_batches to {rollout.prompts_per_step} or less, or raise "
             "rollout.prompts_per_step",
         )
@@ -187,16 +188,16 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
     prompts = next((number for number in known if number), None)
     if config.evaluate.every and isinstance(prompts, int) and 0 < prompts < FEWEST_PROMPTS:
         shown = (
-            f"here that is {FEWEST_PAIRS / prompts:.0%}"
+            f"here that is {FEWEST_PAIRS / prompts:.0%} of the prompts"
             if prompts >= FEWEST_PAIRS
-            else f"with {prompts} prompts no change can be"
+            else f"with {prompts} prompts, no change can be significant"
         )
         yield Said(
             ("evaluate.prompts",),
             title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
             "two checkpoints",
             why=f"At least {FEWEST_PAIRS} prompts must change, all in one direction, before an "
-            f"exact test calls it significant: {shown}.",
+            f"exact test calls a change significant: {shown}.",
             remedy=f"set evaluate.prompts to {FEWEST_PROMPTS} or more; 500 are better",
         )
 
@@ -210,8 +211,9 @@ def same_prompts(setup: Setup) -> Iterator[Said]:
             ("task.name",),
             title=f"{facts.overlap} of {facts.held_out} held-out prompts are training prompts too",
             why="Evaluations on prompts that were trained on measure memory, not skill.",
-            remedy="remove them from one of the two; with one file or split, leave the held-out "
-            "one out of the settings and set task.held_out_share",
+            remedy="remove these prompts from the training data or from the held-out data; with "
+            "one file or split for both, leave the held-out file or split out of the settings and "
+            "set task.held_out_share",
         )
 
 
@@ -223,8 +225,8 @@ def shortcuts(setup: Setup) -> Iterator[Said]:
         yield Said(
             ("task.name", "reward.name"),
             title=f"{found}, without any skill",
-            why="A policy that finds this has the reward curve of one that learns, and stays "
-            "there. Evaluations and reports show the gain above it.",
+            why="A policy that finds this shortcut has a rising reward curve, but does not learn "
+            "the task. Evaluations and reports show the gain above the shortcut.",
             remedy=REMEDY,
         )
 
@@ -250,7 +252,7 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
         f"{facts.context:,} and rollout.max_tokens = {rollout.max_tokens}.",
         remedy="set rollout.long_prompts = 'skip' or 'truncate', or shorten the data"
         if rollout.long_prompts == "error"
-        else "look at what is lost",
+        else "check which text is lost",
     )
 
 

@@ -123,16 +123,16 @@ class Plan:
     def _updates_text(self) -> str:
         if not self.age:
             return (
-                f"{self.algorithm} takes one optimizer step, with the weights that generated: "
-                "every ratio is 1, and clips have no effect."
+                f"{self.algorithm} takes one optimizer step, from the weights that generated the "
+                "completions, so every ratio is 1 and clips have no effect."
             )
         epochs = f" in each of {self.epochs} epochs" * (self.epochs > 1)
         takes = (
             "one optimizer step" if self.updates == 1 else f"{self.mini_batches} optimizer steps"
         )
         return (
-            f"{self.algorithm} takes {takes}{epochs}; at the last one the completions are "
-            f"{'up to ' * (self.staleness > 0)}{_steps(self.age)} old."
+            f"{self.algorithm} takes {takes}{epochs}; at the last optimizer step the completions "
+            f"are {'up to ' * (self.staleness > 0)}{_steps(self.age)} old."
         )
 
     def _evaluations_text(self) -> str:
@@ -140,7 +140,9 @@ class Plan:
             return "There are no evaluations."
         prompts = "the" if self.held_out is None else f"{self.held_out:,}"
         most = "at most " * self.at_least
-        text = f"It is evaluated {most}{self.evaluations} times on {prompts} held-out prompts"
+        text = (
+            f"The policy is evaluated {most}{self.evaluations} times on {prompts} held-out prompts"
+        )
         tokens = self.evaluation_tokens
         return f"{text}." if tokens is None else f"{text}, with at most {tokens:,} tokens."
 

@@ -40,7 +40,8 @@ def recomputed(run: RunFolder) -> Result:
     training_step(trainee.learner_now(), recorded.groups, step)
     if not (folder / OPTIMIZER_FILE).exists():
         raise RunError(
-            f"{folder} was written by several ranks; verify it with the same number of ranks"
+            f"the checkpoint {folder} was written by several ranks; verify it with the same number "
+            "of ranks"
         )
     found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
     then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
@@ -53,8 +54,8 @@ def recomputed(run: RunFolder) -> Result:
         name=NAME,
         passed=True if not other else None if gpu else False,
         figure=f"{what}: {bits}",
-        remedy="the checkpoint is not what its rollouts teach: resume from an earlier one with "
-        "--step; on a GPU, bits are the same with model.deterministic = true alone",
+        remedy="the checkpoint does not follow from its rollouts: resume from an earlier "
+        "checkpoint with --step; on a GPU, bits are the same only with model.deterministic = true",
     )
 
 

@@ -124,10 +124,10 @@ def _check_finite(one: Finished) -> None:
     """Reject a completion whose logits were not finite; the device does not wait for this check."""
     wrong = ~np.isfinite(one.logp)
     if wrong.any():
+        token, prompt = 1 + int(wrong.argmax()), one.request.address.prompt
         raise ModelError(
-            f"model: the logits are not finite, from token {1 + int(wrong.argmax())} of a "
-            f"completion of prompt {one.request.address.prompt}; check the model's weights and "
-            "model.dtype"
+            f"model: the logits are not finite at token {token} of a completion of prompt "
+            f"{prompt}; check the model's weights and model.dtype"
         )
 
 

@@ -280,8 +280,8 @@ def check_length(request: Request, model: LanguageModel, most: int) -> None:
         raise DataError(f"prompt {prompt} has no tokens")
     if size + most > model.context:
         raise DataError(
-            f"prompt {prompt} has {size} tokens; with max_tokens = {most} that makes "
-            f"{size + most}, more than the model's context of {model.context}"
+            f"prompt {prompt} has {size} tokens, which together with max_tokens = {most} exceed "
+            f"the model's context of {model.context} tokens"
         )
 
 

@@ -152,8 +152,8 @@ class ProcessEngine:
             self.deaths += 1
             if self.deaths >= MOST_DEATHS:
                 raise ModelError(
-                    f"engine: the engine's process ended {how}, {self.deaths} times in a row; its "
-                    "messages are above; if the system ran out of memory, lower "
+                    f"engine: the engine's process ended {how}, after {self.deaths} failures in a "
+                    "row; the messages above give the reason; if memory ran out, lower "
                     "engine.max_concurrent"
                 )
             self.happened.append(f"the engine's process ended {how} and was restarted")

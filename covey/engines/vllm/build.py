@@ -82,7 +82,7 @@ def _check_adapter(model: LanguageModel) -> None:
     if model.adapter is not None and not has_only_lora(model):
         raise ConfigError(
             "config: adapter.also_train trains whole layers, which vLLM cannot load together with "
-            "an adapter; remove it, or use engine.kind = 'native'"
+            "an adapter; remove adapter.also_train, or set engine.kind = 'native'"
         )
 
 
@@ -90,7 +90,7 @@ def _uses_nccl(config: Config, model: LanguageModel) -> bool:
     wanted = config.engine.vllm.transfer
     if wanted == "nccl" and model.device.type != "cuda":
         raise ConfigError(
-            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; use 'file'"
+            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set it to 'file'"
         )
     return wanted == "nccl"
 
@@ -153,9 +153,10 @@ def _gpus(first: int, section: Vllm) -> str:
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     own = names[first : first + section.tensor_parallel]
     if len(own) < section.tensor_parallel:
+        last = first + section.tensor_parallel - 1
         raise ConfigError(
-            f"config: engine.vllm needs GPUs {first} to {first + section.tensor_parallel - 1}, but "
-            f"there are {len(names)}; lower engine.vllm.servers or engine.vllm.first_gpu"
+            f"config: engine.vllm needs GPUs {first} to {last}, but there are only {len(names)} "
+            "GPUs; lower engine.vllm.servers or engine.vllm.first_gpu"
         )
     return ",".join(own)
 

@@ -71,15 +71,16 @@ def check_memory(config: Config) -> None:
     section, weights = config.engine.vllm, _weights_bytes(config.model.path)
     if config.model.device != "cpu" and torch.cuda.is_available():
         total = section.tensor_parallel * torch.cuda.get_device_properties(0).total_memory
-        have, need, where = section.memory * total, float(weights), "engine.vllm.memory"
+        have, need = section.memory * total, float(weights)
+        where, advice = "engine.vllm.memory", "raise engine.vllm.memory"
     else:
         need = section.servers * (weights + section.memory * GIB + PROCESS_BYTES)
         have, where = float(available_memory()), "this machine"
+        advice = "lower engine.vllm.servers or engine.vllm.memory"
     if need > have:
         raise EngineError(
             f"engine: the vLLM servers need about {need / GIB:.1f} GiB, but {where} has "
-            f"{have / GIB:.1f} GiB; lower engine.vllm.servers or engine.vllm.memory, or use "
-            "engine.kind = 'native'"
+            f"{have / GIB:.1f} GiB; {advice}, or set engine.kind = 'native'"
         )
 
 
@@ -100,14 +101,14 @@ def available_memory(table: Path = Path("/proc/meminfo")) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def check_version(version: str, what: str) -> None:
+def check_version(version: str, name: str) -> None:
     """Reject an unsupported version of vLLM."""
     match = re.match(r"(\d+)\.(\d+)", version)
     found = tuple(int(part) for part in match.groups()) if match else (0, 0)
     if not OLDEST <= found < NEWEST:
         low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
         raise EngineError(
-            f"engine: {what} has version {printable(version)[:40]}; covey needs vLLM >= {low} and "
+            f"engine: {name} has version {printable(version)[:40]}; Covey needs vLLM >= {low} and "
             f"< {high}"
         )
 

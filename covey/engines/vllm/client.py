@@ -47,7 +47,9 @@ def check_url(url: str) -> str:
     except ValueError:
         proper = False
     if not proper or not url.isascii() or not url.isprintable() or " " in url:
-        raise ConfigError(f"config: engine.vllm.urls: {url!r} must be like http://127.0.0.1:8000")
+        raise ConfigError(
+            f"config: engine.vllm.urls: {url!r} is not a URL such as http://127.0.0.1:8000"
+        )
     return url.rstrip("/")
 
 
@@ -145,9 +147,9 @@ class Client:
         """The path component of the server's address."""
         return urlsplit(self.url).path
 
-    def error(self, what: str) -> EngineError:
+    def error(self, problem: str) -> EngineError:
         """Return an error about this server."""
-        return EngineError(f"engine: the vLLM server {self.url} {printable(what)}")
+        return EngineError(f"engine: the vLLM server {self.url} {printable(problem)}")
 
     def text(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Call an endpoint whose reply is not JSON."""

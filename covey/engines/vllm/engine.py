@@ -302,8 +302,8 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
     distribution = sampling.distribution
     if distribution.min_p > 0.0 and distribution.top_p < 1.0:
         raise ConfigError(
-            "config: vLLM applies rollout.min_p before rollout.top_p, the native engine after it; "
-            "set only one of them"
+            "config: with vLLM, set only one of rollout.min_p and rollout.top_p, because vLLM "
+            "applies them in another order than the native engine"
         )
     special = special_tokens(model, sampling.stop_strings)
     texts = [text for text in sampling.stop_strings if not _is_special(model, text)]

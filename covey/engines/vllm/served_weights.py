@@ -48,8 +48,8 @@ class HeadPadding:
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if config.model_type not in PADDABLE or rope != "default":
             raise ModelError(
-                f"engine: vLLM serves attention heads of at least {NARROWEST} dimensions, but this "
-                f"{config.model_type} model has {width}; use engine.kind = 'native'"
+                f"engine: vLLM needs attention heads of at least {NARROWEST} dimensions, but this "
+                f"{config.model_type} model has heads of {width}; set engine.kind = 'native'"
             )
         return HeadPadding(
             heads=heads,

@@ -153,8 +153,8 @@ class ServerProcess:
                 raise self._failed(f"did not start within {patience:g} s")
             time.sleep(POLL_SECONDS)
 
-    def _failed(self, what: str) -> EngineError:
-        return EngineError(f"engine: the vLLM server {what}: {self.last_line()}; see {self.log}")
+    def _failed(self, failure: str) -> EngineError:
+        return EngineError(f"engine: the vLLM server {failure}: {self.last_line()}; see {self.log}")
 
     def last_line(self) -> str:
         """Return the last line of the log with an error, or the last line if there is no error."""

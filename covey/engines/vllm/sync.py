@@ -71,7 +71,7 @@ class FileSync:
         except OSError as error:
             raise EngineError(
                 f"engine: cannot write weights to {self.folder}: {error.strerror or error}; set "
-                "engine.vllm.folder to a folder with more room"
+                "engine.vllm.folder to a folder with more free space"
             ) from None
         for old in self.folder.glob("weights-*"):
             if old != self._file(version):

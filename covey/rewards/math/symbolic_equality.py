@@ -45,7 +45,9 @@ def require_math_verify(unsafe: bool) -> None:
     try:
         require_isolation()
     except ConfigError as error:
-        raise ConfigError(f"{error}, or symbolic = false to compare without algebra") from None
+        raise ConfigError(
+            f"{error}, or set symbolic = false to compare formulas without algebra"
+        ) from None
 
 
 @lru_cache(maxsize=1 << 14)

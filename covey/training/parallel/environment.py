@@ -29,10 +29,10 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     numbers = {name: _number(name, text) for name, text in given.items()}
     for name in NAMES[:2]:
         if name not in numbers:
-            there = next(iter(given))
+            other = next(iter(given))
             raise ConfigError(
-                f"ranks: {there} is set but {name} is not; start the ranks with torchrun, or unset "
-                "both to train with one process"
+                f"ranks: {other} is set but {name} is not; start the ranks with torchrun, or unset "
+                f"{other} to train with one process"
             )
     rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
     local_rank, local_size = numbers.get("LOCAL_RANK", rank), numbers.get("LOCAL_WORLD_SIZE", size)

@@ -64,10 +64,10 @@ def check_alike(world: World, what: str, mine: str) -> None:
     all_of_them = world.gather(mine)
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
+            difference = _difference(all_of_them[0], other) if what == "settings" else ""
             raise ConfigError(
-                f"ranks: rank {rank} has other {what} than rank 0"
-                f"{_difference(all_of_them[0], other) if what == 'settings' else ''}; start every "
-                f"rank with the same {what}"
+                f"ranks: rank {rank} has other {what} than rank 0{difference}; start every rank "
+                f"with the same {what}"
             )
 
 
@@ -173,7 +173,9 @@ def _store(here: Place, timeout: float) -> Any:
 def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
     """Wait until every rank has joined; raise an error for a duplicate or missing rank."""
     if store.add(f"rank/{here.rank}", 1) > 1:
-        raise ConfigError(f"ranks: two processes are rank {here.rank}; each needs its own RANK")
+        raise ConfigError(
+            f"ranks: two processes have RANK={here.rank}; every process needs its own RANK"
+        )
     store.add("ranks", 1)
     limit, told = time.monotonic() + timeout, False
     while (count := store.add("ranks", 0)) < here.size:

@@ -93,8 +93,8 @@ class Ranks(World):
             return name
         if name.startswith("cuda:"):
             raise ConfigError(
-                f"config: model.device = {name!r} does not work with {self.size} ranks; set it to "
-                "'cuda', so that rank n of a machine uses GPU n"
+                f"config: model.device = {name!r} does not work with {self.size} ranks; set "
+                "model.device = 'cuda', so that rank n of a machine uses GPU n"
             )
         found = torch.cuda.device_count()
         if name == "cpu" or (name == "auto" and not found):

@@ -71,7 +71,8 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     size = settings.shard_ranks or world.size
     if world.size % size:
         raise ConfigError(
-            f"config: parallel.shard_ranks = {size} must divide the number of ranks, {world.size}"
+            f"config: parallel.shard_ranks = {size} must be a divisor of the number of ranks, "
+            f"{world.size}"
         )
     if size == world.size:
         return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
@@ -108,8 +109,8 @@ def _blocks(root: Any) -> list[nn.Module]:
     alike = [m for m in lists if len({type(block) for block in m}) == 1]
     if not alike:
         raise ModelError(
-            "model: parallel.strategy = 'fsdp' finds no list of equal blocks in this model; use "
-            "'ddp'"
+            "model: parallel.strategy = 'fsdp' needs a list of equal blocks, which this model does "
+            "not have; set parallel.strategy = 'ddp'"
         )
     largest: nn.ModuleList = max(alike, key=lambda m: sum(p.numel() for p in m.parameters()))
     return list(largest)

@@ -399,7 +399,8 @@ def test_runs_on_different_prompts_are_an_error() -> None:
     point = Point(step=0, tokens=0, updates=0, seconds=0.0, correct={"q": True})
     other = RunResult(arm="b", seed=0, state="done", points=(point,))
     with pytest.raises(
-        RunError, match="b seed 0, step 0: evaluated on different prompts than a seed 0"
+        RunError,
+        match="arm b with seed 0 was evaluated at step 0 on other prompts than arm a with seed 0",
     ):
         conclude(compared({"a": [50]}, other))
 

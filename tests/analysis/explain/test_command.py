@@ -76,9 +76,17 @@ def test_replay_prints_families_and_cosines(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--step", "9"], 1, "has no completions of step 9; the run has steps 1 to 3"),
+        (
+            ["--step", "9"],
+            1,
+            "has no completions of step 9; the run has completions of steps 1 to 3",
+        ),
         (["--step", "1", "--rollout", "33"], 2, "--rollout 33: the step has only 32 rollouts"),
-        (["--step", "1", "--rollout", "1", "--replay", "all"], 2, "give only one of the two"),
+        (
+            ["--step", "1", "--rollout", "1", "--replay", "all"],
+            2,
+            "cannot be combined with --replay",
+        ),
         (["--step", "1", "--replay", "grop"], 2, "did you mean 'grpo'"),
         (["--step", "1", "--replay", "grpo", "--set", "beta"], 2, "--set takes key=value"),
         (["--step", "1", "--set", "beta=0"], 2, "--replay"),

@@ -151,7 +151,9 @@ def test_groups_are_separated_and_filtered_ones_are_not_trained(
 
 
 def test_missing_and_empty_steps_are_errors(recorded_run: RunFolder, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no completions of step 7; the run has steps 1 to 3"):
+    with pytest.raises(
+        RunError, match="no completions of step 7; the run has completions of steps 1 to 3"
+    ):
         read_step(recorded_run, 7)
     run = without_checkpoints(recorded_run, tmp_path / "run")
     file = run.path / "rollouts/000001.jsonl"

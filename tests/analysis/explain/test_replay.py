@@ -254,7 +254,11 @@ def test_the_runs_algorithm_has_the_runs_options_and_others_their_defaults(
     ("names", "options", "message"),
     [
         (["grop"], [], "did you mean 'grpo'"),
-        (["grpo", "gspo"], ["lenth=3"], "--set lenth: none of grpo, gspo has such an option"),
+        (
+            ["grpo", "gspo"],
+            ["lenth=3"],
+            "--set lenth: none of the algorithms grpo, gspo has this option",
+        ),
         (["grpo"], ["beta=-1"], "beta"),
     ],
 )

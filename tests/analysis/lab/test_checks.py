@@ -167,7 +167,7 @@ def test_completions_are_read_from_files(tmp_path: Path) -> None:
     assert first.prompt.info == {"level": 3}
     assert (second.prompt.id, second.prompt.task, second.prompt.info) == ("p/1", "t", {"a": 1})
     assert third.correct is True
-    with pytest.raises(DataError, match="completion 1 has no 'correct'"):
+    with pytest.raises(DataError, match="completion 1 has no label 'correct'"):
         read_labelled(file)
 
 
@@ -176,8 +176,8 @@ def test_completions_are_read_from_files(tmp_path: Path) -> None:
     [
         ("", "has no completions"),
         ("{", "answers.jsonl:1 is not JSON"),
-        ('{"text": "x"}\n[1]', "answers.jsonl:2 is not an object but list"),
-        ('{"answer": "x"}', "answers.jsonl:1 has no text in 'completion'"),
+        ('{"text": "x"}\n[1]', "answers.jsonl:2 must be a JSON object, not list"),
+        ('{"answer": "x"}', "answers.jsonl:1 has no completion text"),
         ('{"text": "x", "correct": 1}', "correct must be true or false, not 1"),
     ],
 )

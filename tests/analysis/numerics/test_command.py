@@ -99,6 +99,6 @@ def test_an_sft_run_is_an_error(
 def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["numerics", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Measure how far the engine's log-probs are from the trainer's" in shown
+    assert "log-probs of engine and trainer differ" in shown
     for flag in ("--set", "--model", "--updates", "--out", "--smoke", "--json"):
         assert flag in shown

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
            ["objective.beta=0.1", "objective.kl=k3"]),
     "standardized penalty": (
         ["objective.beta=0.1", "objective.kl=k1", "objective.kl_in=reward"], "risk",
-        "objective.beta = 0.1 is divided by the deviation", ["objective.name=rloo"],
+        "objective.beta = 0.1 is divided by the standard deviation", ["objective.name=rloo"],
     ),
     "cut groups": (["rollout.prompts_per_step=2", "train.mini_batches=4"], "risk",
                    "train.mini_batches = 4 splits groups: a mini-batch has 4 completions, a group 8",
@@ -155,14 +155,14 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     ),
     "critic without use": (["critic.learning_rate=1e-3"], "idle", "critic.learning_rate = 0.001 has no effect",
                            ["objective.name=ppo", "critic.learning_rate=1e-3"]),
-    "critic without a rate": (["objective.name=ppo", "critic.learning_rate=0"], "risk", "critic.learning_rate = 0: the critic stays",
+    "critic without a rate": (["objective.name=ppo", "critic.learning_rate=0"], "risk", "critic.learning_rate = 0: the critic never changes",
                               ["objective.name=ppo"]),
     "critic that never ends": (["objective.name=ppo", "critic.warmup_steps=100"], "risk", "critic.warmup_steps = 100 takes all 100 steps",
                                ["objective.name=ppo", "critic.warmup_steps=99"]),
     "value clip": ([ONCE, "objective.name=ppo"], "idle", "objective.value_clip = 0.2 has no effect",
                    [ONCE, "objective.name=ppo", "objective.value_clip=0.0"]),
     "pairs and a reference that moves": (
-        ["objective.name=dpo", "reference.kind=renewed"], "risk", "reference.kind = 'renewed' moves what pairs",
+        ["objective.name=dpo", "reference.kind=renewed"], "risk", "reference.kind = 'renewed' changes the reference of the pairs",
         ["objective.name=dpo"],
     ),
     "few prompts": (["evaluate.prompts=119"], "risk", "119 held-out prompts cannot show a difference of 5%",
@@ -253,7 +253,7 @@ def test_one_update_names_the_algorithms_that_coincide() -> None:
 def test_the_updates_that_one_update_suggests_do_no_harm(prompts: int, advice: str) -> None:
     settings = (ONCE, f"rollout.prompts_per_step={prompts}")
     (finding,) = findings(config_of(*settings))
-    assert f"such as {advice}, they" in finding.remedy
+    assert f"such as {advice}, the algorithms" in finding.remedy
     assert findings(config_of(*settings, advice.replace(" ", ""))) == []
 
 
@@ -318,7 +318,7 @@ def test_every_packaged_recipe_can_be_planned() -> None:
 
 def test_a_handful_of_held_out_prompts_is_not_more_than_all_of_them() -> None:
     (found,) = [f for f in reported("evaluate.prompts=4") if "held-out prompts cannot" in f.title]
-    assert "with 4 prompts no change can be" in found.why
+    assert "with 4 prompts, no change can be" in found.why
     assert "%" not in found.why.partition("significant")[2]
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from covey.accel.head import LIVE_COPIES
+from covey.accel.head_chunks import LIVE_COPIES
 from covey.accel.packing import pack
 from covey.analysis.plan import activations
 from covey.analysis.plan import forecast as forecasts

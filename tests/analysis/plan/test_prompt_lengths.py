@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from covey.analysis.plan.prompt_lengths import measure, measuring
+from covey.analysis.plan.prompt_lengths import measure, measuring_elsewhere
 from covey.analysis.plan.task_facts import task_facts
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
@@ -12,7 +12,7 @@ from covey.training.resolve import resolve
 
 def test_another_process_measures_the_same() -> None:
     config = resolve(load_config("arithmetic"))
-    with measuring() as elsewhere:
+    with measuring_elsewhere() as elsewhere:
         found = task_facts(config, elsewhere)
     assert (found.longest_prompt, found.measured, found.problem) == (9, 64, "")
     assert found == task_facts(config)
@@ -30,6 +30,6 @@ def test_solutions_are_measured_although_prompts_cannot_be_rendered() -> None:
 
 
 def test_a_job_without_a_tokenizer_is_a_problem() -> None:
-    with measuring() as elsewhere:
+    with measuring_elsewhere() as elsewhere:
         found = elsewhere({"path": "mine"})
     assert found == {"problem": "'source'"}

@@ -38,11 +38,11 @@ def test_the_packaged_recipe_in_words() -> None:
     reward = " ".join(text.partition("\n\n")[0].split())
     assert plan_of(facts=TaskFacts(held_out=256)).paragraph() == (
         "100 training steps. Each takes 16 prompts and generates 8 completions per prompt: 128 "
-        "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last one the "
-        "completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
+        "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last "
+        "optimizer step the completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
         "generated tokens. Learning rate: 0.0001, linear. `covey plan --measure` forecasts the "
         f"hours. The reward think_answer is between 0 and 1: {reward} There is no KL "
-        "penalty and no reference. It is evaluated 11 times on 256 held-out prompts, with at most "
+        "penalty and no reference. The policy is evaluated 11 times on 256 held-out prompts, with at most "
         "135,168 tokens."
     )
 
@@ -50,16 +50,16 @@ def test_the_packaged_recipe_in_words() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["train.mini_batches=1"], "takes one optimizer step, with the weights that generated: every ratio is 1"),
-        (["train.mini_batches=2"], "2 optimizer steps; at the last one the completions are 1 optimizer step old"),
-        (["train.epochs=3"], "4 optimizer steps in each of 3 epochs; at the last one the completions are 11 optimizer steps old"),
+        (["train.mini_batches=1"], "takes one optimizer step, from the weights that generated the completions, so every ratio is 1"),
+        (["train.mini_batches=2"], "2 optimizer steps; at the last optimizer step the completions are 1 optimizer step old"),
+        (["train.epochs=3"], "4 optimizer steps in each of 3 epochs; at the last optimizer step the completions are 11 optimizer steps old"),
         (["filter.dynamic_sampling=true"], "48 tokens, in up to 4 rounds of dynamic sampling."),
         (
             ["objective.beta=0.04", "reference.kind=moving"],
             "KL penalty: 0.04 times the KL to a moving average of the policy (k3), in the loss.",
         ),
         (["evaluate.every=0"], "There are no evaluations."),
-        (["evaluate.every=30"], "It is evaluated 5 times on the held-out prompts."),
+        (["evaluate.every=30"], "The policy is evaluated 5 times on the held-out prompts."),
         (["train.stop_after={updates=42}"], "11 training steps."),
         (["train.stop_after={updates=42}"], "In total: 44 optimizer steps"),
         (["train.stop_after={updates=42}", "filter.dynamic_sampling=true"], "At least 11 training steps."),
@@ -67,9 +67,9 @@ def test_the_packaged_recipe_in_words() -> None:
         (["train.stop_after={tokens=5000000}", "train.steps=10"], "At least 814 training steps."),
         (["train.stop_after={tokens=5000000}", "train.steps=10"],
          "In total: at least 3,256 optimizer steps and at most 5,006,143 generated tokens."),
-        (["train.stop_after={tokens=5000000}"], "It is evaluated at most 11 times"),
-        (["train.stop_after={updates=42}"], "It is evaluated 11 times"),
-        (["train.stop_after={updates=8}"], "It is evaluated 3 times"),
+        (["train.stop_after={tokens=5000000}"], "The policy is evaluated at most 11 times"),
+        (["train.stop_after={updates=42}"], "The policy is evaluated 11 times"),
+        (["train.stop_after={updates=8}"], "The policy is evaluated 3 times"),
     ],
 )  # fmt: skip
 def test_the_text_follows_the_settings(settings: list[str], words: str) -> None:
@@ -129,7 +129,9 @@ def test_a_missing_model_leaves_the_rest_of_the_plan(
 ) -> None:
     data = as_data(capsys, "arithmetic", "--model", str(tmp_path))
     assert data["memory"] is None
-    assert data["memory_unknown"].startswith(f"model: {tmp_path} is a folder without config.json")
+    assert data["memory_unknown"].startswith(
+        f"model: {tmp_path} is not a model: it has no config.json"
+    )
     assert data["plan"]["held_out"] == 256
     assert "memory: unknown, model: " in planned(capsys, "arithmetic", "--model", str(tmp_path))
 
@@ -151,7 +153,7 @@ def test_training_prints_findings_before_the_first_step(
 
     plain = lines("plain")
     noted = lines("noted", "overlap.max_staleness=2", "train.mini_batches=1")
-    note = "overlap.max_staleness = 2 drops nothing: remove it"
+    note = "overlap.max_staleness = 2 drops nothing: remove overlap.max_staleness"
     assert "drops nothing" not in "".join(plain)
     assert len(noted) == len(plain) + 1  # equivalent algorithms are not reported
     assert noted.index(note) < next(n for n, line in enumerate(noted) if "step" in line)
@@ -194,7 +196,7 @@ def test_the_age_of_completions_counts_the_steps_that_generation_is_ahead() -> N
     assert "every ratio is 1" in text("train.mini_batches=1")
     stale = text("train.mini_batches=1", "overlap.staleness=2")
     assert (
-        "one optimizer step; at the last one the completions are up to 2 optimizer steps old"
+        "one optimizer step; at the last optimizer step the completions are up to 2 optimizer steps old"
         in (stale)
     )
     assert "up to 11 optimizer steps old" in text("train.mini_batches=4", "overlap.staleness=2")

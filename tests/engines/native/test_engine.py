@@ -176,7 +176,7 @@ def test_logits_that_are_not_finite_are_an_error(temperature: float) -> None:
     with torch.no_grad():
         model.head.linear.weight[17] = torch.nan
     sampling = Sampling(max_tokens=4, distribution=Distribution(temperature=temperature))
-    with pytest.raises(ModelError, match=r"logits are not finite, from token 1 .* prompt q0"):
+    with pytest.raises(ModelError, match=r"logits are not finite at token 1 .* prompt q0"):
         rollouts_of(NativeEngine(model), ragged_prompts(1), step=0, sampling=sampling)
 
 

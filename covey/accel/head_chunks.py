@@ -1,0 +1,11 @@
+"""Size of the chunks in which the output head computes logits, without importing torch."""
+
+from __future__ import annotations
+
+LIVE_COPIES = 3
+"""Number of chunk-sized tensors in memory at once: logits, their product, a rounded copy."""
+
+
+def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
+    """Return how many tokens a chunk may have so that its tensors fit in `megabytes`."""
+    return max(1, int(megabytes * 2**20 / (vocabulary * element_bytes * LIVE_COPIES)))
