@@ -70,7 +70,7 @@ def test_a_missing_column_is_found_before_anything_is_sampled(tmp_path: Path) ->
     def strict(completions: list[str], solutoin: list[int]) -> list[float]:
         raise AssertionError("it is never called")
 
-    with pytest.raises(ConfigError, match=r"strict takes 'solutoin'.*there are .*solution"):
+    with pytest.raises(ConfigError, match=r"strict.*'solutoin'.*columns are .*solution"):
         small(tmp_path, rewards=strict)
     assert not (tmp_path / "run").exists()
 
