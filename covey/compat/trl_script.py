@@ -126,10 +126,11 @@ def _rewards(tree: ast.Module, functions: ast.expr) -> str:
     configs = (call for call in ast.walk(tree) if _is_call(call, ("GRPOConfig",)))
     keywords = [keyword for call in configs for keyword in call.keywords]  # type: ignore[attr-defined]
     weights = next((k.value for k in keywords if k.arg == "reward_weights"), None)
-    both = isinstance(weights, ast.List) and isinstance(functions, ast.List)
-    if not both or len(weights.elts) != len(functions.elts):  # type: ignore[union-attr]
+    if not isinstance(weights, ast.List) or not isinstance(functions, ast.List):
         return ast.unparse(functions)
-    pairs = zip(functions.elts, weights.elts, strict=True)  # type: ignore[union-attr]
+    if len(weights.elts) != len(functions.elts):
+        return ast.unparse(functions)
+    pairs = zip(functions.elts, weights.elts, strict=True)
     return f"{{{', '.join(f'{ast.unparse(f)}: {ast.unparse(w)}' for f, w in pairs)}}}"
 
 

@@ -31,10 +31,11 @@ class Call:
 
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
-    global_step: int = 0
-    """Number of optimizer steps before the training step, as planned; 0 in evaluations."""
+    global_step: int | None = None
+    """Number of optimizer steps before the training step, as planned. None in evaluations, which
+    score as at the end of the run."""
     max_steps: int = 0
-    """Number of optimizer steps of the run; 0 in evaluations."""
+    """Number of optimizer steps of the run; 0 without a run."""
 
 
 NO_CALL = Call()

@@ -110,8 +110,8 @@ class _Scoring:
     group_size: int
     scorer: Scorer
     share: float
-    global_steps: Sequence[int]
-    """Number of optimizer steps before the training step of each prompt."""
+    global_steps: Sequence[int | None]
+    """Number of optimizer steps before the training step of each prompt; None in evaluations."""
     max_steps: int
     rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
     """Rollouts to score, by the indices of prompt and sample."""
@@ -182,7 +182,7 @@ class Collector:
     """Number of optimizer steps in a training step; 0 in evaluations. Reward functions may take the
     progress of the run as an argument."""
     max_steps: int = 0
-    """Number of optimizer steps of the run; 0 in evaluations."""
+    """Number of optimizer steps of the run; 0 without a run."""
 
     def collect(
         self,
@@ -211,7 +211,9 @@ class Collector:
             sampling.group_size,
             self.scorer,
             share,
-            global_steps=[self.updates * (step_of(p, step) - 1) for p in prompts],
+            global_steps=[
+                self.updates * (step_of(p, step) - 1) if self.updates else None for p in prompts
+            ],
             max_steps=self.max_steps,
         )
 

@@ -138,7 +138,7 @@ def by_level(level, **kwargs):
 )
 def test_names_decide_which_kind_a_function_is(function, wanted) -> None:
     prompt = replace(PROMPT, info={"level": 3, "text": "a column"})
-    call = Call(completion_ids=((1, 2, 3), (4,)))
+    call = Call(completion_ids=((1, 2, 3), (4,)), global_step=0)
     scores = as_reward(function).score_group(prompt, ["abc", "d"], call)
     assert [score.reward for score in scores] == pytest.approx(wanted)
 
