@@ -73,7 +73,7 @@ def _gaps(rows: Rows) -> list[str]:
 
 def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
     """Return the readable rollouts of each step."""
-    found = {}
+    found: dict[int, Rows] = {}
     for step in (row["step"] for row in rows):
         try:
             found[step] = run.rollouts(step)
