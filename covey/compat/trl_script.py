@@ -123,8 +123,8 @@ def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
 
 def _rewards(tree: ast.Module, functions: ast.expr) -> str:
     """Return the reward functions, with the literal reward_weights of the GRPOConfig."""
-    configs = (call for call in ast.walk(tree) if _is_call(call, ("GRPOConfig",)))
-    keywords = [keyword for call in configs for keyword in call.keywords]  # type: ignore[attr-defined]
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    keywords = [k for call in calls if called(call) == "GRPOConfig" for k in call.keywords]
     weights = next((k.value for k in keywords if k.arg == "reward_weights"), None)
     if not isinstance(weights, ast.List) or not isinstance(functions, ast.List):
         return ast.unparse(functions)

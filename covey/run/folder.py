@@ -328,10 +328,7 @@ def _privileged(rollout: Rollout) -> dict[str, Any]:
 
 
 def check_new_run(path: Path, instead: str = "") -> None:
-    """Refuse a folder that already contains files; `instead` says what to do in other words.
-
-    Commands call `check_new_run` before they load a model.
-    """
+    """Refuse a folder that has files, before a model is loaded; `instead` says what to do."""
     instead = instead or f"choose another --run, or --resume {path}"
     if (path / "config.toml").is_file() and not RunFolder(path).steps(lambda text: None):
         instead += "; the run there has finished no step: delete the folder if the run has ended"
