@@ -28,7 +28,7 @@ from covey.stopping import StopSignal, stop_signal
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
     from covey.rewards import Reward
-    from covey.tasks import Task
+    from covey.tasks.dataset import DatasetTask
     from covey.training.build import Parts
     from covey.training.parallel.world import World
 
@@ -113,7 +113,7 @@ def train(
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
         dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
             messages), optionally `target`, and columns that reward functions get by name.
-        held_out: rows for evaluations. Default: a tenth of the dataset.
+        held_out: rows for evaluations. Default: a tenth of the dataset. []: no evaluations.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             that maps functions to weights; or a reward object.
         environment: an environment class, with Covey's protocol or in TRL's style.
@@ -126,7 +126,7 @@ def train(
     """
     task, reward = _objects(dataset, held_out, rewards)
     shown, named = _split(trackers)
-    overrides |= named
+    overrides = {**_unmeasured(task), **overrides, **named}
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
@@ -136,7 +136,7 @@ def train(
         _check_passed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
-        check_new_run(Path(run))
+        check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
     source = "arithmetic" if config is None and dataset is None else config
     chosen = _with_objects(source, passed, model, overrides)
     return _train(chosen, None if run is None else Path(run), names, shown, callbacks, quiet)
@@ -235,7 +235,7 @@ def _split(
 
 def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any
-) -> tuple[Task | None, Reward | None]:
+) -> tuple[DatasetTask | None, Reward | None]:
     """Return the task and the reward that were passed as objects."""
     from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
@@ -244,6 +244,11 @@ def _objects(
     if rewards is None:
         return task, None
     return task, function_reward(rewards, conversational=bool(task and task.conversational))
+
+
+def _unmeasured(task: DatasetTask | None) -> dict[str, int]:
+    """Return the setting without evaluations if `held_out` is empty."""
+    return {"evaluate.every": 0} if task and task.evaluation == [] else {}
 
 
 def _factory(environment: Any) -> Any:
@@ -259,12 +264,17 @@ def _with_objects(
     from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
+    from covey.tasks.dataset import SHARE
 
     names = {"task": DATASET, "reward": FUNCTIONS, "environment": PASSED}
     given = {f"{where}.name": names[where] for where in sorted(passed)}
     if model is not None:
         given["model.path"] = str(model)
-    return load_config(source, **{**given, **overrides})
+    config = load_config(source, **{**given, **overrides})
+    if "task" in passed and not config.evaluate.every and SHARE not in config.task.options:
+        # In the settings, so that a resumed run has the same prompts even if it evaluates.
+        return load_config(config, **{f"task.{SHARE}": 0.0})
+    return config
 
 
 def _check_passed(folder: RunFolder, passed: set[str], reward: Reward | None) -> None:
@@ -302,6 +312,7 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
+    from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.changed_settings import check_length, record_changes, resumed_config
     from covey.training.loop import train as run_loop
@@ -316,7 +327,8 @@ def _train(
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
     with joined_world(config) as world:
-        parts = assemble(config, objects["reward"], objects["task"], world, objects["environment"])
+        task = with_share(objects["task"], config.task.options)
+        parts = assemble(config, objects["reward"], task, world, objects["environment"])
         with closing(parts):
             folder, begins = _folder(parts, target)
             with locked_by_main(folder, world), _signals() as stop:
@@ -324,7 +336,8 @@ def _train(
                 check_length(config, start.step)
                 if world.is_main:
                     record_changes(folder, parts.config, start.step, changed)
-                follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
+                shown = _shown(folder, trackers, quiet or not world.is_main, parts, start)
+                follow = [*shown, _Callbacks(callbacks, stop)]
                 done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()
     return TrainResult(
@@ -356,13 +369,24 @@ def _start_of(folder: RunFolder, config: Config, world: World) -> Start:
     return world.from_main(lambda: start_of(folder, save_every=config.save.every))
 
 
-def _shown(folder: RunFolder, trackers: Sequence[Tracker] | None, quiet: bool) -> list[Tracker]:
+def _shown(
+    folder: RunFolder,
+    trackers: Sequence[Tracker] | None,
+    quiet: bool,
+    parts: Parts,
+    start: Start,
+) -> list[Tracker]:
+    """Return the trackers to use; without given ones, the console, with the notes of the CLI."""
     if trackers is not None or quiet:
         return list(trackers or ())
     from covey.cli.screen import Screen
+    from covey.cli.startup import tell_notes, tell_start
     from covey.run.trackers.console import console_tracker
 
-    return [console_tracker(folder, Screen(soft_wrap=True))]
+    console = console_tracker(folder, Screen(soft_wrap=True))
+    tell_notes(console, folder, parts)
+    tell_start(console, parts, new=start.checkpoint is None)
+    return [console]
 
 
 def _signals() -> Any:

@@ -17,7 +17,7 @@ import covey
 from covey.errors import ConfigError, DataError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
-from covey.tasks.dataset import dataset_task
+from covey.tasks.dataset import SHARE, dataset_task, with_share
 
 ROOT = Path(__file__).parent.parent
 ROWS = [
@@ -81,20 +81,49 @@ def test_a_run_on_own_data_with_own_functions(
     assert sum(p.numel() for p in result.model.parameters()) == 460_160
 
 
-def test_it_is_the_run_of_the_command_line(tmp_path: Path) -> None:
-    options = {k: v for k, v in SMALL.items() if k != "model.device"}
-    made = covey.train(
-        "arithmetic", run=tmp_path / "a", quiet=True, **{**options, "model.device": "cpu"}
-    )
+def test_it_is_the_run_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = covey.train("arithmetic", run=tmp_path / "a", **SMALL)
+    notes = capsys.readouterr().out.partition("training:")[0]
     from covey.cli.main import run as command
 
     words = [w for k, v in SMALL.items() for w in ("--set", f"{k}={v}")]
     assert command(["train", "arithmetic", "--run", str(tmp_path / "b"), *words]) == 0
+    assert capsys.readouterr().out.partition("training:")[0] == notes
+    assert notes.startswith("sampling: ")
+    with pytest.raises(covey.CoveyError, match="already contains files; pass another run="):
+        covey.train("arithmetic", run=tmp_path / "a")
     other = RunFolder(tmp_path / "b").steps()
     for a, b in zip(made.metrics, other, strict=True):
         assert {k: v for k, v in a.items() if "time" not in k} == {
             k: v for k, v in b.items() if "time" not in k
         }
+
+
+@pytest.mark.parametrize("how", [{"held_out": []}, {"evaluate.every": 0}])
+def test_without_evaluations_every_row_is_trained_on(tmp_path: Path, how: dict[str, Any]) -> None:
+    size = {"rollout.prompts_per_step": len(ROWS), "rollout.group_size": 2, "rollout.max_tokens": 2}
+    settings = {k: v for k, v in SMALL.items() if k != "evaluate.every"} | size | {"train.steps": 1}
+    given = {"model": "embedded", "dataset": ROWS, "rewards": short, "quiet": True}
+    result = covey.train(**given, run=tmp_path / "run", **settings, **how)
+    rows = lines(result.folder / "rollouts/000001.jsonl")
+    assert {row["prompt"] for row in rows} == {row["prompt"] for row in ROWS}
+    assert result.evaluation is None
+    again = {k: v for k, v in given.items() if k != "model"} | {"resume": result.folder}
+    with pytest.raises(DataError, match="no held-out prompts"):
+        covey.train(**again, **{"train.steps": 2, "evaluate.every": 1})
+
+
+def test_the_held_out_share_is_a_setting_of_the_task(tmp_path: Path) -> None:
+    half = with_share(dataset_task(ROWS), {SHARE: 0.5})
+    assert len(half.held_out()) > len(ROWS) // 4
+    assert [*half.train(), *half.held_out()] != [*half.prompts]  # chosen by a hash
+    result = small(tmp_path, **{f"task.{SHARE}": 0.5, "train.steps": 1, "evaluate.every": 1})
+    assert result.evaluation is not None
+    assert result.evaluation["prompts"] == len(half.held_out())
+    with pytest.raises(ConfigError, match="held_out_share = 2"):
+        with_share(dataset_task(ROWS), {SHARE: 2})
 
 
 def test_a_callback_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:

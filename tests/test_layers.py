@@ -32,7 +32,7 @@ LAYERS: dict[str, set[str]] = {
     "objective": {"trust", *PLAIN},
     "functional": {"objective", *PLAIN},
     "config": {"errors", "escape"},
-    "compat": {"config", "errors"},
+    "compat": {"config", "errors", "rewards", "tasks"},
     "sandbox": {"errors"},
     "tasks": {"config", "hub_access", "trust", *PLAIN},
     "rewards": {"config", "trust", "sandbox", "tasks.reasoning_gym", *PLAIN},

@@ -38,10 +38,13 @@ def test_a_function_gets_what_trl_gives_it(tmp_path: Path) -> None:
         calls.append({**columns, **locals()})
         return [float(len(ids)) for ids in completion_ids]
 
-    result = small(tmp_path, rewards=length)
+    settings = {"train.mini_batches": 2, "train.epochs": 3}
+    result = small(tmp_path, rewards=length, **settings)
     first = [c for c in calls if c["trainer_state"].global_step == 0]
     assert len(first) == 4  # one call for each group
-    assert {c["trainer_state"].max_steps for c in calls} == {2}
+    # Six optimizer steps follow each of the two batches of rollouts, and TRL counts those.
+    assert {c["trainer_state"].global_step for c in calls} == {0, 6}
+    assert {c["trainer_state"].max_steps for c in calls} == {12} == {result.metrics[-1]["updates"]}
     assert all(type(c["solution"][0]) is int and len(c["solution"]) == 3 for c in calls)
     assert all(c["target"] == c["solution"] and c["kind"] == ["sum"] * 3 for c in calls)
     rows = RunFolder(result.folder).rollouts(1)
@@ -59,7 +62,7 @@ def test_evaluations_have_the_progress_of_a_finished_run(tmp_path: Path) -> None
 
     small(tmp_path, rewards=scheduled, **{"evaluate.every": 2, "evaluate.prompts": 1})
     assert seen == [1.0, *[0.0] * 4, *[0.5] * 4, 1.0]
-    function_reward(scheduled)(dataset_task(ROWS).training[0], "2")  # without a run
+    function_reward(scheduled)(dataset_task(ROWS).train()[0], "2")  # without a run
     assert seen[-1] == 1.0
 
 
@@ -73,7 +76,7 @@ def test_prompts_of_messages_get_completions_of_messages() -> None:
     for rows in (ROWS, CHAT):
         task = dataset_task(rows)
         reward: Any = function_reward(correct, conversational=task.conversational)
-        reward.score_group(task.training[0], ["2"])
+        reward.score_group(task.train()[0], ["2"])
     assert seen[0] == (["2"], [ROWS[0]["prompt"]])
     assert seen[1] == ([[{"role": "assistant", "content": "2"}]], [CHAT[0]["prompt"]])
 
@@ -115,7 +118,7 @@ def test_none_is_skipped_if_the_settings_say_so(tmp_path: Path) -> None:
 def test_a_wrong_return_value_is_shown(returned: Any, words: str) -> None:
     reward = function_reward(lambda completions: returned)
     with pytest.raises(TypeError, match=words):
-        reward(dataset_task(ROWS).training[0], "2")
+        reward(dataset_task(ROWS).train()[0], "2")
 
 
 def test_a_run_from_python_is_resumed_from_python(tmp_path: Path) -> None:

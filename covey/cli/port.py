@@ -32,6 +32,15 @@ def trl_command(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the configuration to this file.")
     ] = None,
+    ported: Annotated[
+        Path | None,
+        typer.Option(
+            "--script",
+            metavar="FILE",
+            help="Also write the script itself, with its data and reward functions, and "
+            "covey.train instead of TRL; needs --out.",
+        ),
+    ] = None,
 ) -> None:
     """Convert the GRPOConfig of a TRL script to a Covey configuration in TOML.
 
@@ -39,6 +48,7 @@ def trl_command(
     the script computes. The script is read, but not executed.
     """
     from covey.compat.trl import from_script
+    from covey.compat.trl_script import covey_script
     from covey.config import parse_config
     from covey.run.files import write_text
 
@@ -49,6 +59,14 @@ def trl_command(
     found = from_script(text, str(script))
     parse_config(tomllib.loads(found.toml()))
     if out is None:
+        if ported is not None:
+            raise ConfigError("port: --script needs --out, because the script reads that file")
         return echo(found.toml())
+    if ported is not None and (ported.exists() or ported == script):
+        raise ConfigError(f"port: {ported} exists; give --script another name")
+    written = None if ported is None else covey_script(text, str(out), str(script))
     write_text(out, found.toml())
-    echo(f"{out}: {len(found.settings)} settings, {len(found.notes)} notes; see: covey plan {out}")
+    echo(f"{out}: {len(found.settings)} settings, {len(found.notes)} notes; please read them")
+    if ported is not None and written is not None:
+        write_text(ported, written)
+        echo(f"{ported}: run it with python {ported}")

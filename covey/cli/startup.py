@@ -204,6 +204,18 @@ def tell_edited(folder: RunFolder) -> None:
         typer.echo(f"covey: {changed}", err=True)
 
 
+def tell_start(
+    reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str] = ()
+) -> None:
+    """Print what is notable about the prompts and, for a new run, about its settings."""
+    from covey.rollout.prompts import prompt_notes
+
+    for note in prompt_notes(parts.policy.model, parts.train_prompts):
+        reporter.note(note)
+    if new and parts.world.is_main:
+        tell_findings(reporter, parts, not_own)
+
+
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
     """Print findings about settings without effect or with risks, except those in `not_own`.
 

@@ -19,7 +19,7 @@ from covey.cli.startup import (
     settings_of,
     source_of,
     tell_defaults,
-    tell_findings,
+    tell_start,
     waiting,
 )
 from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
@@ -125,13 +125,9 @@ def _environment(parts: Parts) -> dict[str, Any]:
 def _loop(
     not_own: frozenset[str], parts: Parts, folder: Any, reporter: Any, stop: Any, start: Any
 ) -> tuple[int, int]:
-    from covey.rollout.prompts import prompt_notes
     from covey.training.loop import train
 
-    for note in prompt_notes(parts.policy.model, parts.train_prompts):
-        reporter.note(note)
-    if start.checkpoint is None and parts.world.is_main:
-        tell_findings(reporter, parts, not_own)
+    tell_start(reporter, parts, new=start.checkpoint is None, not_own=not_own)
     done = train(parts, folder, [reporter], stop, start)
     # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves steps
     # undone.

@@ -12,11 +12,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from covey.compat.trl_options import ALGORITHMS, DEFAULTS, DIRECT, NAMED, TRACKERS
+from covey.compat.trl_options import (
+    ALGORITHMS,
+    DEFAULTS,
+    DIRECT,
+    HANDLED,
+    NAMED,
+    OLDER,
+    TRACKERS,
+    VERSION,
+)
 from covey.config.load import toml_lines
 from covey.errors import ConfigError
+from covey.rewards.user import FUNCTIONS
+from covey.tasks.dataset import NAME as DATASET
 
 Settings = dict[str, Any]
+
+DEFAULT_MARK = "  # TRL's default"
+HEAD = (
+    f'Ported from TRL. Settings marked "# TRL\'s default" are defaults of TRL {VERSION}.',
+    "The dataset and the rewards come from Python: covey.train('THIS_FILE', dataset=..., "
+    "rewards=...)",
+)
+FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}
+"""Names that no command accepts, so that the file never describes a run on other data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +47,22 @@ class Ported:
     """Dotted setting -> value."""
     notes: tuple[str, ...]
     """A line for each option without a counterpart, or with a different meaning in Covey."""
+    given: frozenset[str] = frozenset()
+    """The settings that follow from options that the script sets. The others are TRL's defaults."""
 
     def toml(self) -> str:
         """Return the settings as a configuration file, with the notes as comments."""
-        tables: dict[str, Settings] = {}
+        tables: dict[str, list[str]] = {"": []}
         for key, value in self.settings.items():
             section, _, name = key.rpartition(".")
-            tables.setdefault(section, {})[name] = value
-        lines = [f"# {note}" for note in self.notes]
-        lines += ["", *toml_lines(tables.pop("", {}))]
-        for section, values in tables.items():
-            lines += ["", f"[{section}]", *toml_lines(values)]
-        return "\n".join(lines).lstrip("\n") + "\n"
+            mark = "" if key in self.given else DEFAULT_MARK
+            table = tables.setdefault(section, [])
+            table += [f"{line}{mark}" for line in toml_lines({name: value})]
+        lines = [f"# {note}" for note in (*HEAD, *self.notes)]
+        lines += ["", *tables.pop("")]
+        for section, table in tables.items():
+            lines += ["", f"[{section}]", *table]
+        return "\n".join(lines) + "\n"
 
 
 def from_grpo_config(config: Any) -> Ported:
@@ -61,28 +85,39 @@ def _given(config: Any) -> dict[str, Any]:
 
 def from_script(text: str, name: str = "script.py") -> Ported:
     """Port the GRPOConfig and the GRPOTrainer of a script, without running it."""
-    try:
-        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    except SyntaxError as error:
-        raise ConfigError(
-            f"port: {name} is not valid Python, line {error.lineno}: {error.msg}"
-        ) from None
-    configs = [call for call in calls if _called(call) == "GRPOConfig"]
+    calls = [node for node in ast.walk(parsed(text, name)) if isinstance(node, ast.Call)]
+    configs = [call for call in calls if called(call) == "GRPOConfig"]
     if not configs:
         raise ConfigError(f"port: {name} creates no GRPOConfig")
     options, unknown = _literals(configs[0])
-    trainers = [call for call in calls if _called(call) == "GRPOTrainer"]
+    trainers = [call for call in calls if called(call) == "GRPOTrainer"]
     more = _trainer(trainers[0]) if trainers else Ported(settings={}, notes=())
+    adapters = [call for call in calls if called(call) == "LoraConfig"]
+    adapter = _adapter(adapters[0]) if adapters else Ported(settings={}, notes=())
     found = ported(options)
     missing = tuple(
         f"{key}: its value is computed in the script; set it yourself" for key in unknown
     )
+    own = {**more.settings, **adapter.settings}
     return Ported(
-        settings={**more.settings, **found.settings}, notes=(*more.notes, *found.notes, *missing)
+        settings=dict(sorted({**found.settings, **own}.items())),
+        notes=(*more.notes, *adapter.notes, *found.notes, *missing),
+        given=found.given | own.keys(),
     )
 
 
-def _called(call: ast.Call) -> str:
+def parsed(text: str, name: str) -> ast.Module:
+    """Parse a script, or raise ConfigError."""
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"port: {name} is not valid Python, line {error.lineno}: {error.msg}"
+        ) from None
+
+
+def called(call: ast.Call) -> str:
+    """Return the name of the class or function that is called, without its module."""
     return ast.unparse(call.func).rpartition(".")[2]
 
 
@@ -106,8 +141,44 @@ def _trainer(call: ast.Call) -> Ported:
     if isinstance(model, ast.Constant) and isinstance(model.value, str):
         settings["model.path"] = model.value
     for name, how in TRAINER.items():
-        if name in values:
+        if name in values and not (name == "peft_config" and _is_lora(values[name])):
             notes.append(f"{name} = {ast.unparse(values[name])}: {how}")
+    return Ported(settings=settings, notes=tuple(notes))
+
+
+def _is_lora(value: ast.expr) -> bool:
+    """Whether a peft_config is a LoraConfig, or a variable, which is most often one."""
+    return isinstance(value, ast.Name) or (
+        isinstance(value, ast.Call) and called(value) == "LoraConfig"
+    )
+
+
+ADAPTER = {
+    "r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "target_modules": "adapter.targets",
+    "modules_to_save": "adapter.also_train",
+}
+
+
+def _adapter(call: ast.Call) -> Ported:
+    """Port a LoraConfig with literal values; the defaults are those of peft."""
+    options, unknown = _literals(call)
+    notes = [f"LoraConfig: {name} is computed in the script; set it yourself" for name in unknown]
+    for name in sorted(options.keys() - ADAPTER.keys() - {"task_type", "inference_mode"}):
+        notes.append(f"LoraConfig: {name} = {options[name]!r} has no counterpart")
+    targets = options.pop("target_modules", None)
+    if targets is None or (isinstance(targets, str) and targets != "all-linear"):
+        notes.append(
+            f"LoraConfig: target_modules = {targets!r}: adapter.targets is a list of names, such "
+            "as ['q_proj', 'v_proj'], or ['all-linear']; set it yourself"
+        )
+    else:
+        options["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
+    options = {"r": 8, "lora_alpha": 8, **options}
+    settings = {key: options[name] for name, key in ADAPTER.items() if options.get(name)}
+    settings["adapter.alpha"] = max(1, round(options["lora_alpha"]))
     return Ported(settings=settings, notes=tuple(notes))
 
 
@@ -125,8 +196,10 @@ TRAINER = {
 def ported(given: Mapping[str, Any]) -> Ported:
     """Port options of GRPOConfig by name."""
     options = {**DEFAULTS, **given}
-    settings: Settings = {**_objective(options), **_batch(options), **_engine(options)}
-    notes = []
+    settings: Settings = {**FROM_PYTHON, **_objective(options), **_batch(options)}
+    settings |= {**_engine(options), **_warmup(options)}
+    rhythm, notes = _rhythm(options, settings["train.mini_batches"] * settings["train.epochs"])
+    settings |= rhythm
     for name, value in options.items():
         if name in DIRECT:
             key, convert = DIRECT[name]
@@ -139,21 +212,17 @@ def ported(given: Mapping[str, Any]) -> Ported:
                 notes.append(f"{name} = {value!r}: {NAMED[name]}")
         elif name not in HANDLED:
             notes.append(f"{name} = {value!r}: not an option of GRPOConfig that Covey knows")
-    return Ported(settings=dict(sorted(settings.items())), notes=(*notes, *_remarks(options)))
+    named = {key for name in given for key in _depends(name)}
+    return Ported(
+        settings=dict(sorted(settings.items())),
+        notes=(*notes, *_remarks(options)),
+        given=frozenset(named | FROM_PYTHON.keys()),
+    )
 
 
-HANDLED = frozenset(
-    {
-        "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-        "generation_batch_size", "num_generations", "num_iterations", "max_steps",
-        "num_train_epochs", "loss_type", "importance_sampling_level", "scale_rewards", "beta",
-        "epsilon", "epsilon_high", "delta", "use_bias_correction_kl", "top_entropy_quantile",
-        "sapo_temperature_neg", "sapo_temperature_pos", "use_vllm", "vllm_mode",
-        "vllm_server_base_url", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
-        "eval_strategy", "eval_steps", "sync_ref_model",
-    }
-)  # fmt: skip
-"""Options that are ported only in combination with other options."""
+def _depends(name: str) -> tuple[str, ...]:
+    """Return the settings that depend on an option."""
+    return (*(DIRECT[name][:1] if name in DIRECT else ()), *HANDLED.get(name, ()))
 
 
 def _objective(options: Mapping[str, Any]) -> Settings:
@@ -199,11 +268,57 @@ def _batch(options: Mapping[str, Any]) -> Settings:
         "train.mini_batches": mini_batches,
         "train.epochs": epochs,
     }
-    if options["max_steps"] > 0:  # optimizer steps in TRL, rollout batches here
-        found["train.steps"] = math.ceil(options["max_steps"] / (mini_batches * epochs))
-    else:
+    if options["max_steps"] <= 0:
         found["train.stop_after"] = {"epochs": float(options["num_train_epochs"])}
+    if options.get("max_prompt_length"):
+        found["rollout.long_prompts"] = "truncate"
     return found
+
+
+def _rhythm(options: Mapping[str, Any], updates: int) -> tuple[Settings, list[str]]:
+    """Convert options that count optimizer steps to settings that count training steps.
+
+    A training step takes `updates` optimizer steps. `warmup_steps` and `ref_model_sync_steps` are
+    not among these options, because Covey counts optimizer steps there too.
+    """
+    evaluates, settings, notes = options["eval_strategy"] == "steps", {}, []
+    counts = {
+        "max_steps": ("train.steps", options["max_steps"]),
+        "save_steps": ("save.every", options["save_steps"]),
+        "eval_steps": (
+            "evaluate.every",
+            (options.get("eval_steps") or options["logging_steps"]) if evaluates else 0,
+        ),
+    }
+    if options["eval_strategy"] == "no":
+        settings["evaluate.every"] = 0
+    elif not evaluates:
+        notes.append(f"eval_strategy = {options['eval_strategy']!r}: set evaluate.every")
+    for name, (key, value) in counts.items():
+        if 0 < value < 1:  # a share of the run
+            if options["max_steps"] <= 0:
+                notes.append(f"{name} = {value}: a share of the steps; set {key} yourself")
+                continue
+            value = math.ceil(value * options["max_steps"])
+        if value <= 0:
+            continue
+        settings[key] = math.ceil(value / updates)
+        if value % updates:
+            notes.append(
+                f"{name} = {value}: a training step takes {updates} optimizer steps; {key} = "
+                f"{settings[key]} is {settings[key] * updates} of them"
+            )
+    return settings, notes
+
+
+def _warmup(options: Mapping[str, Any]) -> Settings:
+    """Return the warm-up, in optimizer steps or as a share of the run."""
+    steps = options.get("warmup_steps") or 0
+    if not steps:
+        return {}
+    return (
+        {"optimizer.warmup_ratio": steps} if steps < 1 else {"optimizer.warmup_steps": int(steps)}
+    )
 
 
 def _engine(options: Mapping[str, Any]) -> Settings:
@@ -218,11 +333,6 @@ def _engine(options: Mapping[str, Any]) -> Settings:
             found["engine.vllm.memory"] = float(share)
         if size := options.get("vllm_tensor_parallel_size"):
             found["engine.vllm.tensor_parallel"] = size
-    every = options.get("eval_steps")
-    if options.get("eval_strategy", "no") == "no":
-        found["evaluate.every"] = 0
-    elif isinstance(every, int):
-        found["evaluate.every"] = every
     return found
 
 
@@ -231,6 +341,9 @@ def _remarks(options: Mapping[str, Any]) -> list[str]:
     scale, loss = options["scale_rewards"], options["loss_type"]
     plain = scale in (False, "none")
     found = []
+    for name in OLDER:
+        if name in options:
+            found.append(f"{name} = {options[name]!r}: an option of TRL before {VERSION}; ported")
     names = options.get("report_to") or ()
     for name in [names] if isinstance(names, str) else names:
         if name not in ("none", "all", *TRACKERS):

@@ -10,6 +10,10 @@ Convert = Callable[[Any], Any]
 ALGORITHMS = {"bnpo": "dapo"}
 """TRL's loss_type -> Covey's algorithm, if the two names differ."""
 
+VERSION = "1.16"
+"""The version of TRL whose options and defaults these are."""
+OLDER = ("max_prompt_length", "warmup_ratio")
+"""Options of older versions, which scripts still use."""
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULTS: Mapping[str, Any] = {
     "loss_type": "dapo", "importance_sampling_level": "token", "scale_rewards": "group",
@@ -17,8 +21,9 @@ DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8,
     "num_iterations": 1, "max_steps": -1, "num_train_epochs": 3.0, "max_completion_length": 512,
     "lr_scheduler_type": "linear", "seed": 42, "gradient_checkpointing": True, "save_steps": 500,
+    "eval_strategy": "no", "logging_steps": 10,
 }  # fmt: skip
-"""Defaults of TRL 1.16 that differ from Covey's, or from which other settings are computed."""
+"""Defaults that differ from Covey's, or from which other settings are computed."""
 
 
 def _same(value: Any) -> Any:
@@ -55,7 +60,6 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "weight_decay": ("optimizer.weight_decay", _number),
     "max_grad_norm": ("optimizer.max_grad_norm", _number),
     "lr_scheduler_type": ("optimizer.schedule", _schedule),
-    "warmup_steps": ("optimizer.warmup_steps", _count),
     "warmup_ratio": ("optimizer.warmup_ratio", _number),
     "temperature": ("rollout.temperature", _number),
     "top_p": ("rollout.top_p", _number),
@@ -71,7 +75,6 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "ref_model_mixup_alpha": ("reference.alpha", _number),
     "ref_model_sync_steps": ("reference.every", _count),
     "num_generations_eval": ("evaluate.samples", _count),
-    "save_steps": ("save.every", _count),
     "save_total_limit": ("save.keep", _count),
     "seed": ("seed", _same),
     "report_to": ("trackers", _trackers),
@@ -107,7 +110,7 @@ NAMED: Mapping[str, str] = {
          "label_names", "label_smoothing_factor", "data_seed", "ignore_data_skip",
          "train_sampling_strategy", "shuffle_dataset", "neftune_noise_alpha"), _DATA),
     **dict.fromkeys(
-        ("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter",
+        ("logging_strategy", "logging_first_step", "logging_nan_inf_filter",
          "log_level", "log_level_replica", "log_multimodal", "log_unique_prompts",
          "log_completions", "num_completions_to_print", "disable_tqdm", "debug",
          "include_for_metrics", "include_num_input_tokens_seen", "skip_memory_metrics",
@@ -163,3 +166,37 @@ NAMED: Mapping[str, str] = {
     "vespo_lambda_neg": "set objective.rate_neg",
 }  # fmt: skip
 """TRL's option -> advice on what to do instead."""
+
+HANDLED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+         "generation_batch_size"), ("rollout.prompts_per_step", "train.mini_batches")),
+    "num_generations": ("rollout.group_size", "rollout.prompts_per_step"),
+    "num_iterations": ("train.epochs",),
+    "max_steps": ("train.steps",),
+    "num_train_epochs": ("train.stop_after",),
+    "loss_type": ("objective.name",),
+    "importance_sampling_level": ("objective.name",),
+    "scale_rewards": (),
+    "beta": ("objective.beta",),
+    "use_bias_correction_kl": ("objective.kl",),
+    "epsilon": ("objective.clip_low", "objective.clip_high"),
+    "epsilon_high": ("objective.clip_high", "objective.max_weight"),
+    "delta": ("objective.dual",),
+    "top_entropy_quantile": ("objective.top_entropy",),
+    "sapo_temperature_neg": ("objective.tau_neg",),
+    "sapo_temperature_pos": ("objective.tau_pos",),
+    "use_vllm": ("engine.kind",),
+    "vllm_mode": ("engine.vllm.colocated",),
+    "vllm_server_base_url": ("engine.vllm.urls",),
+    "vllm_gpu_memory_utilization": ("engine.vllm.memory",),
+    "vllm_tensor_parallel_size": ("engine.vllm.tensor_parallel",),
+    "sync_ref_model": ("reference.kind",),
+    "warmup_steps": ("optimizer.warmup_steps", "optimizer.warmup_ratio"),
+    "save_steps": ("save.every",),
+    "eval_steps": ("evaluate.every",),
+    "eval_strategy": ("evaluate.every",),
+    "logging_steps": (),  # used only if eval_steps is missing
+    "max_prompt_length": ("rollout.long_prompts",),
+}  # fmt: skip
+"""Options that are ported in combination with others -> the settings that depend on them."""

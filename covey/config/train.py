@@ -101,3 +101,8 @@ class Train(Section):
     def updates(self) -> int:
         """The number of optimizer steps per training step."""
         return self.mini_batches * self.epochs
+
+    @property
+    def total_updates(self) -> int:
+        """The number of optimizer steps of a run; with a token budget, the nominal number."""
+        return self.amount if self.budget == "updates" else self.steps * self.updates

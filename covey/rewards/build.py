@@ -25,6 +25,7 @@ from covey.rewards.mix import ByTask, Mix
 from covey.rewards.reasoning_gym import ReasoningGym
 from covey.rewards.safety import Safety
 from covey.rewards.score import Reward
+from covey.rewards.signature import is_trl_style
 from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
@@ -152,12 +153,11 @@ def _function_options(function: Callable[..., Any], section: Named, where: str) 
 
     In a TRL-style function, arguments without a default are columns of the data.
     """
-    parameters = inspect.signature(function).parameters
+    trl_style = is_trl_style(function)
     known = {
         name: p.default
-        for name, p in parameters.items()
-        if p.kind is p.KEYWORD_ONLY
-        and ("completions" not in parameters or p.default is not p.empty)
+        for name, p in inspect.signature(function).parameters.items()
+        if p.kind is p.KEYWORD_ONLY and (not trl_style or p.default is not p.empty)
     }
     known |= {"success_at": 1.0, "conversational": False}
     for key in section.options:

@@ -32,10 +32,11 @@ class Call:
 
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
-    step: int = 0
-    """The training step, counted from 1; 0 in evaluations, which count as the end of the run."""
+    global_step: int | None = None
+    """Number of optimizer steps before the training step, as planned. None in evaluations, which
+    score as at the end of the run."""
     max_steps: int = 0
-    """The number of training steps of the run."""
+    """Number of optimizer steps of the run; 0 without a run."""
 
 
 NO_CALL = Call()

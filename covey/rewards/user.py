@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from covey.episode import episode_of
 from covey.errors import ConfigError
 from covey.rewards.score import NO_CALL, Call, Reward, Score
+from covey.rewards.signature import NOT_PASSED, check_signature, is_trl_style
 from covey.types import Message, Prompt
 
 RewardFunction = Callable[..., Any]
@@ -42,10 +43,11 @@ class _GroupReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the run, with the names of transformers' TrainerState."""
+    """Progress of the run in optimizer steps, with the names of transformers' TrainerState."""
 
     global_step: int
-    """The number of finished training steps."""
+    """Number of optimizer steps before the training step, which takes `train.mini_batches` times
+    `train.epochs` of them."""
     max_steps: int
 
 
@@ -55,12 +57,14 @@ class UserFunction(_GroupReward):
 
     - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
       parts whose sum is the reward.
-    - A TRL-style function `f(completions, **columns)`, async or not, returns a list of numbers. The
-      function is called once per group. The columns are the lists `prompts`, `completion_ids`
-      (tokens), `target`, and every column of the data by its name. The column `answer` is the
-      target, unless the data has its own column `answer`. The argument `trainer_state` has
-      `global_step` and `max_steps`. A function without `**columns` gets only the columns that it
-      names.
+    - A TRL-style function, such as `f(completions, **columns)`, async or not, returns a list of
+      numbers. The function is called once per group. The columns are the lists `prompts`,
+      `completion_ids` (tokens), `target`, and every column of the data by its name. The column
+      `answer` is the target, unless the data has its own column `answer`. The argument
+      `trainer_state` has `global_step` and `max_steps`. A function without `**columns` gets only
+      the columns that it names.
+
+    `covey.rewards.signature` tells the two kinds apart.
 
     `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
     means that the function does not apply to the completion. A completion with a reward of at least
@@ -90,7 +94,7 @@ class UserFunction(_GroupReward):
     @property
     def whole_groups(self) -> bool:
         """Whether the function scores a whole group in one call, as in TRL."""
-        return "completions" in inspect.signature(self.function).parameters
+        return is_trl_style(self.function)
 
     @property
     def is_async(self) -> bool:
@@ -138,11 +142,16 @@ class UserFunction(_GroupReward):
         for name, parameter in inspect.signature(self.function).parameters.items():
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is parameter.empty and not variadic and name not in given:
-                columns = ", ".join(sorted({*self._columns(prompt, [""], NO_CALL)}))
                 raise ConfigError(
-                    f"reward: {self.name} has the argument {name!r}, but the data has no column of "
-                    f"this name; the columns are {columns}"
+                    f"reward: {self.name} has the argument {name!r}, but {self._lack(prompt, name)}"
                 )
+
+    def _lack(self, prompt: Prompt, name: str) -> str:
+        """Say why the function gets no argument of this name."""
+        if name in NOT_PASSED:
+            return f"only TRL passes it; write {name}=None"
+        columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
+        return f"the data has no column of this name; the columns are {columns}"
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
         """Return the keyword arguments that the function takes."""
@@ -194,7 +203,8 @@ def _listed(results: Any) -> list[Any]:
 def _state(call: Call) -> TrainerState:
     """Return the progress for TRL functions; evaluations count as the last step of the run."""
     steps = max(1, call.max_steps)  # functions divide by it
-    return TrainerState(global_step=call.step - 1 if call.step else steps, max_steps=steps)
+    done = steps if call.global_step is None else call.global_step
+    return TrainerState(global_step=done, max_steps=steps)
 
 
 def _in_event_loop() -> bool:
@@ -221,23 +231,9 @@ def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = 
         return reward  # type: ignore[no-any-return]
     if not callable(reward):
         raise ConfigError(f"reward: {reward!r} cannot be called with a prompt and a text")
-    _check_signature(reward)
     own = {k: given.pop(k) for k in ("success_at", "conversational") if k in given}
+    check_signature(reward, given)
     return UserFunction(function=reward, options=given, **own)
-
-
-def _check_signature(function: Callable[..., Any]) -> None:
-    """Raise ConfigError for a function that cannot be called as a reward."""
-    try:
-        signature = inspect.signature(function)
-        if "completions" not in signature.parameters:
-            signature.bind_partial(None, "")
-    except (TypeError, ValueError):
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ConfigError(
-            f"reward: {name} is not a reward function; it must have the arguments (prompt, text), "
-            "or the argument completions"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

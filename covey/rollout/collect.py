@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
-from covey.rollout.episode import EncodedPrompt, generate
+from covey.rollout.episode import EncodedPrompt, generate, step_of
 from covey.rollout.multi_turn import Interaction
 from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
@@ -110,8 +110,9 @@ class _Scoring:
     group_size: int
     scorer: Scorer
     share: float
-    step: int = 0
-    max_steps: int = 0
+    global_steps: Sequence[int | None]
+    """Number of optimizer steps before the training step of each prompt; None in evaluations."""
+    max_steps: int
     rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
     """Rollouts to score, by the indices of prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
@@ -142,7 +143,7 @@ class _Scoring:
     def _submit(self, number: int, sample: int, rollouts: tuple[Rollout, ...]) -> None:
         call = Call(
             completion_ids=tuple(rollout.tokens for rollout in rollouts),
-            step=self.step,
+            global_step=self.global_steps[number],
             max_steps=self.max_steps,
         )
         texts = tuple(rollout.text for rollout in rollouts)
@@ -177,8 +178,11 @@ class Collector:
     ranks: Sharing | None = None
     """The ranks. Each rank collects some groups and then receives the groups of all ranks. The
     value is None if there is one rank."""
+    updates: int = 0
+    """Number of optimizer steps in a training step; 0 in evaluations. Reward functions may take the
+    progress of the run as an argument."""
     max_steps: int = 0
-    """Number of training steps of the run, which a reward function may take as an argument."""
+    """Number of optimizer steps of the run; 0 without a run."""
 
     def collect(
         self,
@@ -207,7 +211,9 @@ class Collector:
             sampling.group_size,
             self.scorer,
             share,
-            step=step if step <= self.max_steps else 0,  # an evaluation has another address
+            global_steps=[
+                self.updates * (step_of(p, step) - 1) if self.updates else None for p in prompts
+            ],
             max_steps=self.max_steps,
         )
 

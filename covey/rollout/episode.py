@@ -65,7 +65,7 @@ class Episodes:
                 number=number * size + sample,
                 prompt=number,
                 tokens=encoded.tokens,
-                address=Address(seed, _step(encoded, self.step), encoded.prompt.id, sample),
+                address=Address(seed, step_of(encoded, self.step), encoded.prompt.id, sample),
             )
             for number, encoded in enumerate(self.prompts)
             for sample in range(size)
@@ -104,7 +104,8 @@ class Episodes:
         ]
 
 
-def _step(encoded: EncodedPrompt, usual: int) -> int:
+def step_of(encoded: EncodedPrompt, usual: int) -> int:
+    """Return the training step of a prompt: its own, or else the step of the call."""
     return usual if encoded.step is None else encoded.step
 
 
@@ -147,7 +148,7 @@ def generate(
     else:
         episodes = MultiTurnEpisodes(
             prompts=[p.prompt for p in prompts],
-            steps=[step if p.step is None else p.step for p in prompts],
+            steps=[step_of(p, step) for p in prompts],
             model=model, sampling=sampling, finished=finished, interaction=interaction,
         )  # fmt: skip
     engine.run(episodes)

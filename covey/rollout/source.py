@@ -265,7 +265,8 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
         progress=reporter.sampled,
         ranks=parts.world,
         interaction=parts.interaction,
-        max_steps=parts.config.train.steps,
+        updates=parts.config.train.updates,
+        max_steps=parts.config.train.total_updates,
     )
     encoded = [
         replace(prompt, step=one.ticket.step)

@@ -327,12 +327,12 @@ def _privileged(rollout: Rollout) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def check_new_run(path: Path) -> None:
-    """Refuse a folder that already contains files.
-
-    Commands call `check_new_run` before they load a model.
-    """
-    check_free(path, f"choose another --run, or --resume {path}")
+def check_new_run(path: Path, instead: str = "") -> None:
+    """Refuse a folder that has files, before a model is loaded; `instead` says what to do."""
+    instead = instead or f"choose another --run, or --resume {path}"
+    if (path / "config.toml").is_file() and not RunFolder(path).steps(lambda text: None):
+        instead += "; the run there has finished no step: delete the folder if the run has ended"
+    check_free(path, instead)
 
 
 def next_run_path(parent: Path, label: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from covey.types import Prompt
 NAME = "dataset"
 """The value of `task.name` in a run whose data was passed from Python."""
 HELD_OUT_SHARE = 0.1
+SHARE = "held_out_share"
+"""The option of [task] that sets another share."""
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -24,20 +26,34 @@ Rows = Iterable[Mapping[str, Any]]
 class DatasetTask:
     """A task of prompts that were passed from Python."""
 
-    training: Sequence[Prompt]
-    evaluation: Sequence[Prompt]
+    prompts: Sequence[Prompt]
+    evaluation: Sequence[Prompt] | None = None
+    """The prompts for evaluations. None: `share` of the prompts, which are not trained on."""
     conversational: bool = False
     """Whether prompts are lists of messages. For prompts that are lists of messages, reward
     functions also get completions as messages."""
+    share: float = HELD_OUT_SHARE
     name: str = NAME
 
     def train(self) -> Sequence[Prompt]:
         """The prompts to train on."""
-        return self.training
+        return self._split()[0]
 
     def held_out(self) -> Sequence[Prompt]:
         """The prompts for evaluations only."""
-        return self.evaluation
+        return self._split()[1]
+
+    def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+        """Hold out prompts by a hash of the row's index, so that other rows do not matter."""
+        if self.evaluation is not None or not self.share:
+            return self.prompts, self.evaluation or []
+        chosen = [hash_fraction(prompt.id) < self.share for prompt in self.prompts]
+        if not any(chosen):
+            chosen[-1] = True
+        training = [p for p, out in zip(self.prompts, chosen, strict=True) if not out]
+        if not training:
+            raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
+        return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
 
 
 def dataset_task(
@@ -45,21 +61,25 @@ def dataset_task(
 ) -> DatasetTask:
     """Make a task of rows with a `prompt` (text or messages), and maybe `target` and other columns.
 
-    Without `held_out`, one row in ten is held out, but at least one row. A hash of the row's index
-    decides whether a row is held out, so the choice does not depend on other rows.
+    Without `held_out`, one row in ten is held out, but at least one row. With an empty `held_out`,
+    all rows are trained on.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
     prompts, conversational = _read("train", rows), _is_conversational(rows)
-    if held_out is not None:
-        return DatasetTask(prompts, _read("held_out", held_out), conversational)
-    chosen = [hash_fraction(prompt.id) < HELD_OUT_SHARE for prompt in prompts]
-    if not any(chosen):
-        chosen[-1] = True
-    training = [prompt for prompt, out in zip(prompts, chosen, strict=True) if not out]
-    if not training:
-        raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
-    evaluation = [prompt for prompt, out in zip(prompts, chosen, strict=True) if out]
-    return DatasetTask(training, evaluation, conversational)
+    if held_out is None:
+        return DatasetTask(prompts, None, conversational)
+    others = held_out if isinstance(held_out, str | Path) else list(held_out)
+    return DatasetTask(prompts, _read("held_out", others) if others else [], conversational)
+
+
+def with_share(task: Any, options: Mapping[str, Any]) -> Any:
+    """Return a task passed from Python with the held-out share that [task] sets."""
+    if not isinstance(task, DatasetTask) or SHARE not in options:
+        return task
+    share = options[SHARE]
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ConfigError(f"config: task.{SHARE} = {share!r} must be between 0 and 1")
+    return replace(task, share=float(share))
 
 
 def _is_conversational(rows: Sequence[Mapping[str, Any]] | str | Path) -> bool:

@@ -135,7 +135,8 @@ def assemble(
     train_prompts, held_out = _prompts(config, task)
     objective = objective_of(config)
     reward = reward_of(config) if reward is None else reward
-    check_columns(reward, (held_out if config.preferences.file else train_prompts)[0])
+    for prompt in (held_out if config.preferences.file else train_prompts)[:1]:
+        check_columns(reward, prompt)
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
         check_ranks(config, world, _digest(model, train_prompts, held_out))
@@ -176,7 +177,7 @@ def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Pro
     """Return the training and the held-out prompts; raise an error if there are none."""
     file = config.preferences.file
     train_prompts = read_pairs(file) if file else task.train()
-    held_out = held_out_of(config, task)
+    held_out = held_out_of(config, task, needed=config.evaluate.every > 0)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     return train_prompts, held_out

@@ -22,7 +22,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
                 progress=log.sampled,
                 ranks=parts.world,
                 interaction=parts.interaction,
-                max_steps=parts.config.train.steps,
+                max_steps=parts.config.train.total_updates,
             ),
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,

@@ -342,11 +342,11 @@ def sampling_of(config: Config) -> Sampling:
     )
 
 
-def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
-    """Return the held-out prompts that evaluations use."""
+def held_out_of(config: Config, task: Task, *, needed: bool = True) -> Sequence[Prompt]:
+    """Return the held-out prompts that evaluations use; if they are `needed`, at least one."""
     prompts = task.held_out()
     prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
-    if not prompts:
+    if needed and not prompts:
         raise DataError(f"task: {task.name} has no held-out prompts")
     return prompts
 

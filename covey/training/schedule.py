@@ -62,7 +62,7 @@ class Schedule:
 
 def total_updates(train: Train) -> int:
     """Return the number of optimizer steps of a run; with a token budget, the nominal number."""
-    return train.amount if train.budget == "updates" else train.steps * train.updates
+    return train.total_updates
 
 
 def warmup_updates(config: Config) -> int:

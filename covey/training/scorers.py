@@ -52,6 +52,8 @@ def baselines_of(
 
     `scorer` is the scorer of evaluations, and `passed` its reward object, if one was passed.
     """
+    if not held_out:
+        return Baselines()
     own = passed if not config.evaluate.reward.name else None
     reward = reward_of(evaluation_config(config)) if own is None else own
     if config.environment.name != NONE or not may_probe(reward):

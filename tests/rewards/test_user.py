@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,8 @@ from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.rewards.build import make_reward, reward_options
-from covey.rewards.user import UserFunction
+from covey.rewards.score import Call
+from covey.rewards.user import UserFunction, check_columns
 from covey.types import Prompt
 from tests.scoring import rewards
 
@@ -64,11 +66,11 @@ def test_a_group_function_can_compare_completions() -> None:
     [
         (rewards.trl_lengths, "?", "returned None"),
         (lambda prompt, text: None, "x", "returned None"),
-        (lambda prompt, text: "high", "x", "could not convert"),
+        (lambda prompt, text: "high", "x", "which is no number"),
     ],
 )
 def test_none_is_not_zero(function, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         as_reward(function)(PROMPT, text)
 
 
@@ -103,6 +105,66 @@ def test_a_function_is_as_quick_as_it_says() -> None:
     assert as_reward(quick).quick is False
     quick.quick = True
     assert as_reward(quick).quick is True
+
+
+def brevity(completion_ids, level, trainer_state, **kwargs):
+    return [
+        -len(ids) / n - trainer_state.global_step
+        for ids, n in zip(completion_ids, level, strict=True)
+    ]
+
+
+def same(prompts, answer, **kwargs):
+    return [float(p == "1+1?" and a == "2") for p, a in zip(prompts, answer, strict=True)]
+
+
+def by_level(level, **kwargs):
+    return [float(n) for n in level]
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (brevity, [-1.0, -1.0 / 3]),
+        (same, [1.0, 1.0]),
+        (by_level, [3.0, 3.0]),
+        (lambda completion_ids: [len(ids) for ids in completion_ids], [3.0, 1.0]),
+        (lambda **columns: columns["level"], [3.0, 3.0]),
+        (lambda text, completions: [7.0 for _ in completions], [7.0, 7.0]),
+        (lambda prompt, text: prompt.info["level"] + len(text), [6.0, 4.0]),
+        (lambda _, text, **more: len(text) + len(more), [3.0, 1.0]),
+        (lambda prompt, completion: len(completion), [3.0, 1.0]),
+    ],
+)
+def test_names_decide_which_kind_a_function_is(function, wanted) -> None:
+    prompt = replace(PROMPT, info={"level": 3, "text": "a column"})
+    call = Call(completion_ids=((1, 2, 3), (4,)), global_step=0)
+    scores = as_reward(function).score_group(prompt, ["abc", "d"], call)
+    assert [score.reward for score in scores] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda question, reply: 1.0,
+        lambda completion, answer: 1.0,
+        lambda label, text, **columns: 1.0,
+        lambda prompt, text, trainer_state: 1.0,
+        lambda *given, **columns: 1.0,
+        lambda prompt, text, level: 1.0,
+        lambda prompt: 1.0,
+        lambda: 1.0,
+    ],
+)
+def test_a_function_of_neither_kind_is_refused(function) -> None:
+    with pytest.raises(ConfigError, match=r"f\(prompt, text\).*f\(completions, \*\*columns\)"):
+        as_reward(function)
+
+
+def test_an_argument_that_only_trl_passes_is_refused_before_sampling() -> None:
+    with pytest.raises(ConfigError, match=r"log_metric.*only TRL passes it.*log_metric=None"):
+        check_columns(as_reward(lambda completions, log_metric, **columns: []), PROMPT)
+    check_columns(as_reward(lambda completions, log_metric=None, **columns: []), PROMPT)
 
 
 @pytest.mark.parametrize(

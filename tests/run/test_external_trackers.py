@@ -8,7 +8,7 @@ import random
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,32 @@ HOSTILE = "<script>alert(1)</script><img onerror=x> \x1b[31m\u202e\x00 | `a` ![]
 
 
 def of_tensorboard(run: Path) -> Series:
-    """Read event files as TensorBoard itself does."""
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
+    """Read scalars as scripts do, and texts as TensorBoard itself does."""
+    from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
-    events.Reload()
-    found: Series = {}
-    for name in events.Tags()["tensors"]:
-        for event in events.Tensors(name):
-            values = found.setdefault(event.step, {})
-            assert name not in values, f"{name} comes twice in step {event.step}"
-            values[name] = make_ndarray(event.tensor_proto).item()
+    files, every = str(run / "tensorboard"), {"scalars": 0, "tensors": 0}
+    scalars = event_accumulator.EventAccumulator(files, size_guidance=every)
+    shown = plugin_event_accumulator.EventAccumulator(files, size_guidance=every)
+    scalars.Reload()
+    shown.Reload()
+    names, found = scalars.Tags()["scalars"], Series()
+    read = [(name, event.step, event.value) for name in names for event in scalars.Scalars(name)]
+    for name in set(shown.Tags()["tensors"]) - set(names):
+        read += [(name, event.step, 0.0) for event in shown.Tensors(name)]
+    for name, step, value in read:
+        values = found.setdefault(step, {})
+        assert name not in values, f"{name} comes twice in step {step}"
+        values[name] = value
     return found
+
+
+def stored(name: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """Return numbers as a tracker stores them: in TensorBoard's files, scalars are float32."""
+    single = struct.Struct("f")
+    return {
+        n: single.unpack(single.pack(v))[0] if name == "tensorboard" else v
+        for n, v in values.items()
+    }
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
@@ -149,7 +162,7 @@ def test_a_resumed_run_continues_its_series(name: str, tmp_path: Path) -> None:
     for step, values in found.items():
         plain = {n: v for n, v in values.items() if not n.startswith("completions")}
         assert plain.keys() - {"step"} == {"tokens", "objective/scores", "objective/kl"}
-        assert plain == {n: v for n, v in metrics(step).items() if n in plain}
+        assert plain == stored(name, {n: v for n, v in metrics(step).items() if n in plain})
         assert any(n.startswith("completions") for n in values) == (step in (1, 4))
 
 
@@ -195,10 +208,10 @@ def test_a_trained_run_has_the_same_numbers_everywhere(tmp_path: Path) -> None:
     for name, read in READ.items():
         found = read(run.path)
         for step, values in wanted.items():
-            assert {n: found[step][n] for n in values if n != "step"} == {
-                n: v for n, v in values.items() if n != "step"
-            }, name
-        assert found[2]["evaluation/greedy"] == evaluation["greedy"]["value"]
+            wanted_values = stored(name, {n: v for n, v in values.items() if n != "step"})
+            assert {n: found[step][n] for n in wanted_values} == wanted_values, name
+        greedy = {"greedy": evaluation["greedy"]["value"]}
+        assert found[2]["evaluation/greedy"] == stored(name, greedy)["greedy"]
         assert found[2]["evaluation/distinct_answers"] == evaluation["distinct_answers"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from covey.errors import CoveyError, DiskError, RunError
-from covey.run.folder import RunFolder, list_runs, next_run_path
+from covey.run.folder import RunFolder, check_new_run, list_runs, next_run_path
 from covey.run.resume import put_aside_after, start_of
 from covey.types import Group, Prompt, Rollout
 
@@ -98,6 +98,14 @@ def test_a_folder_that_holds_anything_is_refused_and_left_alone(tmp_path: Path, 
         RunFolder.create(tmp_path, "", {})
     assert len(str(raised.value).splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == [name.rstrip("/")]
+
+
+def test_the_folder_of_a_run_without_a_step_may_be_deleted(run: RunFolder) -> None:
+    with pytest.raises(RunError, match=r"or resume='x'; .* no step: delete the folder"):
+        check_new_run(run.path, "pass another run=..., or resume='x'")
+    (run.path / "steps.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RunError, match=r"--resume \S+$"):
+        check_new_run(run.path)
 
 
 def test_a_run_cannot_be_made_twice(run: RunFolder) -> None:

@@ -10,7 +10,7 @@ from covey.run.trackers.external import COLUMNS, ExternalTracker
 
 
 class TensorBoardTracker(ExternalTracker):
-    """Writes scalars in double precision, and completions as text."""
+    """Writes scalars, which event files store in single precision, and completions as text."""
 
     writer: Any = None
 
@@ -26,17 +26,10 @@ class TensorBoardTracker(ExternalTracker):
         self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars as one event in double precision, because float32 rounds token counts."""
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        """Write scalars as one event, in the classic form that all readers of event files know."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
-        scalars = [
-            Summary.Value(
-                tag=name, metadata=about, tensor=TensorProto(dtype="DT_DOUBLE", double_val=[value])
-            )
-            for name, value in values.items()
-        ]
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:

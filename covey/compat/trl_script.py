@@ -1,0 +1,142 @@
+"""Port a TRL script: keep the user's functions and data, and train with Covey instead of TRL."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import dataclass, field
+
+from covey.compat.trl import called, parsed
+from covey.errors import ConfigError
+
+TRL_OBJECTS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
+INDENT = "    "
+
+
+@dataclass(slots=True, kw_only=True)
+class _Edits:
+    """The statements of a script to replace, by their first line, and the names they defined."""
+
+    lines: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
+    """First line -> last line and replacement."""
+    removed: set[str] = field(default_factory=set)
+    trains: bool = False
+
+    def replace(self, node: ast.stmt, *lines: str) -> None:
+        """Replace a statement by lines with its indentation."""
+        indented = [f"{' ' * node.col_offset}{line}" for line in lines]
+        self.lines[node.lineno] = (node.end_lineno or node.lineno, indented)
+
+    def apply(self, text: str) -> list[str]:
+        """Return the lines of the script with all replacements."""
+        found, skip = [], 0
+        for number, line in enumerate(text.splitlines(), 1):
+            if number in self.lines:
+                skip, replacement = self.lines[number]
+                found += replacement
+            elif number > skip:
+                found.append(line)
+        return found
+
+
+def covey_script(text: str, config: str, name: str = "script.py") -> str:
+    """Return a script that trains with Covey on the data and the reward functions of a TRL script.
+
+    `config` is the configuration file that `covey port` wrote. The lines of the script stay, except
+    imports and objects of TRL and peft; `trainer.train()` becomes a call of `covey.train`.
+    """
+    tree = parsed(text, name)
+    trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)
+    if not isinstance(trainer, ast.Call):
+        raise ConfigError(f"port: {name} makes no GRPOTrainer, so there is no script to write")
+    edits, call = _Edits(), _train_call(tree, trainer, config)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for node in statements:
+        _import(edits, node)
+        _object(edits, node)
+    for node in statements:
+        _use(edits, node, call)
+    if not edits.trains:
+        raise ConfigError(f"port: {name} never calls train() of its GRPOTrainer as a statement")
+    lines = edits.apply(text)
+    result = "\n".join([*_leftovers(lines, edits.removed), *lines]) + "\n"
+    parsed(result, f"the ported {name}")
+    return result
+
+
+def _is_call(node: ast.AST | None, names: tuple[str, ...]) -> bool:
+    return isinstance(node, ast.Call) and called(node) in names
+
+
+def _import(edits: _Edits, node: ast.stmt) -> None:
+    """Replace imports of TRL by `import covey`, and remove peft's LoraConfig."""
+    if isinstance(node, ast.Import) and any(alias.name == "trl" for alias in node.names):
+        others = [alias.name for alias in node.names if alias.name != "trl"]
+        edits.replace(node, "import covey", *(f"import {other}" for other in others))
+    if isinstance(node, ast.ImportFrom) and node.module in ("trl", "peft"):
+        kept = [ast.unparse(alias) for alias in node.names if alias.name not in TRL_OBJECTS]
+        lines = [f"from {node.module} import {', '.join(kept)}"] if kept else []
+        edits.replace(node, *(["import covey"] if node.module == "trl" else []), *lines)
+
+
+def _object(edits: _Edits, node: ast.stmt) -> None:
+    """Remove an assignment of a TRL object, and remember its name."""
+    if isinstance(node, ast.Assign) and _is_call(node.value, TRL_OBJECTS):
+        edits.removed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        edits.replace(node)
+
+
+def _use(edits: _Edits, node: ast.stmt, call: list[str]) -> None:
+    """Replace `trainer.train()` by Covey's call, and other calls of the trainer by a comment."""
+    value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return
+    owner = value.func.value
+    if not _is_call(owner, ("GRPOTrainer",)) and not (
+        isinstance(owner, ast.Name) and owner.id in edits.removed
+    ):
+        return
+    if value.func.attr != "train":
+        edits.replace(node, f"# {' '.join(ast.unparse(node).split())}  (TRL)")
+        return
+    target = f"{ast.unparse(node.targets[0])} = " if isinstance(node, ast.Assign) else "result = "
+    edits.replace(node, f"{target}{call[0]}", *call[1:])
+    edits.trains = True
+
+
+def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
+    """Return the lines of the call of covey.train."""
+    given = {keyword.arg: keyword.value for keyword in trainer.keywords}
+    names = {"train_dataset": "dataset", "eval_dataset": "held_out"}
+    names["environment_factory"] = "environment"
+    arguments = [
+        f"{ours}={ast.unparse(given[theirs])}" for theirs, ours in names.items() if theirs in given
+    ]
+    model = given.get("model", trainer.args[0] if trainer.args else None)
+    if model is not None and not isinstance(model, ast.Constant):
+        arguments.insert(0, f"model={ast.unparse(model)},  # a name or a folder, not an object")
+    if "reward_funcs" in given:
+        arguments.append(f"rewards={_rewards(tree, given['reward_funcs'])}")
+    lines = [json.dumps(config), *arguments]
+    return ["covey.train(", *(f"{INDENT}{a}{'' if '  #' in a else ','}" for a in lines), ")"]
+
+
+def _rewards(tree: ast.Module, functions: ast.expr) -> str:
+    """Return the reward functions, with the literal reward_weights of the GRPOConfig."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    keywords = [k for call in calls if called(call) == "GRPOConfig" for k in call.keywords]
+    weights = next((k.value for k in keywords if k.arg == "reward_weights"), None)
+    if not isinstance(weights, ast.List) or not isinstance(functions, ast.List):
+        return ast.unparse(functions)
+    if len(weights.elts) != len(functions.elts):
+        return ast.unparse(functions)
+    pairs = zip(functions.elts, weights.elts, strict=True)
+    return f"{{{', '.join(f'{ast.unparse(f)}: {ast.unparse(w)}' for f, w in pairs)}}}"
+
+
+def _leftovers(lines: list[str], removed: set[str]) -> list[str]:
+    """Return a comment for each name that the script still uses although its object is gone."""
+    tree = parsed("\n".join(lines), "the ported script")
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return [f"# {name} was an object of TRL: change the lines below that use it"
+            for name in sorted(used & removed)]  # fmt: skip

@@ -1,0 +1,74 @@
+"""The two kinds of reward functions, Covey's and TRL's, told apart by the names of parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from covey.errors import ConfigError
+
+OWN = ("prompt", "text")
+"""The first two parameters of a function that scores one completion."""
+TRL = frozenset(
+    {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+        "environments",
+    }
+)
+"""The keyword arguments that TRL passes in addition to the columns of the data."""
+NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
+"""The arguments of TRL's call that Covey does not pass."""
+
+
+def is_trl_style(function: Callable[..., Any]) -> bool:
+    """Whether a function scores a list of completions, as in TRL; otherwise it scores one text.
+
+    TRL passes every argument by name, so a function with one of its names is TRL's, and so is a
+    function with `**kwargs` whose other parameters are columns of the data. Raises ConfigError if
+    the names do not decide.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise _not_a_reward(function, "its parameters are unknown") from None
+    own, theirs = _own_names(parameters), bool(parameters.keys() & TRL)
+    kinds = {p.kind for p in parameters.values()}
+    columns = inspect.Parameter.VAR_KEYWORD in kinds
+    if "completions" in parameters or (theirs and own < len(OWN)):
+        return True
+    if not own and columns and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return True
+    if (own == len(OWN) and not theirs) or (own == 1 and not columns):
+        return False
+    raise _not_a_reward(function, "the names of its parameters do not say which kind it is")
+
+
+def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a function that cannot be called as a reward with these options."""
+    if is_trl_style(function):
+        return
+    try:
+        inspect.signature(function).bind(None, "", **options)
+    except TypeError as error:
+        raise _not_a_reward(function, str(error)) from None
+
+
+def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
+    """Count how many of the first two positional parameters have Covey's names, or the name `_`."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
+    return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))
+
+
+def _not_a_reward(function: Callable[..., Any], why: str) -> ConfigError:
+    name = getattr(function, "__name__", type(function).__name__)
+    return ConfigError(
+        f"reward: {name} is not a reward function: {why}; write f(prompt, text) to score one "
+        "completion, or, as in TRL, f(completions, **columns) to score the completions of a prompt"
+    )
