@@ -57,7 +57,10 @@ def dataset_task(
         chosen[-1] = True
     training = [prompt for prompt, out in zip(prompts, chosen, strict=True) if not out]
     if not training:
-        raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
+        raise ConfigError(
+            "dataset: all rows were held out, so no row is left for training; give more rows, or "
+            "pass held-out rows as held_out"
+        )
     evaluation = [prompt for prompt, out in zip(prompts, chosen, strict=True) if out]
     return DatasetTask(training, evaluation, conversational)
 

@@ -55,8 +55,8 @@ def maxrl() -> Objective:
     A group's weight is 1 / (pass rate). With binary rewards and groups of G completions, the
     gradient is an unbiased estimate of the gradient of log(pass rate), expanded to order G - 1.
     With `all_wrong = "minus_one"`, completions in groups without success get an advantage of -1.
-    The expansion of log(pass rate) then has order G instead of G - 1, but the gradient has much
-    more noise.
+    With `all_wrong = "minus_one"`, the expansion of log(pass rate) has order G instead of G - 1,
+    but the gradient has much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The authors' code
     takes the mean over tokens, which makes the estimate biased. With `maxrl`, rewards must not be
