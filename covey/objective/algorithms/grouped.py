@@ -80,9 +80,9 @@ def pkpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The expected gradient of `pkpo` is the gradient of max@k, which is pass@k for binary rewards.
-    With every choice of `baseline`, the gradient is unbiased. The baseline `loo1` is the paper's
-    choice with the least variance; the advantage is then the gain of the completion over k - 1
-    other completions, which is never negative. With the baseline `centred`, the advantages of a
+    With every choice of `baseline`, the gradient is unbiased. Of the paper's baselines, `loo1` has
+    the least variance. With `loo1`, the advantage is never negative: it is how much the completion
+    adds to the best of k - 1 other completions. With the baseline `centred`, the advantages of a
     group add up to 0. The baseline `loo` is the paper's equation 29.
 
     Choices: Covey does not divide by a standard deviation, and divides by a constant length,
