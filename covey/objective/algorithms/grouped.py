@@ -88,7 +88,7 @@ def pkpo() -> Objective:
     Choices: Covey does not divide by a standard deviation, and divides by a constant length,
     because otherwise the gradient would be biased. If all rewards of a group are equal, advantages
     are 0. With the baselines `loo1` and `centred`, advantages of 0 for equal rewards follow from
-    the formula; with the baseline `loo`, this rule causes a bias.
+    the formula; with the baseline `loo`, setting these advantages to 0 causes a bias.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.

@@ -61,8 +61,8 @@ def ipo() -> Objective:
     and the loss reduces a larger margin. So even a policy that separates every pair stays near the
     reference.
 
-    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer. TRL's
-    developers chose means after they had asked the authors of IPO. The paper's formula and OpenRLHF
-    use sums over tokens, as Covey does with `average = false`.
+    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer; TRL's
+    developers had asked the authors of IPO. The paper's formula and OpenRLHF use sums over tokens,
+    as Covey does with `average = false`.
     """
     return _of_pairs(pairs.squared)
