@@ -28,8 +28,8 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     Choices: the mean and standard deviation of the summed advantage a are over completions, as in
     the paper and in TRL. In verl, the mean and standard deviation of the summed advantage are over
-    tokens, so that long completions count more. If a part of a completion could not be scored, the
-    completion is left out of all statistics.
+    tokens, so that long completions count more. If a part of the reward of a completion could not
+    be computed, the completion is left out of all statistics.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
     `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
