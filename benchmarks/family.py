@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="Prompts of a step.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--teacher-steps", type=int, default=60, help="Of the teacher's own run.")
+    parser.add_argument("--folder", type=Path, help="Keep the runs in this folder.")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     names = QUESTIONS[given.question][0]
-    with tempfile.TemporaryDirectory() as folder:
+    with nullcontext(given.folder) if given.folder else tempfile.TemporaryDirectory() as folder:
         rows = [
             train(given.question, name, seed, given, Path(folder))
             for seed in range(given.seeds)

@@ -326,7 +326,7 @@ def _train(
                 start = Start() if begins else _start_of(folder, config, world)
                 check_length(config, start.step)
                 if world.is_main:
-                    record_changes(folder, config, start.step, changed)
+                    record_changes(folder, parts.config, start.step, changed)
                 follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
                 done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()

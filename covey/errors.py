@@ -15,7 +15,16 @@ A bug in Covey raises AssertionError instead of a CoveyError.
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parent),
+)
+"""Folders of Python's standard library, of installed packages and of covey."""
 
 
 class CoveyError(Exception):
@@ -65,6 +74,14 @@ class DiskError(CoveyError):
 def reason(error: Exception) -> str:
     """Return why a file cannot be read, without the file's name."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def users_error(error: BaseException) -> str:
+    """Return an error in one line, with the file and line of the user's own code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, "<frozen "))]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 NEAR = 0.5

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+from pathlib import Path
 from urllib.parse import urlsplit
 
 ENDPOINT = "https://huggingface.co"
@@ -29,6 +30,13 @@ def offline_if_unreachable() -> bool:
     if loaded is not None:
         loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return True
+
+
+def in_hub_cache(model: str) -> bool:
+    """Whether some files of a hub model are in the local cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
 
 
 def reachable(endpoint: str = "") -> bool:

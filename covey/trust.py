@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, users_error
 
 VARIABLE = "COVEY_TRUST"
 """The environment variable with trusted module names. Trusting a package trusts all its modules."""
@@ -74,7 +74,7 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module can raise anything while it is imported
-        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, ImportError) else users_error(error)
         raise ConfigError(f"{where} = {path!r}: cannot import {module_name!r}: {why}") from error
     finally:
         sys.path.remove(folder)

@@ -14,6 +14,7 @@ from covey.errors import ConfigError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import dataset_task
+from tests.trackers import Notes
 
 ROWS = [{"prompt": f"{i}+1=", "solution": i + 1, "target": i + 1, "kind": "sum"} for i in range(24)]
 CHAT = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
@@ -48,6 +49,20 @@ def test_a_function_gets_what_trl_gives_it(tmp_path: Path) -> None:
     assert result.metrics[0]["reward_id"].startswith("length@1#")  # under its own name
 
 
+def test_evaluations_have_the_progress_of_a_finished_run(tmp_path: Path) -> None:
+    """A function may divide by max_steps, or follow a schedule: evaluations are comparable."""
+    seen: list[float] = []
+
+    def scheduled(completions: list[str], trainer_state: Any) -> list[float]:
+        seen.append(trainer_state.global_step / trainer_state.max_steps)
+        return [0.0] * len(completions)
+
+    small(tmp_path, rewards=scheduled, **{"evaluate.every": 2, "evaluate.prompts": 1})
+    assert seen == [1.0, *[0.0] * 4, *[0.5] * 4, 1.0]
+    function_reward(scheduled)(dataset_task(ROWS).training[0], "2")  # without a run
+    assert seen[-1] == 1.0
+
+
 def test_prompts_of_messages_get_completions_of_messages() -> None:
     seen: list[Any] = []
 
@@ -67,7 +82,9 @@ def test_a_missing_column_is_found_before_anything_is_sampled(tmp_path: Path) ->
     def strict(completions: list[str], solutoin: list[int]) -> list[float]:
         raise AssertionError("it is never called")
 
-    with pytest.raises(ConfigError, match=r"strict takes 'solutoin'.*there are .*solution"):
+    with pytest.raises(
+        ConfigError, match=r"the argument 'solutoin'.*no column.*columns are .*solution"
+    ):
         small(tmp_path, rewards=strict)
     assert not (tmp_path / "run").exists()
 
@@ -81,7 +98,7 @@ def never(completions: list[str]) -> list[None]:
 
 
 def test_none_is_skipped_if_the_settings_say_so(tmp_path: Path) -> None:
-    with pytest.raises(covey.CoveyError, match="returned None"):
+    with pytest.raises(covey.CoveyError, match=r"returned None; scoring\.none_rewards"):
         small(tmp_path / "a", rewards=[some, never])
     skip = {"scoring.none_rewards": "skip"}
     result = small(tmp_path / "b", rewards=[some, never], **skip)
@@ -89,6 +106,30 @@ def test_none_is_skipped_if_the_settings_say_so(tmp_path: Path) -> None:
     assert [row["reward"] for row in rows] == [1.0, None, 0.0] * 4
     assert [row["parts"] for row in rows[:3]] == [{"some": 1.0}, {}, {"some": 0.0}]
     assert rows[1]["advantage"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [(1.0, r"returned 1\.0; it must return a list"), (["a"], "returned 'a', which is no number")],
+)
+def test_a_wrong_return_value_is_shown(returned: Any, words: str) -> None:
+    reward = function_reward(lambda completions: returned)
+    with pytest.raises(TypeError, match=words):
+        reward(dataset_task(ROWS).training[0], "2")
+
+
+def test_a_run_from_python_is_resumed_from_python(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def breaks(completions: list[str]) -> list[float]:
+        calls.append(1)
+        return [1 / max(0, 5 - len(calls))] * len(completions)
+
+    notes = Notes()
+    with pytest.raises(covey.CoveyError, match="ZeroDivisionError"):
+        small(tmp_path, rewards=breaks, trackers=[notes])
+    call = f"covey.train(resume='{tmp_path}/run', dataset=..., rewards=...)"
+    assert f"saved step 1; resume with: {call}" in notes.notes
 
 
 def other(completions: list[str]) -> list[float]:

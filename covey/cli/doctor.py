@@ -62,9 +62,10 @@ def doctor_command(
         config = resolved(source, settings_of(overrides, model))
 
         from covey.analysis.doctor.checkup import examine_run
-    with waiting(f"checking {config.model.path}"):
+    with waiting(f"checking {config.model.path}") as say:
         for result in examine_run(config):
             found.append(result)
+            say(f"checking {config.model.path}: {len(found)} checks done, last: {result.name}")
     seconds = time.perf_counter() - started
     failed = [result for result in found if result.passed is False]
     data = {

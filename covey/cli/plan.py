@@ -28,6 +28,7 @@ from covey.models.model_path import prepare_hub
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
+    from covey.analysis.plan.run_time import RunTime
     from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
 
@@ -79,14 +80,14 @@ def plan_command(
     measure_steps: MeasureSteps = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a run will do, how much memory it needs, and which settings have no effect.
+    """Show what a run will do, its time and memory, and which settings have no effect.
 
     Without --measure, the command trains nothing and loads no weights. The command reads only the
     configuration and the tokenizer of the model.
     """
-    settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
 
+    settings = settings_of(overrides, model)
     label = source_of(source, settings)
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
     import_torch_when_used()  # a plan uses nothing of it for the usual models
@@ -106,15 +107,17 @@ def plan_command(
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan = summarize(config, facts)
         say(f"measuring {config.model.path}")
-        memory, problem, fits = _memory(config, facts, gpu, ranks)
+        memory, taken, problem, fits = _memory_and_time(config, facts, gpu, ranks)
         found = [*fits, *findings(config, facts)]
     if as_json:
-        return typer.echo(json.dumps(_data(plan, memory, problem, found)))
+        known = None if isinstance(taken, str) else taken.row()
+        more = {"time": known, "task_unreadable": facts.unreadable}
+        return typer.echo(json.dumps({**_data(plan, memory, problem, found), **more}))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
-    _show_engine(config, console)
-    text = memory.text() if memory else f"memory: unknown, {problem}"
-    console.print(text, soft_wrap=True)
+    _show_obstacles(config, facts, console)
+    console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
+    console.print(memory.text() if memory else f"memory: unknown, {problem}", soft_wrap=True)
     _show_findings(found, console)
 
 
@@ -136,11 +139,13 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
         show_time(config, as_json)
 
 
-def _show_engine(config: Config, console: Console) -> None:
-    """Print why vLLM or Ray cannot start on this machine, if this is known in advance."""
+def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
+    """Print why the run cannot start: its task cannot be read, or vLLM or Ray is missing here."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
 
+    if facts.unreadable:
+        console.print(f"cannot start: {facts.unreadable}\n", soft_wrap=True)
     try:
         if config.engine.kind == "vllm":
             check_vllm(config)
@@ -150,22 +155,26 @@ def _show_engine(config: Config, console: Console) -> None:
         console.print(f"cannot start: {error}\n", soft_wrap=True)
 
 
-def _memory(
+def _memory_and_time(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
-) -> tuple[Forecast | None, str, list[Finding]]:
-    """Return the forecast or the reason for its absence, and remedies if the run does not fit."""
+) -> tuple[Forecast | None, RunTime | str, str, list[Finding]]:
+    """Return memory and time, or why they are unknown, and remedies if the run does not fit."""
     from covey.analysis.plan.fit import memory_findings
     from covey.analysis.plan.forecast import Device
     from covey.analysis.plan.memory import forecast
     from covey.analysis.plan.model_shape import shape_of
+    from covey.analysis.plan.run_time import run_time
 
     try:
         device = Device.here(config.model.device) if gpu is None else Device.gpu(gpu)
         shape = shape_of(config)
         memory = forecast(config, device, facts, shape, ranks)
-        return memory, "", list(memory_findings(config, memory, facts, shape, ranks))
+        found = list(memory_findings(config, memory, facts, shape, ranks))
     except CoveyError as error:
-        return None, str(error), []
+        return None, "time: unknown, like the memory.", str(error), []
+    if not memory.fits:
+        return memory, "time: unknown, because the run does not fit into memory.", "", found
+    return memory, run_time(config, facts, shape, device, ranks), "", found
 
 
 def _show_findings(found: list[Finding], console: Console) -> None:

@@ -124,7 +124,7 @@ class Training:
             parts = self._built(config, world)
             with closing(parts):
                 if world.is_main and changed:
-                    record_changes(folder, config, start.step, changed)
+                    record_changes(folder, parts.config, start.step, changed)
                     echo(changes_note(changed))
                 code = self._run(parts, folder, start)
         raise typer.Exit(code)
@@ -167,7 +167,7 @@ def _verify(run: RunFolder) -> None:
         result = recomputed(run)
     if result.passed is False:
         raise RunError(f"--verify: {result.figure}; {result.remedy}")
-    echo(f"verified: {result.figure}")
+    echo(f"{'verified' if result.passed else 'not verified'}: {result.figure}")
 
 
 def _joined(config: Config) -> AbstractContextManager[World]:

@@ -21,7 +21,7 @@ class Push:
     def check(self) -> None:
         """Refuse an impossible repository name."""
         from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
         try:
             validate_repo_id(self.repository)

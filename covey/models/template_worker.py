@@ -15,7 +15,7 @@ import signal
 import sys
 from functools import lru_cache
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -34,7 +34,7 @@ TOO_BIG = 3
 class _Generation(Extension):
     """The tag {% generation %}, with which templates mark the assistant's text; it is rendered."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

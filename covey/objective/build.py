@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from covey.errors import ConfigError, CoveyError, nearest
+from covey.errors import ConfigError, CoveyError, nearest, users_error
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.compose import composer, hints_of, options_of, signed
 from covey.objective.correction import AGREEMENT, CORRECTIONS
@@ -133,10 +133,13 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
         except CoveyError:
             raise
         except Exception as error:
-            raised = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"objective.name = {name!r} raised an error: {raised}") from error
+            what = users_error(error)
+            raise ConfigError(f"objective.name = {name!r} raised an error: {what}") from error
         if not isinstance(objective, Objective):
-            raise ConfigError(f"objective.name = {name!r} must return a covey.objective.Objective")
+            raise ConfigError(
+                f"objective.name = {name!r} returned {type(objective).__name__}; it must return a "
+                "covey.objective.Objective"
+            )
         return objective
 
     own.__doc__ = function.__doc__

@@ -32,7 +32,7 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     step: int = 0
-    """The training step, counted from 1; 0 if it is unknown, as in evaluations."""
+    """The training step, counted from 1; 0 in evaluations, which score as at the end of the run."""
     max_steps: int = 0
     """The number of training steps of the run."""
 

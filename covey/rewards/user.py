@@ -123,7 +123,7 @@ class UserFunction(_GroupReward):
             results = [await r if inspect.isawaitable(r) else r for r in given]
         else:
             results = self.function(**self._arguments(prompt, texts, call))
-            results = list(await results if inspect.isawaitable(results) else results)
+            results = _listed(await results if inspect.isawaitable(results) else results)
         if len(results) != len(texts):
             raise ValueError(
                 f"the function returned {len(results)} rewards for {len(texts)} completions"
@@ -165,9 +165,7 @@ class UserFunction(_GroupReward):
             **{name: [value] * len(texts) for name, value in row.items()},
             "completions": completions,
             "completion_ids": [list(ids) for ids in call.completion_ids] or [[] for _ in texts],
-            "trainer_state": TrainerState(
-                global_step=max(0, call.step - 1), max_steps=call.max_steps
-            ),
+            "trainer_state": _state(call),
         }
 
     def _score(self, result: Any) -> Score | None:
@@ -177,8 +175,26 @@ class UserFunction(_GroupReward):
         if isinstance(result, Mapping):
             parts = {str(name): float(value) for name, value in result.items()}
             result = sum(parts.values())
-        reward = float(result)
+        try:
+            reward = float(result)
+        except (TypeError, ValueError):
+            raise TypeError(f"the function returned {result!r:.60}, which is no number") from None
         return Score(reward=reward, success=reward >= self.success_at, parts=parts)
+
+
+def _listed(results: Any) -> list[Any]:
+    """Return the rewards of a group, such as a list or a tensor, as a list."""
+    try:
+        return list(results)
+    except TypeError:
+        what = f"the function returned {results!r:.60}"
+        raise TypeError(f"{what}; it must return a list with a number per completion") from None
+
+
+def _state(call: Call) -> TrainerState:
+    """Return the progress at a call. An evaluation is at the end, so that all are comparable."""
+    steps = max(1, call.max_steps)  # functions divide by it
+    return TrainerState(global_step=call.step - 1 if call.step else steps, max_steps=steps)
 
 
 def _in_event_loop() -> bool:

@@ -207,7 +207,7 @@ class Collector:
             sampling.group_size,
             self.scorer,
             share,
-            step=step if self.max_steps else 0,
+            step=step if step <= self.max_steps else 0,  # an evaluation has another address
             max_steps=self.max_steps,
         )
 

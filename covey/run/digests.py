@@ -1,7 +1,9 @@
-"""SHA-256 digests of a checkpoint's files, to detect damage.
+"""SHA-256 digests of checkpoints and records, to detect damage.
 
-SHA256SUMS has the format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older versions have
-no file SHA256SUMS and are not checked.
+digests.jsonl has a line for each record of a step: a line of steps.jsonl or eval.jsonl, or a file
+such as rollouts/000012.jsonl. `covey runs verify` compares them. A checkpoint's SHA256SUMS has the
+format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older versions have no such file and
+are not checked.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from covey.errors import reason
-from covey.run.files import sync
+from covey.run.files import append_line, sync
 
 DIGESTS_FILE = "SHA256SUMS"
+RECORDS_FILE = "digests.jsonl"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
@@ -29,6 +32,15 @@ def write_digests(folder: Path) -> None:
             each.result()
     lines = [f"{d}  {f.relative_to(folder)}\n" for f, d in zip(files, digests, strict=True)]
     (folder / DIGESTS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
+    """Append the digest of a record to the run's digests.jsonl.
+
+    This comes before the record itself, so a run that is killed has no record without a digest.
+    """
+    row = {"step": step, "record": record, "sha256": hashlib.sha256(data).hexdigest()}
+    append_line(run / RECORDS_FILE, row)
 
 
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:

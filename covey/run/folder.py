@@ -9,6 +9,7 @@
     samples/000100.md       the completions of step 100 with the highest and lowest rewards
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
+    digests.jsonl           SHA-256 digests of the records above, which `covey runs verify` checks
     failure.txt             the traceback of another process that ended the run
     changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records of later steps that a resume moved away (resume.py)
@@ -34,7 +35,7 @@ from typing import Any
 
 from covey.errors import DiskError, RunError
 from covey.run import records
-from covey.run.digests import write_digests
+from covey.run.digests import add_digest, write_digests
 from covey.run.episodes import episode_row
 from covey.run.files import (
     append_line,
@@ -50,6 +51,9 @@ from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
+CHANGES = "changes.jsonl"
+"""Name of the file with a line for each resume that changed settings. A line has the step, and each
+old and new value."""
 MOST_NAMED = 8
 """Maximum number of edited settings that a note names. The note only counts the settings beyond
 this number."""
@@ -106,11 +110,15 @@ class RunFolder:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
         }
-        append_line(self.path / "steps.jsonl", finite)
+        self._append("steps.jsonl", finite)
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
         """Append an evaluation."""
-        append_line(self.path / "eval.jsonl", result)
+        self._append("eval.jsonl", result)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        add_digest(self.path, row["step"], name, json.dumps(row).encode())
+        append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table of a step to a file such as rollouts/000012.jsonl.
@@ -118,8 +126,9 @@ class RunFolder:
         Values that JSON cannot represent become text.
         """
         (self.path / name).mkdir(exist_ok=True)
-        lines = b"".join(json_line(row) for row in rows)
-        write_bytes(self.path / name / f"{step:06d}.jsonl", lines)
+        lines, file = b"".join(json_line(row) for row in rows), f"{name}/{step:06d}.jsonl"
+        add_digest(self.path, step, file, lines)
+        write_bytes(self.path / file, lines)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable rows of a step's evaluation, one for each held-out prompt."""
@@ -241,6 +250,10 @@ class RunFolder:
         if details:
             write_text(self.path / "failure.txt", details)
 
+    def clear_failure(self) -> None:
+        """Remove the failure.txt of an earlier attempt, because the run continues."""
+        (self.path / "failure.txt").unlink(missing_ok=True)
+
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
         """Yield a folder to fill.
@@ -350,6 +363,8 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a note on the settings edited since the run was started; None if there are none.
 
+    Settings that a resume changed are not edited.
+
     Runs of older versions do not record the settings at their start.
     """
     if environment.get("config") is None:
@@ -357,11 +372,13 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     try:
         then = dict(flat_settings(tomllib.loads(environment["config"])))
         now = dict(flat_settings(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
+        resumes = usable_lines(run.path / CHANGES, records.ANY_OBJECT, to_stderr)
     except (OSError, ValueError, RecursionError):
         return None  # loading the configuration reports the error
+    known = {key for resume in resumes for key in resume.get("settings", ())}
     changed = [
         f"{key} was {then.get(key, 'not set')} and is {now.get(key, 'not set')}"
-        for key in sorted(then.keys() | now.keys())
+        for key in sorted((then.keys() | now.keys()) - known)
         if then.get(key) != now.get(key)
     ]
     if not changed:

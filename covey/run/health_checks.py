@@ -229,17 +229,15 @@ def collapse(history: History) -> str | None:
 
 def few_answers(history: History) -> str | None:
     """Find a policy whose answers are much less varied than the targets of its prompts."""
-    answers = history.last("rollout/effective_answers", 5)
-    targets = history.last("rollout/effective_targets", 5)
-    if not answers or not targets or collapse(history) is not None:
-        return None
-    pairs = list(zip(answers, targets, strict=True))
-    if not all(t >= 3 and a < 0.5 * t for a, t in pairs):
+    # Means, because a step with few prompts has few targets, and their number varies a lot.
+    answers = history.mean("rollout/effective_answers", BLOCK)
+    targets = history.mean("rollout/effective_targets", BLOCK)
+    if not (targets >= 3 and answers < 0.5 * targets) or collapse(history) is not None:
         return None
     count = history.row.get("rollout/distinct_answers", 0)
     return (
-        f"{count} distinct answers, effectively {answers[-1]:.1f}; the targets are effectively "
-        f"{targets[-1]:.1f}"
+        f"{count} distinct answers, effectively {answers:.1f}; the targets are effectively "
+        f"{targets:.1f}"
     )
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import DiskError, RunError
-from covey.run.digests import damage
+from covey.run.digests import RECORDS_FILE, damage
 from covey.run.files import write_bytes
 from covey.run.folder import RunFolder
 from covey.run.records import (
+    DIGEST,
     EVALUATION,
     SAVED,
     STEP,
@@ -29,8 +30,9 @@ from covey.run.records import (
     scan_lines,
 )
 
-RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
-"""Files with one line per step; checkpoints.jsonl is last, because it decides the resume step."""
+RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
+           "checkpoints.jsonl": SAVED}  # fmt: skip
+"""Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
 """Folders with one file or folder per step, and the suffix of their names. Only version 0.1 had the

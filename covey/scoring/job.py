@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from covey.errors import users_error
 from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
 from covey.types import Prompt
 
-_INSTALLED = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
-)
-"""Folders of Python's standard library, of installed packages and of covey."""
 READY = "ready"
 """The message of a worker process that has loaded the reward."""
 
@@ -133,7 +127,9 @@ def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> lis
 def checked(score: Score | None) -> ScoreResult:
     """Validate a score, and convert its numbers to plain floats for JSON."""
     if score is None:
-        raise ValueError("the function returned None")
+        raise ValueError(
+            "the function returned None; scoring.none_rewards = 'skip' allows it in a user's reward"
+        )
     if not isinstance(score, Score):
         raise TypeError(f"a reward returns a Score, not {type(score).__name__}")
     if not math.isfinite(score.reward):
@@ -155,18 +151,7 @@ def checked(score: Score | None) -> ScoreResult:
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
     """Return a result with the error and its line of code for each completion."""
     trace = "".join(traceback.format_exception(error))
-    what = f"{type(error).__name__}: {error}{_place(error)}"
-    return [ScoreResult(error=what, trace=trace)] * len(texts)
-
-
-def _place(error: Exception) -> str:
-    """Return the file and line of the user's own code that raised an error, or an empty text."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _is_own(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith((*_INSTALLED, "<frozen "))
+    return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:

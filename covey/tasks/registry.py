@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from covey.errors import ConfigError, CoveyError, nearest
+from covey.errors import ConfigError, CoveyError, nearest, users_error
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
 from covey.tasks.countdown import Countdown
@@ -21,7 +21,7 @@ from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
 from covey.tasks.task import Task
 from covey.tasks.tools import Tools
-from covey.tasks.user_task import UserTask, described
+from covey.tasks.user_task import UserTask
 from covey.tasks.verifiers import Verifiers
 from covey.tasks.worlds import Worlds
 from covey.trust import import_callable, is_import_path
@@ -87,7 +87,9 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
     except CoveyError:
         raise
     except Exception as error:
-        raise ConfigError(f"config: {where} = {name!r} fails: {described(error)}") from error
+        raise ConfigError(
+            f"config: {where} = {name!r} raised an error: {users_error(error)}"
+        ) from error
     methods = all(callable(getattr(task, method, None)) for method in ("train", "held_out"))
     if not methods or not isinstance(getattr(task, "name", None), str):
         raise ConfigError(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from covey.errors import CoveyError, DataError
+from covey.errors import CoveyError, DataError, users_error
 from covey.tasks.task import Task
 from covey.types import Prompt
 
@@ -54,7 +52,7 @@ class UserTask:
         except CoveyError:
             raise
         except Exception as error:
-            raise DataError(f"{where} fails: {described(error)}") from error
+            raise DataError(f"{where} raised an error: {users_error(error)}") from error
         if listed is None or isinstance(listed, str | bytes):
             raise DataError(
                 f"{where} returned {type(found).__name__}; it must return a sequence of "
@@ -65,12 +63,6 @@ class UserTask:
             if problem := _problem(listed[index]):
                 raise DataError(f"{where}: prompt {index} {problem}")
         return listed
-
-
-def described(error: BaseException) -> str:
-    """Return an error of a user's code in one line, with the file and line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def _problem(prompt: Any) -> str | None:
@@ -86,4 +78,6 @@ def _problem(prompt: Any) -> str | None:
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             return f"has the message {message!r}, which lacks 'role' or 'content'"
+        if not all(isinstance(message[key], str) for key in ("role", "content")):
+            return f"has the message {message!r}, whose role or content is not text"
     return None

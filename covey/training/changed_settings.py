@@ -14,12 +14,9 @@ from typing import Any
 from covey.config import Config, load_config, to_toml
 from covey.errors import ConfigError
 from covey.run.files import append_line, write_text
-from covey.run.folder import RunFolder
+from covey.run.folder import CHANGES, RunFolder
 from covey.training.resolve import resolve
 
-CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings. A line has the step, and each
-old and new value."""
 OTHER_RUN = "start a new run from the checkpoint, with --model"
 FIXED: Mapping[str, str] = {
     "seed": f"the seed decides the prompts and random numbers of all steps; {OTHER_RUN}",
@@ -72,6 +69,11 @@ def resumed_config(
         why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
         if why is not None:
             raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
+    if "train.steps" in changed and now.train.stop_after.epochs:
+        raise ConfigError(
+            f"--resume {run.path} cannot change train.steps: it follows from "
+            f"train.stop_after.epochs = {now.train.stop_after.epochs:g}; change that setting"
+        )
     return now, changed
 
 

@@ -19,7 +19,7 @@ from functools import partial
 
 from covey.errors import CoveyError, RunError
 from covey.run.folder import RunFolder
-from covey.run.resume import Start, resume_command, start_of
+from covey.run.resume import Start, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.choose import make_trackers
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
@@ -30,6 +30,7 @@ from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.measure import measure
 from covey.training.rl import Reinforcement
+from covey.training.run_start import resume_hint
 from covey.training.trainer import Trainer
 from covey.training.watch import Watch
 
@@ -168,7 +169,8 @@ class _Loop:
         except Exception as error:
             self.log.note(f"the last complete step could not be saved: {error}")
         if self.saved:
-            self.log.note(f"saved step {self.saved}; resume with: {resume_command(self.run)}")
+            hint = resume_hint(self.run, self.trainer.parts.config)
+            self.log.note(f"saved step {self.saved}; resume with: {hint}")
 
     def save_last(self) -> None:
         """Save the last complete step, unless it was saved already."""

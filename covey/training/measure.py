@@ -22,6 +22,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
                 progress=log.sampled,
                 ranks=parts.world,
                 interaction=parts.interaction,
+                max_steps=parts.config.train.steps,
             ),
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,

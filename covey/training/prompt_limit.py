@@ -69,7 +69,7 @@ def fitting_prompts(
         f"{len(long)} of {len(checked)} {split} prompts have more than {limit} tokens; the "
         f"longest, {prompts[worst].id}, has {long[worst]}"
     )
-    why = _why(config, model.context)
+    why = limit_reason(config, model.context)
     if choice == "truncate":
         return prompts, [f"{too_long}: the first tokens of these prompts are cut off"]
     if choice == "error":
@@ -83,7 +83,8 @@ def fitting_prompts(
     return kept, [f"{too_long}: these prompts are left out"]
 
 
-def _why(config: Config, context: int) -> str:
+def limit_reason(config: Config, context: int) -> str:
+    """Return the settings from which the maximum length of a prompt follows."""
     if config.rollout.max_prompt_tokens == longest_prompt(config, context):
         return f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
     return f"the model's context is {context} and rollout.max_tokens = {config.rollout.max_tokens}"

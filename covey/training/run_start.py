@@ -8,10 +8,14 @@ from pathlib import Path
 
 import torch
 
-from covey.config import to_toml
+from covey.config import Config, to_toml
+from covey.environments.registry import PASSED
+from covey.rewards.user import FUNCTIONS
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
+from covey.run.resume import resume_command
 from covey.run.reward_changes import record_change
+from covey.tasks.dataset import NAME as DATASET
 from covey.training.build import Components
 from covey.training.parallel.world import World
 
@@ -35,6 +39,17 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
         return run
 
     return parts.world.from_main(create)
+
+
+def resume_hint(run: RunFolder, config: Config) -> str:
+    """Return how to resume a run: a command, or a call if it has objects passed from Python."""
+    passed = {
+        "dataset": config.task.name == DATASET,
+        "rewards": config.reward.name == FUNCTIONS,
+        "environment": config.environment.name == PASSED,
+    }
+    again = "".join(f", {name}=..." for name, given in passed.items() if given)
+    return f"covey.train(resume={str(run.path)!r}{again})" if again else resume_command(run)
 
 
 def locked_by_main(folder: RunFolder, world: World) -> AbstractContextManager[None]:

@@ -105,7 +105,7 @@ def _reader(folder: Path) -> Any:
             """Read the description; a state has tensors only, since torch would unpickle others."""
             try:
                 with (folder / STATE_FOLDER / ".metadata").open("rb") as file:
-                    found = _Unpickler(file).load()
+                    found: Metadata = _Unpickler(file).load()
                 tensors = found.state_dict_metadata.values()
                 if not all(isinstance(entry, TensorStorageMetadata) for entry in tensors):
                     raise pickle.UnpicklingError("an entry is not a tensor")

@@ -37,7 +37,8 @@ def test_a_run_and_its_longer_self_pass(
     assert covey(["runs", "verify", str(run), "--recompute", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [check["name"] for check in checks] == [
-        "steps", "rollouts", "data", "reward", "config", "checkpoints", "recomputed step",
+        "steps", "rollouts", "data", "reward", "config", "digests", "checkpoints",
+        "recomputed step",
     ]  # fmt: skip
     assert all(check["passed"] for check in checks)
     assert "step 4 from step 2" in checks[-1]["figure"]
@@ -70,6 +71,17 @@ def _other_prompt(run: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _other_text(run: Path) -> None:
+    """One letter of a completion; all counts and means stay the same."""
+    file = run / "rollouts/000002.jsonl"
+    file.write_text(file.read_text().replace("<think>", "<thank>", 1))
+
+
+def _no_json(run: Path) -> None:
+    file = run / "rollouts/000003.jsonl"
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+
+
 def _other_reward(run: Path) -> None:
     text = (run / "steps.jsonl").read_text().splitlines(keepends=True)
     text[3] = text[3].replace('"think_answer@', '"mine@')
@@ -91,11 +103,13 @@ def _damage_checkpoint(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (_drop_step, {"steps", "rollouts", "checkpoints"}),
-        (_repeat_step, {"steps", "rollouts"}),
-        (_lose_rollout, {"rollouts"}),
-        (_other_prompt, {"data"}),
-        (_other_reward, {"reward", "rollouts"}),
+        (_drop_step, {"steps", "rollouts", "checkpoints", "digests"}),
+        (_repeat_step, {"steps", "rollouts", "digests"}),
+        (_lose_rollout, {"rollouts", "digests"}),
+        (_other_prompt, {"data", "digests"}),
+        (_other_reward, {"reward", "rollouts", "digests"}),
+        (_other_text, {"digests"}),
+        (_no_json, {"rollouts", "data", "digests"}),
         (_edit_config, {"config"}),
         (_damage_checkpoint, {"checkpoints"}),
     ],
@@ -107,6 +121,17 @@ def test_each_change_is_named(
     change(run)
     found = {result.name for result in chain_checks(RunFolder(run)) if result.passed is False}
     assert found == names
+
+
+@pytest.mark.parametrize(("step", "passed"), [(2, True), (3, None), (4, None)])
+def test_steps_with_other_settings_cannot_be_recomputed(
+    whole: Path, tmp_path: Path, step: int, passed: bool | None
+) -> None:
+    """The run goes from step 2 to step 4: a resume at step 2 already had the settings of today."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    change = {"step": step, "settings": {"save.keep": [3, 2]}}
+    (run / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    assert recomputed(RunFolder(run)).passed is passed
 
 
 def test_a_checkpoint_that_its_rollouts_do_not_teach_is_not_resumed(

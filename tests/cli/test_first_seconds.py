@@ -29,6 +29,7 @@ MISTAKES = {
     "sft --run full": "full already contains files; choose another --run",
     "export embedded full": "full already contains files; choose another folder",
     "train --model train": "train is a run, not a model; give its newest checkpoint: train/checkpoints/",
+    "train --model nobody/nothing": "it is not in the local cache of the Hugging Face Hub",
     "sft --model ./nothing-like-it": "there is no file or folder of that name",
     "eval embedded --against ./nothing-like-it": "there is no file or folder of that name",
     "export ./trian out": "did you mean 'train'?",
@@ -67,6 +68,7 @@ def test_mistakes_are_reported_before_torch_is_imported(here: Path) -> None:
         [sys.executable, "-c", WITHOUT_TORCH],
         input=json.dumps([arguments.split() for arguments in MISTAKES]),
         cwd=here, capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     results = [json.loads(line) for line in done.stdout.splitlines()]
     for (arguments, words), (code, error, imported) in zip(MISTAKES.items(), results, strict=True):

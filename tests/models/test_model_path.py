@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from covey.errors import ModelError
 from covey.models.load_model import load_language_model
@@ -66,8 +67,24 @@ def test_a_path_that_is_no_model_is_an_error_that_says_why(
      "gpt2", "someone/model", "maker/large",
      "other/model"],
 )  # fmt: skip
-def test_models_and_hub_names_pass(path: str, here: Path) -> None:
+def test_models_and_cached_hub_names_pass(
+    path: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
+    (here / "hub" / f"models--{path.replace('/', '--')}").mkdir(parents=True)
     check_model_path(path)
+
+
+def test_without_the_hub_an_unknown_name_fails_at_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
+    with pytest.raises(
+        ModelError, match=r"'maker/smal': it is not in the local cache.*maker/small"
+    ):
+        check_model_path("maker/smal")
 
 
 def test_an_unknown_hub_name_gets_a_note_about_similar_folders(here: Path) -> None:

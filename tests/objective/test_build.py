@@ -434,13 +434,13 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:", "config: objective.name = 'own_module:' is not a path like 'module:function'"),
         (":f", "config: objective.name = ':f' is not a path like 'module:function'"),
         ("..f", "config: objective.name = '..f' is not a path like 'module:function'"),
-        ("own_raises:f", "objective.name = 'own_raises:f': cannot import 'own_raises': RuntimeError: first line second line"),
+        ("own_raises:f", "objective.name = 'own_raises:f': cannot import 'own_raises': RuntimeError: first line second line (FOLDER/own_raises.py, line 1)"),
         ("own_unfinished:f", "objective.name = 'own_unfinished:f': cannot import 'own_unfinished': SyntaxError: invalid syntax (own_unfinished.py, line 1)"),
-        ("own_leaves:f", "objective.name = 'own_leaves:f': cannot import 'own_leaves': SystemExit: 3"),
+        ("own_leaves:f", "objective.name = 'own_leaves:f': cannot import 'own_leaves': SystemExit: 3 (FOLDER/own_leaves.py, line 2)"),
         ("own_missing:f", "objective.name = 'own_missing:f': cannot import 'own_missing': No module named 'no_such_package'"),
-        ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k'"),
-        ("own_module:nothing", "objective.name = 'own_module:nothing' must return a covey.objective.Objective"),
-        ("own_module:fails", "objective.name = 'own_module:fails' fails: RuntimeError: first line second line"),
+        ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k' (FOLDER/own_key.py, line 1)"),
+        ("own_module:nothing", "objective.name = 'own_module:nothing' returned str; it must return a covey.objective.Objective"),
+        ("own_module:fails", "objective.name = 'own_module:fails' raised an error: RuntimeError: first line second line (FOLDER/own_module.py, line 42)"),
         ("own_module:careless", "objective.clip_low = -1.0 of grpo must be at least 0"),
         ("own_module:open_ended", "objective.name = 'own_module:open_ended' must take its options as keyword-only arguments, not as '**options'"),
         ("own_module:positional", "objective.name = 'own_module:positional' must take its options as keyword-only arguments, not as 'strength'"),
@@ -457,7 +457,7 @@ def test_a_function_that_does_not_work_is_one_line(
     trusted = ",".join(["no_module", "builtins", *(f"own_{name}" for name in BROKEN)])
     assert run(["plan", "--set", f"objective.name={name}", "--trust", trusted]) == 2
     captured = capfd.readouterr()
-    assert captured.err == f"covey: {message}\n"
+    assert captured.err == f"covey: {message}\n".replace("FOLDER", str(own))
     assert captured.out == ""
 
 

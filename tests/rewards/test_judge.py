@@ -621,7 +621,7 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", value)
-    with pytest.raises(ConfigError, match="OPENAI_API_KEY is not a key; set it") as raised:
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY is not a key; set this") as raised:
         Judge(base_url="http://h/v1", model="m")
     assert "sk" not in str(raised.value)
 

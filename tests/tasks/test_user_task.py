@@ -43,7 +43,8 @@ def broken() -> Any:
         ([prompt(), prompt(target=2)], "prompt 1 has target = 2, which is not text"),
         ([prompt(messages="1+1?")], "messages that are not a tuple"),
         ([prompt(messages=({"role": "user"},))], "lacks 'role' or 'content'"),
-        (broken, r"fails: KeyError: 'column' \(test_user_task.py, line \d+\)"),
+        ([prompt(messages=({"role": "user", "content": 5},))], "role or content is not text"),
+        (broken, r"raised an error: KeyError: 'column' \(.*test_user_task.py, line \d+\)"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(found: Any, said: str) -> None:

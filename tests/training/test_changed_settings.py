@@ -44,7 +44,9 @@ def test_a_finished_run_goes_on_as_the_longer_run(
     assert covey([*resume, "train.steps=1"]) == 2
     assert "already at step 2" in capsys.readouterr().err
     assert covey([*resume, "train.steps=4", "--set", "save.keep=1"]) == 0
-    assert "train.steps = 4 (was 2)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "train.steps = 4 (was 2)" in said
+    assert "edited" not in said
     assert steps_of(short) == steps_of(whole)
     ends = [load_file(p / "checkpoints/000004/model.safetensors") for p in (short, whole)]
     assert all(ends[0][name].equal(ends[1][name]) for name in ends[1])
@@ -73,6 +75,24 @@ def test_what_may_not_change_says_why(short: Path, override: str, why: str) -> N
         ConfigError, match=rf"cannot change {override.split('=')[0].split('.')[0]}.*{why}"
     ):
         resumed_config(RunFolder(short), [override])
+
+
+def test_a_run_of_epochs_is_made_longer_by_epochs(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"What is {i} + 1?", "target": str(i + 1)} for i in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"task.{name}={data}" for name in ("train_file", "held_out_file")]
+    path = trained(
+        tmp_path / "run", "task.name=jsonl", *files, "train.stop_after={epochs=0.5}",
+        "rollout.max_tokens=4", "reward.name=math_answer",
+    )  # fmt: skip
+    assert len(steps_of(path)) == 2
+    with pytest.raises(ConfigError, match=r"cannot change train\.steps: .*epochs = 0\.5"):
+        resumed_config(RunFolder(path), ["train.steps=3"])
+    words = ["--set", "train.stop_after={epochs=0.75}"]
+    assert covey(["train", "--resume", str(path), *words]) == 0
+    assert len(steps_of(path)) == 3
+    assert load_config(str(path / "config.toml")).train.steps == 3
 
 
 def test_every_fixed_setting_exists() -> None:

@@ -113,6 +113,7 @@ def test_an_error_in_the_reward(tmp_path: Path, same_as: Callable[[Path], None])
     assert "Traceback" in failure
     assert f'line {LINE}, in __call__\n    raise KeyError("grade")' in failure
     trained(path, Breaks())
+    assert not (path / "failure.txt").exists()  # or a later stop would look like a failure
     same_as(path)
 
 

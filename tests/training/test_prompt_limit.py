@@ -118,8 +118,14 @@ def test_the_plan_shows_the_lengths_and_the_long_prompt(tmp_path: Path) -> None:
     assert "has 12,013" in text
     found = [f for f in findings(config, facts) if "rollout.long_prompts" in f.settings]
     assert [f.title.split(":")[0] for f in found] == [
-        "1 of 32 prompts that were measured have more than 508 tokens"
+        f"1 of {facts.prompts} prompts have more than 508 tokens"
     ]
+    limited = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"max_prompt_tokens": 2})}
+    )
+    (found_2,) = [f for f in findings(limited, facts) if "rollout.long_prompts" in f.settings]
+    assert found_2.title.startswith(f"at least 32 of {facts.prompts} prompts have more than 2")
+    assert "rollout.max_prompt_tokens = 2" in found_2.why
     assert usable_prompt(config, facts) == 508  # what the memory forecast counts with
     short = load_config("arithmetic")
     assert "rollout.long_prompts" not in str(findings(resolve(short), task_facts(resolve(short))))

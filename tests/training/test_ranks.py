@@ -75,8 +75,7 @@ CASES = {
     2: {name: everything(name) for name in HERE} | SPECIAL,
     4: {name: [f"objective.name={name}", *OLD.get(name, [])] for name in HERE} | SPECIAL,
 }
-"""By the number of ranks. Shards on four ranks are tried without every algorithm: an algorithm sums
-over ranks before gradients are reduced, by shards or not."""
+"""By the number of ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,7 +254,7 @@ def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
             settings = plain.model_copy(update={"parallel": Parallel(strategy=strategy)})
             with joined_world(settings) as world:
                 ours = Trainer(world, strategy)
-                for name in SPECIAL if (size, strategy) == (4, "fsdp") else configs:
+                for name in configs:
                     found = ours.outcome(configs[name], groups)
                     assert_close(found, wanted[name], 1e-6, f"{strategy} {name}")
                 for name, change in SHAPES.items():

@@ -60,9 +60,9 @@ def assert_same_curves(found: Path, wanted: Path, most: float) -> None:
             assert close, (theirs["step"], name, mine[name], value)
 
 
-def test_twelve_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
+def test_twenty_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
     settings = words(
-        "train.steps=12", "filter.dynamic_sampling=true", "objective.beta=0.05", "save.every=0"
+        "train.steps=20", "filter.dynamic_sampling=true", "objective.beta=0.05", "save.every=0"
     )
     one, two = tmp_path / "one", tmp_path / "two"
     assert covey(["train", *settings, "--run", str(one)]) == 0

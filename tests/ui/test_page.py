@@ -84,7 +84,7 @@ def test_two_runs_are_overlaid_and_their_settings_compared(
 ) -> None:
     make_run(tmp_path / "runs/one")
     make_run(tmp_path / "runs/two", name="dapo", level=0.25)
-    browser.open(f"{serve(tmp_path / 'runs').url}#run=one&run=two")
+    browser.open(f"{serve(tmp_path / 'runs').url}#run=one&run=two&smooth=0.6")
     browser.wait(f"({LABEL}).includes('one') && ({LABEL}).includes('two')")
     assert browser.wait("document.querySelectorAll('.legend li').length") == 2
     browser.press("4")

@@ -303,7 +303,7 @@ def _at_constant(arm: ArmResult) -> str:
     answers = arm.distinct_answers
     distinct = "" if answers is None else f", with {answers:.3g} distinct answers"
     return (
-        f"{arm.arm} ends {points(arm.above_constant or 0.0)} points above the best constant "
+        f"{arm.arm} ends {points(arm.above_constant or 0.0)} points from the best constant "
         f"answer{distinct}: its interval includes what answering the same to every prompt gets."
     )
 

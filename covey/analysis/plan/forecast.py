@@ -23,6 +23,8 @@ Measured by benchmarks/memory.py.
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The file with the memory limit of a container."""
 
+ANY_GPU = "one GPU"
+"""The name of a GPU of which only the memory is known."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 """The files of a GPU's driver on Linux: NVIDIA's, on Windows' Linux, on Jetson, and AMD's."""
 
@@ -69,7 +71,7 @@ class Device:
     @staticmethod
     def gpu(gibibytes: float) -> Device:
         """Return a GPU with the given memory; this machine need not have it."""
-        return Device(kind="cuda", memory=int(gibibytes * 2**30), name="one GPU")
+        return Device(kind="cuda", memory=int(gibibytes * 2**30), name=ANY_GPU)
 
 
 def cuda_available() -> bool:

@@ -106,8 +106,9 @@ def measuring_elsewhere() -> Iterator[Measure]:
 def main() -> None:
     """Read one job from standard input, and write its token counts to standard output."""
     start_rendering()
-    import transformers.utils.chat_template_utils  # noqa: F401
+    import transformers.utils.chat_template_utils
 
+    transformers.utils.logging.set_verbosity_error()  # it warns of long prompts; the plan reports
     job = json.loads(sys.stdin.buffer.read())
     sys.stdout.write(json.dumps(measure(job)))
 

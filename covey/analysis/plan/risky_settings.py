@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from covey.analysis.plan.equivalence import active_penalty
 from covey.analysis.plan.finding import Said, Setup, rule
+from covey.analysis.plan.task_facts import TaskFacts
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
 from covey.scoring.baselines import REMEDY
-from covey.training.prompt_limit import longest_prompt
+from covey.training.prompt_limit import limit_reason, longest_prompt
 from covey.training.schedule import total_updates
 
 COLD = 0.3
@@ -246,14 +247,21 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
             "truncate": "their first tokens are cut off"}[rollout.long_prompts]  # fmt: skip
     yield Said(
         ("rollout.max_tokens", "rollout.max_prompt_tokens", "rollout.long_prompts"),
-        title=f"{count} of {len(lengths)} prompts that were measured have more than {limit} "
-        f"tokens: {what}",
-        why=f"The longest has {facts.longest_prompt:,} tokens; the model's context is "
-        f"{facts.context:,} and rollout.max_tokens = {rollout.max_tokens}.",
+        title=f"{_share(facts, count)} have more than {limit} tokens: {what}",
+        why=f"The longest has {facts.longest_prompt:,} tokens; "
+        f"{limit_reason(setup.config, facts.context)}.",
         remedy="set rollout.long_prompts = 'skip' or 'truncate', or shorten the data"
         if rollout.long_prompts == "error"
         else "check which text is lost",
     )
+
+
+def _share(facts: TaskFacts, count: int) -> str:
+    """Return how many prompts are too long; of data in memory, all of the longest are measured."""
+    if not facts.long_prompts:
+        return f"{count} of {len(facts.prompt_tokens)} prompts that were measured"
+    least = "at least " * (count == len(facts.long_prompts))
+    return f"{least}{count} of {facts.prompts:,} prompts"
 
 
 @rule("risk", "sampling")

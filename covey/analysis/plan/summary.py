@@ -110,7 +110,7 @@ class Plan:
                 self._updates_text(),
                 f"In total: {least}{self.total_updates:,} optimizer steps and at most "
                 f"{self.total_tokens:,} generated tokens.",
-                f"Learning rate: {self.learning_rate}. `covey plan --measure` forecasts the hours.",
+                f"Learning rate: {self.learning_rate}.",
                 f"The reward {self.reward} is {between}: {self.reward_text}",
                 f"KL penalty: {self.penalty}."
                 if self.penalty

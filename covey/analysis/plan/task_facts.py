@@ -55,6 +55,8 @@ class TaskFacts:
     """The number of training prompts of the task."""
     problem: str = ""
     """The reason why prompts could not be measured."""
+    unreadable: str = ""
+    """The error of a task that cannot be read."""
     overlap: int = 0
     """The number of held-out prompts that are also training prompts, if all are in memory."""
     baselines: Baselines | None = None
@@ -68,7 +70,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         prompts, measured = task.train(), held_out_of(config, task)
         known, overlap = _baselines(config, measured), _overlap(prompts, measured)
     except UNREADABLE as error:
-        return TaskFacts(problem=first_line(error))
+        return TaskFacts(problem=first_line(error), unreadable=str(error))
     some, long, held_out = _sample(prompts), _longest(prompts), len(measured)
     try:
         source, options = source_of(config.model.path)

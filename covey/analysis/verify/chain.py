@@ -2,12 +2,13 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against the next record in this chain. This module does not import torch. The
-module reads the task to find the prompts that each step should have drawn.
+Each record is checked against the next one, and against its digest. This module does not import
+torch; it reads the task to find the prompts that a step had to draw.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from collections import Counter
@@ -17,12 +18,11 @@ from typing import Any
 
 from covey.analysis.doctor.result import Result
 from covey.config import Config, load_config
-from covey.errors import CoveyError
+from covey.errors import CoveyError, RunError
 from covey.rng import prompt_indices
-from covey.run.digests import damage
-from covey.run.folder import RunFolder
-from covey.run.records import STEP, usable_lines
-from covey.training.changed_settings import CHANGES
+from covey.run.digests import RECORDS_FILE, damage
+from covey.run.folder import CHANGES, RunFolder
+from covey.run.records import ANY_OBJECT, DIGEST, SAVED, STEP, Note, scan_lines, usable_lines
 from covey.training.resolve import task_of
 
 SHOWN = 3
@@ -42,11 +42,13 @@ def chain_checks(run: RunFolder) -> Iterator[Result]:
     yield _result("steps", f"{len(rows)} steps", problems)
     if not run.is_sft:
         kept = config.save.rollouts
-        per_step = {row["step"]: run.rollouts(row["step"]) for row in rows} if kept else {}
-        yield _rollouts(config, rows, per_step)
+        unreadable: list[str] = []
+        per_step = _recorded(run, rows, unreadable.append) if kept else {}
+        yield _rollouts(config, rows, per_step, unreadable)
         yield _data(config, per_step)
         yield _reward(run, rows)
     yield _config(run)
+    yield _digests(run)
     yield _checkpoints(run, rows)
 
 
@@ -69,11 +71,25 @@ def _gaps(rows: Rows) -> list[str]:
     return found
 
 
-def _rollouts(config: Config, rows: Rows, per_step: Mapping[int, Rows]) -> Result:
+def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
+    """Return the readable rollouts of each step."""
+    found: dict[int, Rows] = {}
+    for step in (row["step"] for row in rows):
+        try:
+            found[step] = run.rollouts(step)
+        except RunError as error:
+            note(str(error))
+            found[step] = []
+    return found
+
+
+def _rollouts(
+    config: Config, rows: Rows, per_step: Mapping[int, Rows], unreadable: Sequence[str]
+) -> Result:
     """Check that each step has exactly the rollouts that its counters imply, without duplicates."""
     if not per_step:
         return Result(name="rollouts", passed=None, figure="none saved, save.rollouts = false")
-    problems, last = [], {"episode": 0, "tokens": 0, "updates": 0}
+    problems, last = [*unreadable], {"episode": 0, "tokens": 0, "updates": 0}
     for row in rows:
         rollouts, step = per_step[row["step"]], row["step"]
         twice = Counter((r["prompt_id"], r["sample"]) for r in rollouts)
@@ -132,15 +148,22 @@ def _reward(run: RunFolder, rows: Rows) -> Result:
 
 def _config(run: RunFolder) -> Result:
     """Check that every changed setting was changed by a resume of the run."""
-    start = run.environment().get("config")
-    if start is None:
+    problems: list[str] = []
+    start = run.environment(problems.append).get("config")
+    if start is None and not problems:
         return Result(name="config", passed=None, figure="the initial settings are not recorded")
-    then, now = (dict(_flat(tomllib.loads(text))) for text in (start, run.config_file.read_text()))
-    file = run.path / CHANGES
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    known = {key for line in lines for key in json.loads(line)["settings"]}
+    changes = usable_lines(run.path / CHANGES, ANY_OBJECT, problems.append)
+    known = {key for change in changes for key in change.get("settings", ())}
+    try:
+        then, now = (
+            dict(_flat(tomllib.loads(text))) for text in (start or "", run.config_file.read_text())
+        )
+    except ValueError as error:
+        problems.append(f"the settings at the start cannot be read: {error}")
+        then = now = {}
     edited = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
-    problems = [
+    edited = edited if start is not None else []
+    problems += [
         f"{key} was {then.get(key)} and is {now.get(key)}" for key in edited if key not in known
     ]
     remedy = "restore config.toml: environment.json has the initial settings"
@@ -153,6 +176,42 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _digests(run: RunFolder) -> Result:
+    """Check the records of each step against the digests that were written with them."""
+    if not (run.path / RECORDS_FILE).exists():
+        what = "the run has none: an older version of Covey made it"
+        return Result(name="digests", passed=None, figure=what)
+    problems: list[str] = []
+    rows = usable_lines(run.path / RECORDS_FILE, DIGEST, problems.append)
+    wanted = {(row["record"], row["step"]): row["sha256"] for row in rows}  # the last one counts
+    first = min((row["step"] for row in rows), default=0)
+    seen = set()
+    for record, step, data in _records(run):
+        digest, place = wanted.get((record, step)), f"{record}, step {step}"
+        if (record, step) in seen:
+            problems.append(f"{place}: it is repeated")
+        elif digest is None and step > first:
+            problems.append(f"{place}: it has no digest")
+        elif digest is not None and hashlib.sha256(data).hexdigest() != digest:
+            problems.append(f"{place}: it was changed")
+        seen.add((record, step))
+    done = max((step for step, _ in run.checkpoints()), default=0)
+    lost = [key for key in wanted if key not in seen and key[1] <= done]
+    problems += [f"{record}, step {step}: it is gone" for record, step in lost]
+    return _result("digests", f"{len(rows)} records as they were written", problems)
+
+
+def _records(run: RunFolder) -> Iterator[tuple[str, int, bytes]]:
+    """Yield the name, step and bytes of each line and file that has a digest."""
+    for name in ("steps.jsonl", "eval.jsonl"):
+        for line in scan_lines(run.path / name, SAVED):
+            if line.row is not None:
+                yield name, line.row["step"], line.raw
+    for name in ("rollouts", "evaluations"):
+        for step, file in run.numbered(name, ".jsonl"):
+            yield f"{name}/{file.name}", step, file.read_bytes()
 
 
 def _checkpoints(run: RunFolder, rows: Rows) -> Result:

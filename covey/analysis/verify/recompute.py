@@ -11,8 +11,7 @@ from covey.analysis.doctor.result import Result
 from covey.analysis.explain.recorded import policy_before, read_step
 from covey.config import load_config
 from covey.errors import RunError
-from covey.run.folder import RunFolder
-from covey.training.changed_settings import CHANGES
+from covey.run.folder import CHANGES, RunFolder
 from covey.training.checkpoint import OPTIMIZER_FILE, read_weights
 from covey.training.step import training_step
 
@@ -32,8 +31,8 @@ def recomputed(run: RunFolder) -> Result:
         what = "with replay.groups, steps train on more than their own rollouts"
         return Result(name=NAME, passed=None, figure=what)
     trainee = policy_before(run, step, exact=True)
-    if (change := _changed_after(run, trainee.origin.checkpoint, step)) is not None:
-        what = f"settings changed after step {change}, between the two checkpoints"
+    if (change := _changed_after(run, trainee.origin.checkpoint)) is not None:
+        what = f"settings changed after step {change}; the earlier ones would be needed"
         return Result(name=NAME, passed=None, figure=what)
     recorded = read_step(run, step)
     trainee.state.step = step
@@ -63,9 +62,12 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.detach().cpu().equal(b.detach().cpu().to(a.dtype))
 
 
-def _changed_after(run: RunFolder, first: int, last: int) -> int | None:
-    """Return the first step between two checkpoints at which settings changed, or None."""
+def _changed_after(run: RunFolder, first: int) -> int | None:
+    """Return the step of a resume after the checkpoint of step `first` that changed settings.
+
+    None means that all later steps had the settings of today.
+    """
     file = run.path / CHANGES
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     steps = [int(json.loads(line)["step"]) for line in lines]
-    return next((step for step in steps if first <= step < last), None)
+    return next((step for step in steps if step > first), None)

@@ -121,7 +121,8 @@ class ConsoleTracker(Tracker):
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
         """Print the result, and commands that show more about the run."""
         if done < steps:
-            self.note(f"{signal}: saved step {done} of {steps}")
+            saved = f"saved step {done} of {steps}" if done else "no step has ended, none is saved"
+            self.note(f"{signal}: {saved}")
             self.note(f"resume with: covey {command} --resume {self.run.path}")
             return
         table = before_and_after(self.run)
@@ -216,7 +217,7 @@ def before_and_after(run: RunFolder) -> Table | None:
         constant = last["best_constant"]
         gain = change_text("greedy", last["greedy"]["value"] - constant)
         table.caption = (
-            f"the best constant answer has accuracy {constant:.1%}; the last step is {gain} above"
+            f"gain above the best constant answer, whose accuracy is {constant:.1%}: {gain}"
         )
     return table
 

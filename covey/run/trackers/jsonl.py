@@ -18,6 +18,10 @@ class JsonlTracker(Tracker):
     def __init__(self, run: RunFolder) -> None:
         self.run = run
 
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Remove the traceback of an earlier attempt."""
+        self.run.clear_failure()
+
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step."""
         self.run.log_step(dict(metrics))

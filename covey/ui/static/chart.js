@@ -82,7 +82,8 @@ export class Chart {
     }
     if (this.between) [x0, x1] = [Math.max(x0, this.between[0]), Math.min(x1, this.between[1])];
     if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-    const gap = y1 > y0 ? 0.06 * (y1 - y0) : Math.abs(y1) * 0.1 || 0.5;
+    const flat = y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)); // rounding errors of a smoothed constant are no range
+    const gap = flat ? Math.abs(y1) * 0.1 || 0.5 : 0.06 * (y1 - y0);
     return { x0, x1, y0: y0 - gap, y1: y1 + gap };
   }
 

@@ -275,7 +275,7 @@ def test_accuracy_that_is_not_above_the_best_constant_is_named() -> None:
 
     low, high = found(37), found(90)
     assert low.arms[0].above_constant == pytest.approx(0.005)
-    assert "a ends +0.5 points above the best constant answer, with 1 distinct" in low.cautions[0]
+    assert "a ends +0.5 points from the best constant answer, with 1 distinct" in low.cautions[0]
     assert high.cautions == ()
     table = result_table(low)
     assert table.head[-3:] == ["above constant", "answers", "seeds"]

@@ -40,8 +40,8 @@ def test_the_packaged_recipe_in_words() -> None:
         "100 training steps. Each takes 16 prompts and generates 8 completions per prompt: 128 "
         "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last "
         "optimizer step the completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
-        "generated tokens. Learning rate: 0.0001, linear. `covey plan --measure` forecasts the "
-        f"hours. The reward think_answer is between 0 and 1: {reward} There is no KL "
+        "generated tokens. Learning rate: 0.0001, linear. "
+        f"The reward think_answer is between 0 and 1: {reward} There is no KL "
         "penalty and no reference. The policy is evaluated 11 times on 256 held-out prompts, with at most "
         "135,168 tokens."
     )
@@ -83,6 +83,11 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.out
 
 
+def test_a_task_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--set", "task.name=jsonl", "--set", "task.train_file=nowhere.jsonl"]) == 0
+    assert "cannot start: task: cannot read nowhere.jsonl" in capsys.readouterr().out
+
+
 def as_data(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     found = json.loads(planned(capsys, *words, "--json"))
     assert isinstance(found, dict)
@@ -109,7 +114,9 @@ def test_the_command_prints_plan_memory_and_findings(capsys: pytest.CaptureFixtu
 
 def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     data = as_data(capsys, "arithmetic", "--set", "optimizer.learning_rate=0")
-    assert list(data) == ["text", "plan", "memory", "memory_unknown", "findings"]
+    assert list(data) == [
+        "text", "plan", "memory", "memory_unknown", "findings", "time", "task_unreadable",
+    ]  # fmt: skip
     assert data["plan"]["held_out"] == 256
     assert data["memory"]["peak_bytes"] > 0
     assert [f["kind"] for f in data["findings"]] == ["risk"]
