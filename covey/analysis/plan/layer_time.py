@@ -1,8 +1,9 @@
-"""Seconds of a training step on a CPU, from one decoder layer with random weights.
+"""Seconds of a training step on a CPU, from one decoder layer with arbitrary weights.
 
-The layer has the sizes of the model. It decodes one token for every completion, and it is trained
-on a few tokens. The times of a layer and of a part of the output layer are then multiplied by their
-numbers. No weights are loaded.
+The layer has the sizes of the model. It decodes one token for every completion, and it runs forward
+over a few tokens; a backward pass takes about twice as long. The times of a layer and of a part of
+the output layer are then multiplied by their numbers. The layer is computed with numpy, so that a
+plan does not import torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+import numpy as np
 
 from covey.analysis.plan.cost_model import Workload
 from covey.analysis.plan.model_shape import Shape
@@ -31,34 +31,52 @@ HEAD_ROWS = 2048
 """Tokens of the vocabulary in the measured part of the output layer."""
 REPEATS = 3
 """Measurements, of which the shortest counts."""
+WITH_BACKWARD = 3
+"""A forward and a backward pass take this many times as long as a forward pass."""
+Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
-class _Layer(nn.Module):
+class _Layer:
     """A decoder layer: attention and a gated MLP, each after a norm."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
         self.shape, hidden = shape, shape.hidden
-        self.norms = nn.ModuleList(_filled(nn.RMSNorm, hidden) for _ in range(2))
-        self.qkv = _filled(nn.Linear, hidden, shape.query + 2 * shape.key, bias=False)
-        self.out = _filled(nn.Linear, shape.query, hidden, bias=False)
-        self.up = _filled(nn.Linear, hidden, 2 * shape.inner, bias=False)
-        self.down = _filled(nn.Linear, shape.inner, hidden, bias=False)
+        self.qkv = _filled(hidden, shape.query + 2 * shape.key)
+        self.out = _filled(shape.query, hidden)
+        self.up = _filled(hidden, 2 * shape.inner)
+        self.down = _filled(shape.inner, hidden)
 
-    def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
+    @property
+    def numbers(self) -> int:
+        """Number of weights."""
+        return sum(weight.size for weight in (self.qkv, self.out, self.up, self.down))
+
+    def __call__(self, x: Array, past: Array | None = None) -> Array:
         """Return the hidden states [B, T, hidden]; `past` has the keys to attend to, if given."""
-        shape, size = self.shape, self.shape.head_size
-        parts = self.qkv(self.norms[0](x)).split([shape.query, shape.key, shape.key], dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
-        if past is not None:
-            key = value = past  # an engine writes the new key into its cache, without a copy
-        seen = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=past is None, enable_gqa=True
+        shape = self.shape
+        query, key, value = np.split(
+            _norm(x) @ self.qkv, [shape.query, shape.query + shape.key], axis=-1
         )
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
-        changed: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
-        return changed
+        if past is None:
+            keys, values = _heads(key, shape), _heads(value, shape)
+        else:
+            keys = values = past  # an engine writes the new key into its cache, without a copy
+        asked = _heads(query, shape)
+        asked = asked.reshape(len(x), shape.key_value_heads, -1, shape.head_size)
+        scores = np.exp(asked @ keys.swapaxes(-1, -2))
+        seen = (scores / scores.sum(-1, keepdims=True)) @ values
+        x = x + seen.reshape(*x.shape[:2], shape.query) @ self.out
+        gate, up = np.split(_norm(x) @ self.up, 2, axis=-1)
+        return x + (gate / (1 + np.exp(-gate)) * up) @ self.down
+
+
+def _norm(x: Array) -> Array:
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True))
+
+
+def _heads(x: Array, shape: Shape) -> Array:
+    """Return [B, heads, T, head size] of [B, T, heads * head size]."""
+    return x.reshape(*x.shape[:2], -1, shape.head_size).swapaxes(1, 2)
 
 
 def cpu_seconds(
@@ -66,8 +84,8 @@ def cpu_seconds(
 ) -> tuple[float, float, float]:
     """Return the seconds of a step's rollout, of its update, and of one evaluation."""
     layer = _Layer(shape)
-    head = _filled(nn.Linear, shape.hidden, min(HEAD_ROWS, shape.vocabulary), bias=False)
-    parts = shape.vocabulary / head.out_features
+    head = _filled(shape.hidden, min(HEAD_ROWS, shape.vocabulary))
+    parts = shape.vocabulary / head.shape[1]
 
     def rollout(rows: int) -> float:
         at_once = min(rows, config.engine.max_concurrent)
@@ -75,41 +93,34 @@ def cpu_seconds(
         return math.ceil(rows / at_once) * work.completion * decode
 
     token = _train_token(layer, head, parts, work)
-    passes = work.updates + work.forwards / 3  # without a gradient, a pass takes a third
+    passes = work.updates + work.forwards / WITH_BACKWARD
     return rollout(work.rows), work.tokens * passes * token, rollout(evaluated)
 
 
-@torch.no_grad()
-def _decode(layer: _Layer, head: nn.Module, parts: float, rows: int, work: Workload) -> float:
+def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds of a decode step: one token for each row. Some rows are measured."""
     shape, context = layer.shape, work.prompt + work.completion // 2
-    few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * _numbers(layer))))
+    few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))
     some = max(1, min(rows, few, int(KEY_NUMBERS / (context * shape.key))))
-    x = torch.randn(some, 1, shape.hidden)
-    past = torch.randn(some, shape.key_value_heads, context, shape.head_size)
+    x = _filled(some, 1, shape.hidden)
+    past = _filled(some, shape.key_value_heads, context, shape.head_size)
 
     def choose() -> Any:
-        return torch.log_softmax(head(x).float(), dim=-1).exp().cumsum(-1)
+        return np.exp(x @ head).cumsum(-1)
 
     step = shape.layers * _shortest(lambda: layer(x, past)) + parts * _shortest(choose)
     return step * rows / some
 
 
-def _train_token(layer: _Layer, head: nn.Module, parts: float, work: Workload) -> float:
+def _train_token(layer: _Layer, head: Array, parts: float, work: Workload) -> float:
     """Return the seconds of a forward and a backward pass, for each token."""
-    most = min(MOST_TOKENS, int(TRAIN_FLOPS / (6 * _numbers(layer))))
+    most = min(MOST_TOKENS, int(TRAIN_FLOPS / (6 * layer.numbers)))
     length = min(work.context, max(FEWEST_TOKENS, most))
     rows = max(1, most // length)
-    x = torch.randn(rows, length, layer.shape.hidden, requires_grad=True)
-    whole = layer.shape.layers * _shortest(lambda: torch.autograd.backward(layer(x).sum()))
-    logits = parts * _shortest(
-        lambda: torch.autograd.backward(torch.log_softmax(head(x), dim=-1).sum())
-    )
-    return (whole + logits) / (rows * length)
-
-
-def _numbers(layer: nn.Module) -> int:
-    return sum(weight.numel() for weight in layer.parameters())
+    x = _filled(rows, length, layer.shape.hidden)
+    whole = layer.shape.layers * _shortest(lambda: layer(x))
+    logits = parts * _shortest(lambda: np.log(np.exp(x @ head).sum(-1)))
+    return WITH_BACKWARD * (whole + logits) / (rows * length)
 
 
 def _shortest(work: Callable[[], Any]) -> float:
@@ -123,11 +134,6 @@ def _shortest(work: Callable[[], Any]) -> float:
     return min(seconds)
 
 
-def _filled(kind: Callable[..., nn.Module], *sizes: int, **options: Any) -> Any:
-    """Return a module with the same number in all weights: random ones take longer to draw."""
-    with torch.device("meta"):
-        module = kind(*sizes, **options)
-    module = module.to_empty(device="cpu")
-    for weight in module.parameters():
-        nn.init.constant_(weight, 0.01)
-    return module
+def _filled(*sizes: int) -> Array:
+    """Return an array with one number everywhere: random numbers take longer to draw."""
+    return np.full(sizes, 0.01, dtype=np.float32)

@@ -98,8 +98,8 @@ def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
 def _source(device: Device, ranks: int) -> dict[str, str]:
     """Return the device of an estimate, its uncertainty and its basis."""
     if device.kind == "cpu":
-        basis = "the time of one layer with random weights on this machine"
-        return {"device": "this CPU", "uncertainty": "within a factor of 2", "basis": basis}
+        basis = "the time of one layer of the same size on this machine"
+        return {"device": "this CPU", "uncertainty": "a rough estimate", "basis": basis}
     uncertainty = "within 20 %" if ranks == 1 else "never measured on several GPUs"
     other = device.name != ANY_GPU and "H200" not in device.name
     here = f" (this machine has {device.name})" if other else ""

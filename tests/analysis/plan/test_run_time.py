@@ -76,10 +76,10 @@ def test_on_a_cpu_one_layer_counts_for_all() -> None:
     decode = shape.layers + parts
     assert found.rollout == pytest.approx(128 / 64 * 48 * decode)
     assert found.evaluation == pytest.approx(256 / 64 * 48 * decode)
-    per_pass = (128 * 48 + 16 * 200) * decode  # a second for each measured pass
+    per_pass = (128 * 48 + 16 * 200) * decode  # a second for each measured forward pass
     context = 200 + 48
     measured = max(1, layer_time.MOST_TOKENS // context) * context
-    assert found.update == pytest.approx(per_pass / measured)
+    assert found.update == pytest.approx(layer_time.WITH_BACKWARD * per_pass / measured)
 
 
 def test_the_command_names_hours_and_their_basis(capsys: pytest.CaptureFixture[str]) -> None:
