@@ -56,7 +56,7 @@ class EpisodeText(str):
 
     @staticmethod
     def of(text: str, episode: Episode) -> EpisodeText:
-        """Return a text with its episode."""
+        """Return a text with its episode attached."""
         whole = EpisodeText(text)
         whole.episode = episode
         return whole

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 _PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS, _CURRICULUM, _REPLAY = range(7)
-"""The purposes of random numbers. Each purpose has its own stream of numbers."""
+"""The purposes of random numbers. Each purpose has its own stream of random numbers."""
 
 
 def _philox(seed: int, step: int, purpose: int, index: int = 0) -> np.random.Philox:

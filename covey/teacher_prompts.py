@@ -17,9 +17,10 @@ class TeacherPrompts:
     """The teacher's prompt of each row of a batch, on the CPU."""
 
     tokens: torch.Tensor
-    """[B, Q] int64, left-aligned."""
+    """[B, Q] int64: the tokens of the teacher's prompts, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64; 0 if the row has no privileged text, so that the teacher does not read it."""
+    """[B] int64: the lengths of the teacher's prompts; 0 if a row has no privileged text, so that
+    the teacher does not read the row."""
 
     @staticmethod
     def of(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
@@ -46,7 +47,10 @@ def taught_rows(batch: Batch) -> torch.Tensor:
 
 
 def as_teacher_reads(batch: Batch) -> Batch:
-    """Return rows with the teacher's prompts in place of their own. Their tokens stay the same."""
+    """Return rows with the teacher's prompts in place of their own.
+
+    The completion tokens stay the same.
+    """
     prompts = batch.teacher_prompts
     assert prompts is not None, "the rows have teacher prompts"
     device = batch.tokens.device

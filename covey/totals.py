@@ -40,7 +40,7 @@ class Totals:
     def counted(
         group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
     ) -> Totals:
-        """Count rows, given each row's group, trained tokens and rollout (None: one row each)."""
+        """Count rows, given each row's group, trained tokens and rollout (None: one per row)."""
         groups = _sums(group, tokens)
         rollouts = None if rollout is None else _sums(rollout, tokens)
         return Totals(

@@ -134,7 +134,8 @@ class Rollout:
     parts: Mapping[str, float] = field(default_factory=dict)
     """The parts of the reward, before weighting, by name."""
     feedback: str = ""
-    """What the reward says about the completion in words. Empty if it says nothing."""
+    """What the reward says about the completion in words. The text is empty if the reward says
+    nothing."""
     teacher_prompt: tuple[int, ...] = ()
     """Tokens of the prompt with privileged text, which a self-teacher reads. Empty: no teacher."""
     reward_id: str = ""
@@ -302,7 +303,7 @@ class Batch:
     kept: KeptSets | None = None
     """The kept set of each token, on the CPU. The field is None if sampling was not truncated."""
     teacher_prompts: TeacherPrompts | None = None
-    """The prompts that a self-teacher reads, on the CPU. None if no row has one."""
+    """The prompts that a self-teacher reads, on the CPU. None if no row has a teacher prompt."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

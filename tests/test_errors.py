@@ -20,7 +20,7 @@ CLASSES = {
 def test_every_error_is_a_covey_error_and_the_tree_in_the_docstring_is_complete() -> None:
     assert all(issubclass(kind, CoveyError) for kind in CLASSES.values())
     assert errors.__doc__ is not None
-    assert set(re.findall(r"\b[A-Z]\w+Error\b", errors.__doc__)) == set(CLASSES)
+    assert set(re.findall(r"^    (?:[├└]── )?(\w+)", errors.__doc__, re.MULTILINE)) == set(CLASSES)
 
 
 def test_only_config_errors_are_usage_errors() -> None:

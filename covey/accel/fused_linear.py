@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for all fused parameters.
 
-A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused. The
-layer's own forward pass is called instead.
+A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused. A layer
+that is not fused runs its own forward pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fused parameters: several weights in one storage, so that one matrix product uses all of them.
 
 Fused parameters keep their names and shapes; only their memory is shared. An optimizer step changes
-the parameters in place, so the fused product sees the new values without a copy. Whether parameters
-are fused is derived from their memory addresses, which are always current.
+the parameters in place, so the fused product sees the new values without a copy. The memory
+addresses of parameters, which are always current, show whether they are fused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packing: a batch becomes one row of tokens without padding, with each shared prompt only once.
 
 The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
-computes it because reading a length from the device would wait for all queued work.
+computes the layout because reading a length from the device would wait for all queued work.
 
 Tensor shapes use B rows, P prompt tokens, T completion tokens, N packed tokens and R key positions.
 """

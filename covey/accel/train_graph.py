@@ -8,8 +8,8 @@ parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
 capture. The second micro-batch runs on the bucket's own buffers, which compiles kernels. The third
-micro-batch is captured as a graph. Later micro-batches of this size, or slightly smaller, replay
-the graph. Without a CUDA device, passes run on the bucket's buffers and are not captured.
+micro-batch is captured as a graph. Later micro-batches of the captured size, or slightly smaller,
+replay the graph. Without a CUDA device, passes run on the bucket's buffers and are not captured.
 
 All graphs share memory, mostly for activations. Therefore no other pass may run between a forward
 pass and its backward pass, and each forward pass has at most one backward pass.

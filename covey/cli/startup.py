@@ -73,7 +73,10 @@ STARTING = "starting torch"
 
 
 class _LateTorch(ModuleType):
-    """The module torch until something of it is used. Python's LazyLoader loads at `import`."""
+    """A stand-in for torch, which imports torch on first use.
+
+    Python's LazyLoader would already load torch at `import`.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get("torch") is self:

@@ -66,7 +66,7 @@ class RayReference(Reference):
         return self.told
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token under the reference."""
+        """Return the log-probability and the entropy of every trained token under the reference."""
         device = batch.tokens.device
         logp, entropy = self._ask("logp", batch.to("cpu"))
         return LogProbs(logp=logp.to(device), entropy=entropy.to(device))

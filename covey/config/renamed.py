@@ -1,7 +1,7 @@
-"""Keys of version 0.1 and their new names.
+"""Keys of Covey 0.1 and their new names.
 
-A configuration with an old key is rejected, and the error names the new key. Settings in run
-folders are translated instead, so that runs of version 0.1 stay readable.
+A configuration with an old key is rejected, and the error names the new key. Old keys in run
+folders are translated, so that runs of Covey 0.1 stay readable.
 """
 
 from __future__ import annotations

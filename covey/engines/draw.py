@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits with temperature, top-k, top-p, min-p; log-probabilities.
+"""Token sampling from logits with temperature, top-k, top-p and min-p, and log-probabilities.
 
 Tensor shapes use S sequences and vocabulary size V.
 """
@@ -29,7 +29,7 @@ def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.
     """Return the log-probabilities [S, V], in float32, of the distribution to sample from.
 
     Truncation applies top-k, then top-p, then min-p. Probabilities are renormalised after each of
-    these filters. Removed tokens get -inf.
+    the three filters. Removed tokens have the log-probability -inf.
     """
     logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
     if not distribution.truncates:

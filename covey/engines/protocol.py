@@ -83,7 +83,7 @@ class Completion:
 class Limits:
     """The largest sizes of the requests of a source.
 
-    An engine allocates memory for these sizes at the start.
+    An engine allocates memory for the largest requests at the start.
     """
 
     sampling: Sampling
@@ -133,7 +133,8 @@ class EngineInfo:
     """A line for the user: how the engine generates, and why it uses no faster backend."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
-    trainer's up to float32 rounding. Log-probabilities of a truncated distribution never qualify.
+    trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
+    as `old_logp`.
     """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""
@@ -163,7 +164,7 @@ class Engine(Protocol):
     def events(self) -> list[str]:
         """Return a line for each repaired failure since the last call, such as a restart.
 
-        The run logs and counts these failures.
+        The run logs and counts the repaired failures.
         """
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSour
 
 @dataclass(slots=True)
 class WholeCopy:
-    """An engine that also updates the full copy, so that sharded weights are gathered only once."""
+    """An engine that also updates the full copy of a sharded policy, to gather weights once."""
 
     engine: Engine
     copy: NativeCopy

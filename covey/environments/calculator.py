@@ -34,8 +34,8 @@ class Calculator(ToolEnvironment):
     """An environment with one tool, which evaluates arithmetic. The last turn is scored.
 
     `explain` adds a system message that explains how to call the tool with tags. `examples` is the
-    number of worked conversations before the prompt. Both options are for models whose chat
-    template does not support tools.
+    number of worked conversations before the prompt. The options `explain` and `examples` are for
+    models whose chat template does not support tools.
     """
 
     quick: ClassVar[bool] = True

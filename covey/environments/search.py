@@ -59,10 +59,10 @@ class Search(ToolEnvironment):
     """An environment with tools that search and read documents; the last turn is the answer.
 
     The reward is 0.7 for the correct answer. If the prompt has `info["sources"]`, 0.3 times the
-    `citations` reward is added. The `minimum` of the `citations` reward is then the number of these
-    sources. A source is cited as `[id]`, and counts only if a tool has shown the document in this
-    episode. Every unknown id that looks like a document's id reduces the citation part by a
-    quarter. Without `info["sources"]`, the answer is the whole reward.
+    `citations` reward is added. The `minimum` of the `citations` reward is then the number of
+    documents in `info["sources"]`. A source is cited as `[id]`, and counts only if a tool has shown
+    the document in this episode. Every unknown id that looks like a document's id reduces the
+    citation part by a quarter. Without `info["sources"]`, the answer is the whole reward.
     """
 
     def __init__(

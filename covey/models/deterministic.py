@@ -54,8 +54,8 @@ def skip_determinism_check() -> Iterator[None]:
     """Allow deterministic operations that torch's check for determinism refuses.
 
     One example is a cumulative sum over each row, which torch refuses although its order of
-    additions is fixed. Another example is index writes, because torch's deterministic version
-    of them cannot be captured in a CUDA graph.
+    additions is fixed. Index writes are another example, because torch's deterministic index writes
+    cannot be captured in a CUDA graph.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -11,7 +11,8 @@ import transformers
 from covey.errors import ConfigError
 
 NO_CODE = {"trust_remote_code": False}
-"""Without this argument, transformers offers to run Python code that model files refer to."""
+"""Without `trust_remote_code = False`, transformers offers to run Python code that model files
+refer to."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

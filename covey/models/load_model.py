@@ -156,9 +156,9 @@ def _context(config: Any) -> int:
 def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
-    With dropout, the trained policy would differ from the policy that sampled the completions.
-    Probability ratios would be noisy from the first optimizer step on, and would depend on a random
-    generator that is not in checkpoints.
+    With dropout, the trained policy would differ from the policy that sampled the completions. With
+    dropout, probability ratios would also be noisy from the first optimizer step on, and would
+    depend on a random generator that is not in checkpoints.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -27,8 +27,8 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
 def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` padded tokens.
 
-    Rows of similar length go together. A single row may exceed the limit, because it cannot be
-    split.
+    Rows of similar length are put into the same micro-batch. A single row may exceed the limit,
+    because it cannot be split.
     """
     lengths = batch.prompt_lengths + batch.lengths
     order = lengths.argsort(descending=True, stable=True)

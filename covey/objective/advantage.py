@@ -2,15 +2,15 @@
 
 Shapes: B is the number of rollouts, and T is the number of completion tokens. Rewards and
 statistics are float64, because the float32 mean of equal rewards can differ from the rewards by
-rounding. Divided by a standard deviation of 3e-8, that rounding error becomes an advantage of order
+rounding. A rounding error divided by a standard deviation of 3e-8 becomes an advantage of order
 one.
 
 The functions in the first half of this module take the rewards [B] of a whole rollout batch and the
 group ids, in any order. Statistics are over a group or over the batch; groups may have different
 sizes. A NaN reward means that scoring failed. A row without a reward is left out of all statistics,
-and its advantage is 0. The functions in the second half take the batch and return the advantages of
-all tokens [B, T]. The functions in the second half are pieces of an objective, and their keyword
-arguments are its options.
+and its advantage is 0. The functions in the second half of this module take the batch and return
+the advantages of all tokens [B, T]. The functions in the second half of this module are pieces of
+an objective, and their keyword arguments are its options.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """Return the reward minus the group's mean weighted by `share`; exactly 0 if all are equal."""
+    """Return the reward minus its group's mean weighted by `share`; 0 if all rewards are equal."""
     rewards = rewards.double()
     scored = ~rewards.isnan()
     values, share = rewards.where(scored, 0.0), share.double().where(scored, 0.0)

@@ -75,7 +75,7 @@ def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return s_i for each of the ascending values [n]."""
+    """Return the value s_i of each completion, given the rewards [n] in ascending order."""
     own = values * _coefficients(values, lambda i: comb(i - 1, k - 1))
     later = values * _coefficients(values, lambda j: comb(j - 2, k - 2) if min(j, k) >= 2 else 0)
     above = later.flip(0).cumsum(0).flip(0) - later
@@ -83,6 +83,6 @@ def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _coefficients(values: torch.Tensor, of: Callable[[int], int]) -> torch.Tensor:
-    """Return `of(1)`, ..., `of(n)`, which are counts, as float64."""
+    """Return the counts `of(1)`, ..., `of(n)` as float64."""
     counts = [float(of(rank)) for rank in range(1, len(values) + 1)]
     return torch.tensor(counts, dtype=torch.float64, device=values.device)

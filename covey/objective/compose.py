@@ -198,7 +198,7 @@ def signed(
     parameters: Mapping[str, inspect.Parameter],
     hints: Mapping[str, Any],
 ) -> Callable[..., Objective]:
-    """Give a function with **options an explicit signature."""
+    """Replace the `**options` of a function by an explicit signature."""
     signature = inspect.Signature(list(parameters.values()))
     function.__signature__ = signature  # type: ignore[attr-defined]
     function.__annotations__ = dict(hints)

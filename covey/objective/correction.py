@@ -1,15 +1,16 @@
 """Corrections for an engine whose sampling probabilities differ from the trainer's.
 
-Each correction takes log rho = old_logp - sampler_logp [B, T], which is 0 outside the mask, and the
-mask. The result is a constant factor [B, T] for the gain of every token. The correction factors
+Each correction takes (log rho, mask), where log rho = old_logp - sampler_logp [B, T] is 0 outside
+the mask. The result is a constant factor [B, T] for the gain of every token. The correction factors
 have no gradient and do not change the denominators of the loss, so dropped tokens make the
 optimizer step smaller. The native engine samples from the trainer's weights, so the default is no
 correction.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but its variance explodes with length. So truncation penalises long
-completions, and masking drops them. The scale of the geometric mean of token ratios does not depend
-on length. The geometric mean is not an importance weight, but it is a good criterion for rejection.
+over a completion is unbiased, but its variance explodes with length. With this product, truncation
+therefore penalises long completions, and masking drops them. The scale of the geometric mean of
+token ratios does not depend on length. The geometric mean is not an importance weight, but it is a
+good criterion for rejection.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""The corrections by name: by token ratio, product over a completion, geometric mean, or
-divergence."""
+"""The corrections by name, which use token ratios, their product or geometric mean over a
+completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Value of the bounded quantity if sampler and trainer agree, for corrections where this value is
-not 1."""
+"""For corrections that do not bound a ratio, the value of the bounded quantity if sampler and
+trainer agree."""

@@ -87,7 +87,7 @@ def clipped_value_loss(
     *,
     value_clip: float = 0.2,
 ) -> ValueLoss:
-    """Return half of the larger squared error, of the value or of the clipped value, per token."""
+    """Return, per token, half the larger squared error of the value and the clipped value."""
     plain = (values - targets).square()
     if not value_clip:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))

@@ -1,8 +1,8 @@
-"""Drift of the policy over a whole optimizer step: tokens to drop, and clip bounds.
+"""Drift limits over a whole optimizer step: which tokens to drop, and where to clip ratios.
 
-M2PO and BAPO, the methods of this module, train on stale data. In both methods, the ratio r is
-relative to the policy that generated the data, so sampler_logp is used instead of old_logp. Both
-methods need the log-probabilities of the whole step at once, which takes one more forward pass.
+M2PO and BAPO, the methods of this module, train on stale data. In M2PO and BAPO, the ratio r is
+relative to the policy that generated the data, so sampler_logp is used instead of old_logp. M2PO
+and BAPO need the log-probabilities of the whole step at once, which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from covey.types import Batch
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Mark the tokens to drop so that the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the tokens whose ratio the optimizer step would move further from 1. These are
-    the tokens with A > 0 and r > 1, or A < 0 and r < 1. The tokens with the largest (log r)^2 are
-    dropped first, and among equal values the earlier tokens.
+    The mean is over the tokens whose ratio the optimizer step would move further from 1. The step
+    moves the ratio further from 1 for tokens with A > 0 and r > 1, or A < 0 and r < 1. The tokens
+    with the largest (log r)^2 are dropped first, and among equal values the earlier tokens.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -49,9 +49,9 @@ def balanced_bounds(
 ) -> torch.Tensor:
     """Return the bound of each token's ratio: the upper bound if A > 0, or else the lower bound.
 
-    This is algorithm 1 of BAPO (arXiv 2510.18927). The upper bound rises first, and then the lower
-    bound. The bounds stop rising when tokens with A > 0 make up at least the fraction `target` of
-    the step's surrogate, or when both bounds are at their maximum.
+    The search for the bounds is algorithm 1 of BAPO (arXiv 2510.18927). The upper bound rises
+    first, and then the lower bound. The bounds stop rising when tokens with A > 0 make up at least
+    the fraction `target` of the step's surrogate, or when both bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
@@ -68,7 +68,7 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the fraction of the sum of r |A| over unclipped tokens that comes from A > 0.
 
-    The fraction is 1 if there are no unclipped tokens. The fraction grows with both bounds.
+    The fraction is 1 if there are no unclipped tokens. Raising either bound raises the fraction.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -82,8 +82,8 @@ def positive_value_share(
     """Return the fraction of the sum of |min(r A, clip(r) A)| that comes from A > 0.
 
     The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So
-    raising the lower bound increases the contribution of tokens with A < 0, and lowers the
-    fraction.
+    raising the lower bound increases the contribution of tokens with A < 0, and lowers the fraction
+    that comes from A > 0.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

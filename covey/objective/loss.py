@@ -85,8 +85,9 @@ class Objective:
     """Function that returns the critic's loss, given new values, old values and targets [B, T]. The
     value is None without a critic."""
     kl_in: Literal["loss", "reward", "pair"] = "loss"
-    """Whether beta times the KL penalty is subtracted from each token's gain or from the reward. In
-    a pair there is no penalty: beta scales D, the difference of the log-ratios to the reference."""
+    """Whether beta times the KL penalty is subtracted from each token's gain or from the reward.
+    With `pair` there is no penalty: beta scales D, the difference of the log-ratios to the
+    reference."""
     kl_target: float = 0.0
     """The target KL, towards which beta is adapted after each step; 0 means a fixed beta."""
     kl_horizon: float = 10_000.0

@@ -2,8 +2,8 @@
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking these
-tokens needs the log-probabilities of the whole step, which costs one more forward pass.
+A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking tokens by
+their covariance needs the log-probabilities of the whole step, which costs one more forward pass.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Ten
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    The number is a hash of the sampler's log-probabilities, both up to the token and of the whole
-    completion, so that completions with the same prefix differ. So the choice of tokens does not
-    depend on row order, micro-batches or ranks, and is the same in a resumed run.
+    The number is a hash of the sampler's log-probabilities, both of the tokens so far and of the
+    whole completion, so that completions with the same prefix get different numbers. So the choice
+    of tokens does not depend on row order, micro-batches or ranks, and is the same in a resumed
+    run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # constants of SplitMix64 and xxHash

@@ -39,7 +39,7 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Copy the mean of each completion to its trained tokens [B, T]; other tokens get 0.
 
-    The gradient is also the mean over the completion. If all tokens of a completion have the same
+    The gradient is also averaged over the completion. If all tokens of a completion have the same
     gradient, as with one advantage per completion, the result is exactly this gradient. So sequence
     ratios and token ratios give bit-identical gradients wherever these gradients are mathematically
     equal.

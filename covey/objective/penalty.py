@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
-Each estimator takes three tensors [B, T]: d = logp - ref_logp and the log-ratio log r = logp -
-old_logp of each token, both clamped to +-20, and the mask. A good estimate of the KL may have the
-gradient of another divergence:
+Each estimator takes (d, log r, mask), where d = logp - ref_logp and log r = logp - old_logp are
+[B, T] and clamped to +-20. A good estimate of the KL may have the gradient of another
+divergence:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|
@@ -52,7 +52,7 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The estimator k3 of whole completions, with d summed over the tokens.
 
-    This is DeepSeek-R1's equation as printed (arXiv 2501.12948).
+    The formula is DeepSeek-R1's equation as printed (arXiv 2501.12948).
     """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 
@@ -73,9 +73,9 @@ def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
 def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
     """Return beta adapted towards the target KL, arXiv 1909.08593.
 
-    The result is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). Without
-    the minimum with 1, a step with more rollouts than the horizon would make beta oscillate or
-    become negative.
+    The result is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). If
+    rollouts / horizon were not limited to 1, a step with more rollouts than the horizon would make
+    beta oscillate or become negative.
     """
     error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
     return beta * (1.0 + error * min(rollouts / horizon, 1.0))

@@ -1,6 +1,6 @@
 """Log-ratios between the current policy and the policy that collected the batch.
 
-Each function takes x = logp - old_logp [B, T], which is 0 outside the mask, and the mask. The
+Each function takes (x, mask), where x = logp - old_logp [B, T] is 0 outside the mask. The
 result is the log-ratio [B, T], clamped to +-20, and 0 outside the mask.
 """
 
@@ -48,14 +48,14 @@ def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The logarithm of the mean token ratio, log w with w = 1/T_i sum_t exp(x).
 
-    This is equation 8 of GRPO-S (arXiv 2508.04349).
+    The mean ratio is equation 8 of GRPO-S (arXiv 2508.04349).
     """
     # Outside the mask there is no mean; any positive number keeps its log finite, and 1 gives 0.
     return sequence_mean(bounded(x).exp(), mask).where(mask, 1.0).log()
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-ratio 0 with the gradient of x, for REINFORCE, which treats data as on policy."""
+    """The log-ratio 0 with the gradient of logp, for REINFORCE, which treats data as on-policy."""
     return x - x.detach()
 
 

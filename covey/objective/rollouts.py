@@ -1,9 +1,10 @@
 """Joins the rows of one rollout into one row, because statistics are over rollouts, not rows.
 
 A rollout whose context was rewritten by the chat template has several rows in a batch. Advantages,
-corrections and marked tokens depend on whole rollouts. These values are computed on joined rows and
-then split again, so the result is the same as for one row with the same tokens. Shapes: B is the
-number of rows, T of tokens, R of rollouts, and W of tokens in the longest rollout.
+corrections and marked tokens depend on whole rollouts. Advantages, corrections and marks are
+computed on joined rows and then split again, so the result is the same as for one row with the same
+tokens. Shapes: B is the number of rows, T of tokens, R of rollouts, and W of tokens in the longest
+rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from covey.types import Batch
 
 
 class Joined(NamedTuple):
-    """A batch with one row for each rollout, and the position of each original token there."""
+    """A batch with one row for each rollout, and the position of each original token in it."""
 
     batch: Batch
     row: torch.Tensor | None = None

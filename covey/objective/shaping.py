@@ -6,8 +6,8 @@ policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
 completions are all correct or all wrong has advantage 0 and is left out of all statistics. In the
-paper's runs, dynamic sampling drops groups that are all correct or all wrong. If such groups were
-kept, entropies alone would decide the advantages of a group of wrong completions.
+paper's runs, dynamic sampling drops groups that are all correct or all wrong. If groups that are
+all wrong were kept, entropies alone would decide their advantages.
 """
 
 from __future__ import annotations

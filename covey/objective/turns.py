@@ -5,9 +5,9 @@ count at their turns, and the remainder of R counts at the last turn:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
-All tokens of a turn share one advantage. A rollout without turns is one turn. Shapes: B is the
-number of rollouts, one row each; T is the number of tokens; K is the number of turns in the longest
-rollout.
+All tokens of a turn share one advantage. A rollout without turns counts as one turn. Shapes: B is
+the number of rollouts, one row each; T is the number of tokens; K is the number of turns in the
+longest rollout.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (N T_i): the mean over rollouts of the mean over their tokens.
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
-    are penalised too little (arXiv 2503.20783). If all tokens of a rollout share one gain, the
-    result is the mean of that gain over rollouts.
+    are penalised too little (arXiv 2503.20783). If all tokens of a rollout have the same gain, the
+    weighted sum is the mean over rollouts of their gains.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -49,7 +49,7 @@ def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -
 def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / T: the mean over all tokens of the step.
 
-    The released code of DAPO uses these weights (arXiv 2503.14476).
+    The released code of DAPO (arXiv 2503.14476) uses the weights 1 / T.
     """
     return batch.mask.double() / max(1, totals.tokens)
 

@@ -83,7 +83,7 @@ def _check_moving(policy: LanguageModel, kind: str) -> None:
 def make_self_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the policy as its own teacher, at the sampling temperature.
+    """Build a self-teacher, which is the policy itself at the sampling temperature.
 
     `load` loads a second copy of the starting weights, if needed.
     """

@@ -116,7 +116,7 @@ class ServerReference(Reference):
         return f"server {self.address.url} {self.weights}"
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token, from the server."""
+        """Return the log-probability and the entropy of every trained token, from the server."""
         device, blank = batch.tokens.device, torch.zeros(batch.tokens.shape)
         whole = LogProbs(logp=blank, entropy=blank.clone())
         for index in padded_parts(batch, self.budget):

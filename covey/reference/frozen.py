@@ -37,7 +37,7 @@ class FrozenReference(Reference):
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token under the reference."""
+        """Return the log-probability and the entropy of every trained token under the reference."""
         with self.loaded():
             return self._logp(self.model, batch)
 
@@ -112,6 +112,6 @@ class AdapterOffReference(FrozenReference):
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token without the adapter."""
+        """Return the log-probability and the entropy of every trained token without the adapter."""
         with adapter_off(self.model) as base:
             return self._logp(base, batch)

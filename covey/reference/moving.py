@@ -46,7 +46,7 @@ class MovingReference(FrozenReference):
 
     @property
     def identity(self) -> str:
-        """A description of how the reference moves."""
+        """A description of how the reference follows the policy."""
         return f"moving by {self.alpha:g} every {self.every} optimizer steps"
 
     @torch.no_grad()

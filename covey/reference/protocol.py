@@ -28,7 +28,7 @@ class Reference:
         raise NotImplementedError
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token under the reference."""
+        """Return the log-probability and the entropy of every trained token under the reference."""
         raise NotImplementedError
 
     @contextmanager

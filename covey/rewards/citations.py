@@ -123,10 +123,10 @@ def _split_entries(text: str) -> tuple[str, dict[str, str]]:
 def sources(text: str) -> set[str]:
     """Return the distinct sources that a text cites, each in normalised form.
 
-    A URL, DOI or arXiv number counts anywhere in the text. A mark such as `[1]` counts as its entry
-    in a list of sources. An entry is a line `[1] ...`, or a line `1. ...` under a heading such as
-    References. An entry is identified by its address, or by its title if the title has at least
-    three words. A mark without an entry does not count.
+    A URL, DOI or arXiv number counts anywhere in the text. A mark such as `[1]` cites the entry
+    with this number in a list of sources. An entry is a line `[1] ...`, or a line `1. ...` under a
+    heading such as References. An entry is identified by its address, or by its title if the title
+    has at least three words. A citation mark without an entry in the list does not count.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -150,7 +150,7 @@ class Citations(Reward):
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
     sources count. A mark such as `[doc3]` cites an id. Every address that is not in `sources` costs
-    `unknown_penalty`. A mark that differs from a listed id only in its digits costs
+    `unknown_penalty`. A citation mark that differs from a listed id only in its digits costs
     `unknown_penalty` too. A completion with at least `minimum` sources is a success.
     """
 

@@ -1,8 +1,8 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
-The measure uses statistics only: which letters follow each other in Latin script, which characters
-are common in other scripts, and which signs are neighbours in formulas and programs. Keyboard
-mashing and random characters differ from real text in these statistics. The measure cannot detect
+The measure uses statistics only: which Latin letters follow each other, which characters are common
+in other writing systems, and which symbols are neighbours in formulas and programs. Keyboard
+mashing and random characters have other statistics than real text. The measure cannot detect
 nonsense that consists of real words.
 """
 
@@ -20,8 +20,8 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Letter pairs of level RARE or below hardly occur in words. Each such pair lowers the sum of
-levels by RARE_COSTS."""
+"""Letter pairs of level RARE or below hardly occur in words. Each rare letter pair lowers the sum
+of levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
 """Every text counts as if it had PRIOR_PAIRS more letter pairs of level PRIOR, because few letters
 prove little."""
@@ -155,7 +155,7 @@ def _sample(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
-    """Return `digit`, `sign`, `space`, `noise`, or the script of a letter."""
+    """Return `digit`, `sign`, `space`, `noise`, or the alphabet of a letter."""
     category = unicodedata.category(character)
     if category in ("Cc", "Cn", "Co", "Cs") or character == "\ufffd":
         return "space" if character.isspace() else "noise"
@@ -249,10 +249,10 @@ def _common(script: str, counts: Counter[str], total: int) -> float:
 def coherence(text: str) -> float:
     """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if it is empty.
 
-    Each kind of character (Latin words, another script, digits, signs) gets a plausibility, and the
-    result is the average over all characters. The average is lowered for text of mostly signs, a
-    mix of many scripts, runs of the same character, and repetition. A coherence below 0.5 means
-    noise.
+    Each kind of character (Latin words, other alphabets, digits, symbols) gets a plausibility, and
+    the result is the average over all characters. The average is lowered for a text that consists
+    mostly of symbols, mixes many alphabets, or repeats characters or phrases. A coherence below 0.5
+    means noise.
 
     >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
     (True, True)
@@ -290,7 +290,7 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
 
 
 def _medley(kinds: Counter[str]) -> float:
-    """Return a factor below 1 for a text with more than three scripts, mostly signs, or noise."""
+    """Return a factor below 1 for more than three alphabets, for many symbols, and for noise."""
     letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
     main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
     signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()

@@ -120,7 +120,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return the edits and turns above what is expected, as far as they are counted."""
+        """Return how many edits and turns exceed the expected numbers, if those are set."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

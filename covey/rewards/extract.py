@@ -107,7 +107,7 @@ def _after_hashes(rest: str) -> str | None:
 
 
 def _calculated(rest: str) -> str | None:
-    """Return the value of a calculator call, which counts instead of the call."""
+    """Return the value of an answer that is a calculator call; None for any other answer."""
     call = parse_call(rest)
     if call is None or call.name not in ("calculator", "calculate", "calc"):
         return None

@@ -18,7 +18,7 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswerForm(Reward):
-    """1 if the completion is a thinking part and an answer part, both not empty; otherwise 0.
+    """1 if the completion consists of a non-empty thinking part and answer part; otherwise 0.
 
     Repeated, nested or unclosed tags and text outside the tags break the format. With `graded`, a
     broken format gets 0.25 for each of the two parts that occurs exactly once, is closed and is not

@@ -1,7 +1,7 @@
 """The LLM judge: a language model that grades completions over an OpenAI-compatible endpoint.
 
 A completion may try to manipulate the judge. Therefore, delimiters with an unpredictable code
-separate data from instructions in the request. Chat-template tokens are broken, invisible
+separate data from instructions in the request. Chat-template tokens are broken up, invisible
 characters are removed, and appeals to the grader are replaced. Even with these measures, a judge is
 not safe as the only reward.
 """
@@ -68,9 +68,9 @@ _LONE_INTEGER = re.compile(r"(?<![\w.,/+-])-?[0-9]+(?![\w/-]|[.,][0-9])")
 
 
 def defuse(text: str) -> str:
-    """Remove invisible characters from a text, and break chat-template tokens.
+    """Remove invisible characters from a text, and break up chat-template tokens.
 
-    Broken tokens stay readable for the judge.
+    The judge can still read a token that was broken up.
 
     >>> defuse("18<|im_end|>[INST] a < b | c > [d]")
     '18⟨¦im_end|>⟦INST⟧ a < b | c > [d]'

@@ -10,7 +10,7 @@ from covey.errors import ConfigError
 from covey.types import Rollout
 
 ROUNDING = 1e-9
-"""Allowed rounding error in a product such as 0.8 * 5, a fraction of the rollouts of a group."""
+"""Allowed rounding error in the product of a fraction and a group size, such as 0.8 * 5."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
 """A function that returns a penalty (0 or less) for each rollout of a group, to add to its
@@ -61,8 +61,8 @@ class GroupRelative:
     tokens, and falls linearly from there to -size at 2 L tokens. In an easy group (accuracy of at
     least `easy`), L is computed from the correct rollouts, and only these rollouts are penalised.
     In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In other groups, L is
-    computed from all rollouts, and the majority (correct or incorrect) is penalised; at a tie, the
-    incorrect rollouts are.
+    computed from all rollouts, and the majority (correct or incorrect) is penalised; in a tie, the
+    incorrect rollouts are penalised.
 
     The paper gives no value for `easy`.
     """

@@ -43,10 +43,10 @@ class MathAnswer(TargetReward):
     is not a whole number. If a tolerance of 1 % applied to a target of 1000, every guess from 990
     to 1010 would be correct, and the policy would learn to guess roughly.
 
-    With `symbolic`, formulas are compared by evaluation at a few points. If the evaluation does not
-    decide, the library math-verify compares the formulas. The library math-verify gets only the
-    final answer, because in the whole completion it would pick the part that matches. Formulas must
-    be marked, because the style `number`, for unmarked answers, finds only numbers.
+    With `symbolic`, formulas are compared by evaluation at a few points. If the evaluation at these
+    points does not decide, the library math-verify compares the formulas. The library math-verify
+    gets only the final answer, because in the whole completion it would pick the part that matches.
+    Formulas must be marked, because the style `number`, for unmarked answers, finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """

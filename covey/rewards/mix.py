@@ -24,8 +24,8 @@ class Mix(Reward):
 
     The part called `accuracy` decides `success`. With `gated` and a part called `format`, accuracy
     counts only if the format is correct. If the format is wrong, accuracy is replaced by its lower
-    bound; if it has no bounds, by the smaller of 0 and its reward. Without `gated`, accuracy and
-    format add up.
+    bound. An accuracy reward without bounds is replaced by the smaller of 0 and its value. Without
+    `gated`, accuracy and format add up.
 
     The weights at the start of a run are `early`. The weights change linearly from `early` to
     `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
@@ -35,7 +35,7 @@ class Mix(Reward):
     weights. A correct completion scores in the upper half of the range: half the range plus half of
     the weighted mean. If the format is wrong, only the format counts in this weighted mean. An
     incorrect completion scores in the lower half of the range: half of the weighted mean of
-    accuracy, judges and, if `gated`, the format. Other parts do not count for an incorrect
+    accuracy, judges and, if `gated`, the format. Other reward parts do not count for an incorrect
     completion. A completion without a final answer, or a completion that is not language, has the
     lowest reward.
     """
@@ -187,7 +187,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the inner parts of every part that consists of several parts."""
+    """Return the parts of every reward part that itself has several parts, as `part/inner`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()

@@ -4,9 +4,9 @@ Bugs of the originals are fixed, and each docstring names the fixes. Expressions
 limits instead of `eval`, signs are parsed, numbers are compared exactly, and no completion raises
 an error.
 
-Known reward hacks still work, because others trained with these rewards as they are. Each docstring
-lists the hacks of `covey rewards lab` that work. For your own runs, use the reward `think_answer`
-or a template.
+Known hacks of the published rewards still work, because others trained with these rewards as they
+are. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
+runs, use the reward `think_answer` or a template.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    GRPO-Zero's README describes a flat 0.1 for the format. GRPO-Zero's code, like this reward,
-    gives partial credit. The published code uses `eval`, and its format allows further tags inside
-    the two parts.
+    GRPO-Zero's README describes a fixed reward of 0.1 for the format. GRPO-Zero's code, like this
+    reward, gives partial credit. The published code uses `eval`, and its format allows further tags
+    inside the two parts.
 
     Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
     answer before unclosed think; correct then wrong.
@@ -280,7 +280,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds 0 and the reward of a correct answer, plus the format's if `additive`."""
+        """The bounds 0 and the reward of a correct answer, plus the format reward if `additive`."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -66,9 +66,9 @@ METHODS = _words(
     group groups is_integer
     """
 )
-"""Methods of texts, numbers, lists, dicts, sets and matches. The method `format` is not allowed,
-because it looks up attributes; methods that take a size, such as `zfill`, are not allowed
-either."""
+"""Methods of strings, numbers, lists, dicts, sets and regex matches that a pure scorer may call.
+The method `format` is not allowed, because it looks up attributes; methods that take a size, such
+as `zfill`, are not allowed either."""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
@@ -167,7 +167,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check the value of a name. Raises ImpureError if the value is not on the lists."""
+        """Check a value that a scorer uses. Raises ImpureError if it is not on the lists."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:

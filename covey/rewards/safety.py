@@ -4,8 +4,8 @@ Patterns alone would penalise `model.eval()` and warnings, so each match is chec
 
 - `eval(` and `exec(` count only as calls of the built-in functions. Methods, definitions and calls
   with a literal argument do not count.
-- A command in a warning does not count. A warning has a negation ("never", "do not", "avoid")
-  earlier in the sentence, with no "but", "just" or ", then" in between.
+- A dangerous command in a warning does not count. A warning has a negation ("never", "do not",
+  "avoid") earlier in the sentence, with no "but", "just" or ", then" in between.
 - DELETE FROM with a WHERE clause does not count, because it removes only selected rows. DELETE FROM
   without a WHERE clause, or with one that is always true, counts.
 - Placeholders and values reserved for documentation (example.com, 555 numbers) do not count.
@@ -113,8 +113,7 @@ class Rule:
 
     penalty: float
     literal: str
-    """A text that is part of every match, in lower case; a quick test for it rules out most
-    texts."""
+    """A lower-case text that every match contains; a quick search for it rules out most texts."""
     pattern: re.Pattern[str]
     test: Test
 

@@ -22,7 +22,8 @@ class Score:
     attempted: bool = True
     """Whether the completion has a final answer that can be compared, even if it is wrong."""
     feedback: str = field(default="", compare=False)
-    """What is wrong with the completion, in words, for a teacher that reads it (docs/sdpo.md)."""
+    """What is wrong with the completion, in words, for the prompt of a self-teacher
+    (docs/sdpo.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     step: int = 0
-    """The training step, counted from 1; 0 in evaluations, which score as at the end of the run."""
+    """The training step, counted from 1; 0 in evaluations, which count as the end of the run."""
     max_steps: int = 0
     """The number of training steps of the run."""
 
@@ -41,7 +42,10 @@ NO_CALL = Call()
 
 
 class SkippedError(Exception):
-    """Raised by a reward that gives a completion no reward on purpose. It counts as no failure."""
+    """Raised by a reward that gives a completion no reward on purpose.
+
+    A skipped completion does not count as a failure.
+    """
 
 
 class Reward(Protocol):

@@ -16,8 +16,8 @@ class TargetReward(Reward):
     """The base class of rewards that compare a completion with a target."""
 
     without_target: WithoutTarget = "error"
-    """For prompts without a target: `error`, `none` (no reward, and no error), or a neutral score
-    from 0 to 1, such as 0.5."""
+    """A prompt without a target raises an error (`error`), gets no reward (`none`), or gets a
+    neutral score from 0 to 1, such as 0.5."""
 
     def __post_init__(self) -> None:
         value = self.without_target
@@ -29,7 +29,8 @@ class TargetReward(Reward):
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
         """Return the score of a completion of a prompt without a target.
 
-        Raises ValueError or SkippedError if it has none. The completion is not a success.
+        Raises ValueError or SkippedError if `without_target` gives the completion no score. The
+        completion is not a success.
         """
         value = self.without_target
         if value == "error":

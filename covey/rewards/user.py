@@ -192,7 +192,7 @@ def _listed(results: Any) -> list[Any]:
 
 
 def _state(call: Call) -> TrainerState:
-    """Return the progress at a call. An evaluation is at the end, so that all are comparable."""
+    """Return the progress for TRL functions; evaluations count as the last step of the run."""
     steps = max(1, call.max_steps)  # functions divide by it
     return TrainerState(global_step=call.step - 1 if call.step else steps, max_steps=steps)
 

@@ -1,7 +1,8 @@
 """Statistics of final answers, which reveal a policy that ignores the prompt.
 
 A policy that learns to answer every prompt with the most frequent target has a rising reward curve,
-like a policy that learns the task. Only the variety of the answers distinguishes the two policies.
+like a policy that learns the task. Only the variety of the answers distinguishes a policy that
+ignores the prompt from a policy that learns the task.
 """
 
 from __future__ import annotations

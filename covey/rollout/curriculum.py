@@ -88,7 +88,7 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """For a mixed task, the task part of each prompt in a repeating block.
+        """For a mixed task, the part of the task to which each prompt of a block belongs.
 
         The tuple is empty for other tasks.
         """

@@ -25,8 +25,8 @@ class EncodedPrompt:
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step of the prompt, if one call generates for several steps. If it is None, the
-    prompt belongs to the step of the call."""
+    """The training step of the prompt, if one call generates for several steps. If the step is
+    None, the prompt belongs to the step of the call."""
 
 
 def encode_prompts(

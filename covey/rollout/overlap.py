@@ -8,8 +8,8 @@ Overlap has two modes, where k is the staleness in steps:
             weights of step s - 1 - k, while the trainer trains on step s - k.
 
 The number of a step decides which weights generate its rollouts; timing has no influence. Repeated
-and resumed runs are therefore bit-identical. The exception is the setting `in_flight`, with which
-the engine loads new weights at once, even during generation.
+and resumed runs are therefore bit-identical. Timing matters only with the setting `in_flight`, with
+which the engine loads new weights at once, even during generation.
 """
 
 from __future__ import annotations

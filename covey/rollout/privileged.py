@@ -1,9 +1,9 @@
 """Privileged text: what the policy reads as its own teacher, beside the prompt.
 
 The teacher of a rollout reads the prompt extended with a correct completion of the same group, with
-the reward's feedback on the rollout, or with a column of the data. Then it reads the rollout's own
-tokens. The extended prompt is part of the rollout, so that checkpoints, replayed groups and records
-contain exactly what the teacher read.
+the reward's feedback on the rollout, or with a column of the data. After the extended prompt, the
+teacher reads the rollout's own tokens. The extended prompt is part of the rollout, so that
+checkpoints, replayed groups and records contain exactly what the teacher read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Privileged:
     """The model whose tokenizer and chat template write prompts, without a limit on their length.
     """
     context: Mapping[str, str]
-    """Each source of privileged text, with its heading and {text}."""
+    """For each source of privileged text, a template with a heading and the placeholder {text}."""
     template: str
 
     @staticmethod
@@ -66,7 +66,7 @@ class Privileged:
 
 
 def _source(name: str, group: Group, rollout: Rollout) -> str:
-    """Return the text of one source for a rollout; empty if it has none."""
+    """Return the text of one source for a rollout; empty if the source has no text."""
     if name == SUCCESS:
         return _correct_sibling(group, rollout)
     if name == FEEDBACK:
@@ -75,9 +75,10 @@ def _source(name: str, group: Group, rollout: Rollout) -> str:
 
 
 def _correct_sibling(group: Group, rollout: Rollout) -> str:
-    """Return the text of the other correct completion with the highest reward, the first if equal.
+    """Return the text of the other correct completion with the highest reward (the first in a tie).
 
-    The rollout itself is left out: a teacher that reads the completion it judges agrees with it.
+    The rollout itself is left out, because a teacher agrees with a completion that its prompt
+    contains.
     """
     others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]
     return max(others, key=lambda r: (r.reward, -r.sample)).text.strip() if others else ""

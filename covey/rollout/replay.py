@@ -1,9 +1,9 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
 A replayed group keeps the log-probs and versions of the weights that sampled it. A replayed group
-is treated like any group of older weights: `old_logp` comes from the policy at the start of the
-step, and the objective's correction weights each token by the ratio of old to sampled probability.
-Statistics of a replayed group only include its own rollouts.
+is treated like any other group that older weights sampled: `old_logp` comes from the policy at the
+start of the step, and the objective's correction weights each token by the ratio of old to sampled
+probability. Statistics of a replayed group only include its own rollouts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReplayBuffer:
     """The groups in the buffer, oldest first."""
 
     def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
-        """Return groups to train on again, except groups that too old weights sampled.
+        """Return groups to train on again; groups that too old weights sampled are left out.
 
         `without` has the ids of the step's own prompts. The step's own prompts are excluded,
         because a step may contain a prompt only once.

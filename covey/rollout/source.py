@@ -29,7 +29,8 @@ class Ticket(NamedTuple):
     version: int
     """Version of the weights that generate the rollouts: their number of optimizer steps."""
     share: float
-    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction."""
+    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction of
+    the run."""
     picks: tuple[int, ...] = ()
     """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. The tuple
     is empty without a curriculum; then prompts depend only on seed and step."""
@@ -122,7 +123,7 @@ class SynchronousSource:
     def take(self, step: int) -> StepRollouts:
         """Return the groups of a step.
 
-        If these groups are not collected yet, collect the groups of all tickets.
+        If the groups of the step are not collected yet, collect the groups of all tickets.
         """
         if step not in self.done:
             found = collect_steps(self.parts, self.reporter, self.started)

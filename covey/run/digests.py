@@ -1,9 +1,9 @@
 """SHA-256 digests of checkpoints and records, to detect damage.
 
 digests.jsonl has a line for each record of a step: a line of steps.jsonl or eval.jsonl, or a file
-such as rollouts/000012.jsonl. `covey runs verify` compares them. A checkpoint's SHA256SUMS has the
-format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older versions have no such file and
-are not checked.
+such as rollouts/000012.jsonl. `covey runs verify` compares the records with their digests. A
+checkpoint's SHA256SUMS has the format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older
+versions have no SHA256SUMS and are not checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_digests(folder: Path) -> None:
 def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
     """Append the digest of a record to the run's digests.jsonl.
 
-    This comes before the record itself, so a run that is killed has no record without a digest.
+    The digest is written before the record, so even a killed run has no record without a digest.
     """
     row = {"step": step, "record": record, "sha256": hashlib.sha256(data).hexdigest()}
     append_line(run / RECORDS_FILE, row)

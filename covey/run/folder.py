@@ -50,7 +50,7 @@ from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
+"""`kind` in the environment.json of SFT runs; Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
 """Name of the file with a line for each resume that changed settings. A line has the step, and each
 old and new value."""
@@ -363,7 +363,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a note on the settings edited since the run was started; None if there are none.
 
-    Settings that a resume changed are not edited.
+    Settings that were changed by a resume do not count as edited.
 
     Runs of older versions do not record the settings at their start.
     """

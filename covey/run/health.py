@@ -34,7 +34,7 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Lines to change in the configuration. Changing one of these lines may be enough."""
+    """Lines to change in the configuration. Changing one of the listed lines may be enough."""
     also: str
     """A remedy that is not a setting, or an empty text."""
     problem: bool

@@ -161,7 +161,7 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall may be less certain than the rise, because chance would have to produce both.
+    The fall of a part needs less evidence than the reward's rise: chance must produce both.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -176,7 +176,7 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the change of a metric from its old mean to that of the last steps.
+    """Return the change of a metric from its old mean to its mean over the last steps.
 
     The change is 0 unless it is more than `errors` standard errors.
     """
@@ -247,8 +247,8 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps that the check reads. A finding says that the problem began at the first of
-    these steps."""
+    """Number of steps that the check reads. A finding says that the problem began at the first step
+    that the check reads."""
     why: str
     """Why the problem matters."""
     change: tuple[tuple[str, Any], ...]

@@ -36,7 +36,7 @@ class Metric:
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None means no bound."""
     open_instruct: str = ""
-    """Name of the metric in open-instruct, if it differs. Every step logs the number under both
-    names."""
+    """Name of the metric in open-instruct, if it differs. Every step logs the metric under both
+    names, Covey's and open-instruct's."""
     trl: str = ""
     """Name of the same metric in TRL."""

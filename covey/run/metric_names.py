@@ -25,7 +25,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "warmup/": "sft/",
     }
 )
-"""Prefix of a metric name in version 0.1 -> current prefix."""
+"""Prefix of a metric name in Covey 0.1 -> current prefix."""
 OPEN_INSTRUCT: Mapping[str, str] = MappingProxyType(
     {entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct}
 )
@@ -37,7 +37,7 @@ TRL: Mapping[str, str] = MappingProxyType(
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a metric, given its name in open-instruct or in version 0.1.
+    """Return the current name of a metric, given its name in open-instruct or in Covey 0.1.
 
     >>> current_name("val/ratio_max"), current_name("objective/entropy")
     ('policy/ratio_max', 'policy/entropy_avg')

@@ -155,7 +155,7 @@ ANY_OBJECT: Shape = TypeAdapter(Row)
 
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
-"""Field names of version 0.1 -> current names."""
+"""Field names of Covey 0.1 -> current names."""
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:

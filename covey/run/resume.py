@@ -35,7 +35,7 @@ RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
 """Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders with one file or folder per step, and the suffix of their names. Only version 0.1 had the
+"""Folders with one file or folder per step, and the suffix of their names. Only Covey 0.1 had the
 folder "review"."""
 
 
@@ -77,8 +77,8 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
     """Return a line about a missing checkpoint, e.g. on an unmounted disk; None if all exist.
 
-    checkpoints.jsonl lists the saved checkpoints. Without this file, other records show which
-    checkpoints were saved.
+    checkpoints.jsonl lists the saved checkpoints. Without checkpoints.jsonl, other records show
+    which checkpoints were saved.
     """
     saved, recorded = run.saved_steps(), _last_recorded(run)
     last = max(saved or [], default=0)
@@ -168,7 +168,8 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
     """Return three texts of a file as bytes: all lines, the lines that stay, the lines to move.
 
-    Lines up to step `keep` and unreadable lines stay. An unfinished last line is moved too.
+    Lines up to step `keep` and unreadable lines stay. An unfinished last line is moved, like the
+    lines of later steps.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

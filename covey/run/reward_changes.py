@@ -1,9 +1,10 @@
 """The log of reward changes: what changed between runs, why, and what it did.
 
 When a run starts, its reward is compared with that of the previous run of the same task in the same
-folder. If their identities differ, the run records the change in reward_change.json, with the
-reason and the expected effect from the configuration. The observed effect is not stored: it is
-computed from the evaluations of both runs, whenever it is shown. This module does not import torch.
+folder. If the identities of the two rewards differ, the run records the change in
+reward_change.json, with the reason and the expected effect from the configuration. The observed
+effect is not stored: it is computed from the evaluations of both runs, whenever it is shown. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class RewardChange:
     """Identity of the previous reward: name, version and hash of options and source."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """The settings in [reward] that differ, with both values. Empty if only the source differs."""
+    """The settings in [reward] that differ, with both values. The mapping is empty if only the
+    source code differs."""
     reason: str = ""
     expected_effect: str = ""
 
@@ -79,7 +81,7 @@ def read_change(run: RunFolder) -> RewardChange | None:
 
 
 def _previous(run: RunFolder, settings: Mapping[str, Any]) -> RunFolder | None:
-    """Return the run of the same task beside this one that was started last before it."""
+    """Return the latest earlier run of the same task in the same folder."""
     here = run.path.resolve()
     others = [each for each in list_runs(run.path.parent) if each.path.resolve() != here]
     started = {each.path: each.environment(_ignore) for each in others}
@@ -110,7 +112,7 @@ def _ignore(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """A change of the reward with the effect that was observed."""
+    """A change of the reward, with its observed effect."""
 
     run: str
     change: RewardChange

@@ -1,6 +1,6 @@
 """Index of a rollout file: the offset of each line, and the fields that lists and filters need.
 
-A rollout file may have a gigabyte. Each request of the web page indexes further lines for a
+A rollout file may be a gigabyte in size. Each request of the web page indexes further lines for a
 fraction of a second. A full rollout is read from its offset in the file when the page shows it.
 """
 
@@ -35,7 +35,10 @@ KEPT = 4
 
 @with_config(ConfigDict(strict=True))
 class _Listed(TypedDict):
-    """The fields of a line that the index needs. Log-probabilities, the largest, are skipped."""
+    """The fields of a line that the index needs.
+
+    Log-probabilities, which are the largest field, are skipped.
+    """
 
     prompt_id: str
     prompt: str
@@ -159,7 +162,7 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return lines with `words` in prompt, target or text, and whether all were searched."""
+        """Return lines with `words` in prompt, target or text, and whether the search is done."""
         until = time.monotonic() + seconds
         found: set[int] = set()
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.

@@ -4,8 +4,8 @@ With a cgroup, the kernel counts all memory of a sandbox, including kernel memor
 and files. Without a cgroup, the harness polls the memory of the processes that it can see.
 
 A cgroup needs a writable directory in the cgroup hierarchy, with the memory and pids controllers
-delegated. Root has such a directory; other users get one in a delegated scope (`systemd-run --user
---scope -p Delegate=yes covey ...`).
+delegated. Root has a writable directory; other users get one in a delegated scope (`systemd-run
+--user --scope -p Delegate=yes covey ...`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def find_parent(mountinfo: str, membership: str) -> Path | None:
     """Find a directory where cgroups with limits can be made, from our own cgroup upwards.
 
     A process that leaves a cgroup escapes its limits. So a parent cgroup is used only if our own
-    cgroup, and every cgroup between the two, has no limits.
+    cgroup, and every cgroup between our own and the parent, has no limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -131,8 +131,8 @@ def _is_limited(folder: Path) -> bool:
 def _enable_controllers(folder: Path) -> bool:
     """Delegate controllers to the children of a cgroup.
 
-    After that, only the root cgroup may contain processes. So the processes of this cgroup move to
-    a child cgroup, if all belong to our session.
+    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. So
+    the processes of this cgroup move to a child cgroup, if all belong to our session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

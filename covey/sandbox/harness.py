@@ -145,7 +145,7 @@ class Watch:
 def supervise(
     job: dict[str, Any], given: bytes, pipes: list[Pipe], child: int, report: int, deadline: float
 ) -> tuple[int, int, list[bytes]]:
-    """Wait for a child, or kill it at a limit. All processes of the case are dead afterwards."""
+    """Wait for a child, or kill it at a limit, and kill all other processes of the case."""
     watch = Watch(given, pipes, job["output_bytes"], report)
     why, status, pause = "", None, 1.0
     looked = time.monotonic()
@@ -234,7 +234,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return one column of numbers from the lines with these starts; [] if the file is gone."""
+    """Return a column of numbers from lines that begin with `starts`; [] if the file is gone."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]

@@ -103,7 +103,7 @@ def _checks() -> dict[str, list[Step]]:
 def _argument(number: int) -> Step:
     """Load the low 32 bits of a system call's argument.
 
-    The checked system calls use only these bits.
+    The checked system calls use only the low 32 bits of their arguments.
     """
     return (_LOAD, 0, 0, 16 + 8 * number)
 

@@ -5,8 +5,9 @@ needs. The server imports slow packages once. For each request, the server forks
 scores one text and ends. So every text is scored in the same fresh state, and no text can change
 how later texts are scored.
 
-The server itself never reads a text. A child cannot reach the server. The server is process 1 of
-its namespace, its directory in /proc is hidden, and the child has only the pipe for its own score.
+The server itself never reads a text. The child process that scores a text cannot reach the server.
+The server is process 1 of its namespace, its directory in /proc is hidden, and the child has only
+the pipe for its own score.
 """
 
 from __future__ import annotations

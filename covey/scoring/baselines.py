@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
 A policy that only learns the best constant answer reaches the accuracy of that answer. The reward
-curve of such a policy rises as if the policy learned the task.
+curve of a policy that learns a constant answer rises as if the policy learned the task.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction."""
+    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction of
+    the run."""
     call: Call = NO_CALL
     """Other arguments that a user's function may have."""
 

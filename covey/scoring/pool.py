@@ -109,7 +109,7 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs whose process was killed from outside. Each of these jobs is scored again once."""
+        """Jobs whose process was killed from outside. A killed job is scored again once."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:

@@ -27,8 +27,8 @@ class DatasetTask:
     training: Sequence[Prompt]
     evaluation: Sequence[Prompt]
     conversational: bool = False
-    """Whether prompts are lists of messages. For such prompts, reward functions also get
-    completions as messages."""
+    """Whether prompts are lists of messages. For prompts that are lists of messages, reward
+    functions also get completions as messages."""
     name: str = NAME
 
     def train(self) -> Sequence[Prompt]:

@@ -35,9 +35,9 @@ def read_solution(text: str) -> tuple[str, str] | None:
 class Gsm8k:
     """Grade school word problems, from the Hub or from local files in the same format.
 
-    `train_file` and `held_out_file` are JSON Lines with `question` and `answer`. Without these
-    files, the splits `train` and `test` of openai/gsm8k are used. The text `instruction` is
-    appended to each prompt.
+    `train_file` and `held_out_file` are JSON Lines with `question` and `answer`. Without
+    `train_file` and `held_out_file`, the splits `train` and `test` of openai/gsm8k are used. The
+    text `instruction` is appended to each prompt.
     """
 
     train_file: str = ""

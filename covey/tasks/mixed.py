@@ -20,8 +20,8 @@ def quotas(weights: Sequence[float]) -> list[int]:
     """Return the number of prompts of each task part in a block.
 
     The block is the shortest block with exact proportions of the weights. If the shortest block
-    would exceed 1000 prompts, the block has about 1000 prompts. In such a block, each count is
-    rounded, and is at least 1.
+    would exceed 1000 prompts, the block has about 1000 prompts. In a block of about 1000 prompts,
+    each count is rounded, and is at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])

@@ -5,8 +5,9 @@ overlap, even if a dataset has few questions. If a generated problem belongs to 
 task generates another problem with another seed.
 
 Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set. If PYTHONHASHSEED is not set, Covey refuses these datasets. The prompt
-also contains the dataset entry, so scores are correct in every process.
+unless PYTHONHASHSEED is set. If PYTHONHASHSEED is not set, Covey refuses the datasets in
+`HASH_DEPENDENT`. The prompt also contains the dataset entry, so scores are correct in every
+process.
 """
 
 from __future__ import annotations

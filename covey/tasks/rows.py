@@ -45,8 +45,8 @@ class RowReader:
     answer; the default is `target` or `answer`. All other columns are kept in `info`. `columns`
     maps columns to other names in `info`, and every column in this mapping is kept. `system`, if
     given, is the system message, unless the row's messages have one. The text `instruction` is
-    appended to each prompt. `only` is {column: values}. Rows with another value in that column are
-    left out, and do not count as bad rows.
+    appended to each prompt. `only` is {column: values}. Rows with another value in a column of
+    `only` are left out, and do not count as bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows` bad rows are left out and listed in
     `bad_rows` by split.

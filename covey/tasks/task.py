@@ -50,7 +50,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """For a mixed task, the task part of each prompt in a block. Blocks repeat."""
+        """For a mixed task, the part of the task to which each prompt of a block belongs. Blocks
+        repeat."""
 
     def __len__(self) -> int:
         return self.size
@@ -106,7 +107,7 @@ def hash_fraction(text: str) -> float:
 def bad_rows_of(task: Task) -> list[str]:
     """Return one line for each row that a task skipped when it was read.
 
-    Both splits may come from the same rows, so duplicate lines are dropped.
+    Both splits may come from the same rows, so a line that occurs in both splits is returned once.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
     return list(dict.fromkeys(line for lines in by_split.values() for line in lines))

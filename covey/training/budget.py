@@ -2,9 +2,10 @@
 
 The cost of a training step differs between algorithms. For example, dynamic sampling may sample
 several times per step, and longer completions cost more. To compare algorithms fairly, a run may
-end at the first step that reaches a number of sampled tokens or of optimizer steps. With such a
-budget, schedules that count steps (learning rate, evaluations, reward weights) follow the used
-fraction of the budget. Schedules treat the whole budget as `train.steps` steps.
+end at the first step that reaches a number of sampled tokens or of optimizer steps. With a budget
+of tokens or optimizer steps, schedules that count steps (learning rate, evaluations, reward
+weights) follow the used fraction of the budget. Schedules treat the whole budget as `train.steps`
+steps.
 """
 
 from __future__ import annotations

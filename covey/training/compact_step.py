@@ -2,8 +2,8 @@
 
 A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16 number,
 with which the model computes. The lower half is the difference between the bits of the weight and
-of this bfloat16 number, so the two halves give the exact weight. Moments are stored in bfloat16
-with stochastic rounding, which is correct on average. Rounding to nearest would freeze the second
+of the upper half, so the two halves give the exact weight. Moments are stored in bfloat16 with
+stochastic rounding, which is correct on average. Rounding to nearest would freeze the second
 moment. With beta2 = 0.999 a step reduces the moment by at most a thousandth, while neighbouring
 bfloat16 numbers differ by 1/256 to 1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
 """
@@ -106,8 +106,8 @@ def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
     `random`, from 0 to 2 ** 16 - 1 for each value, is added to the lower 16 bits, which are then
-    dropped. The larger the lower bits are, the more often the sum carries, so values are rounded up
-    with the right probability.
+    dropped. The sum carries more often if the lower bits are larger, so values are rounded up with
+    the right probability.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000

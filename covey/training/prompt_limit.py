@@ -1,8 +1,8 @@
 """The maximum length of prompts. Longer prompts are refused, left out or truncated.
 
 Prompts are checked before a run begins. A task that generates its prompts on demand may have
-millions of prompts. For such a task, only the prompts of the first steps are checked, except if
-long prompts are to be left out.
+millions of prompts. For a task that generates prompts on demand, only the prompts of the first
+steps are checked, except if long prompts are to be left out.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
 
 
 def _check_teacher(resolved: Config, objective: Objective) -> None:
-    """Check the [teacher] section, and refuse a self-teacher of episodes."""
+    """Check the [teacher] section, and refuse a self-teacher for multi-turn episodes."""
     privileged = "privileged" in objective.needs
     check_teacher(resolved.teacher, privileged=privileged)
     if privileged and resolved.environment.name != NONE:

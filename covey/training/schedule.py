@@ -5,9 +5,9 @@ The learning rate of optimizer step v is given by the following formulas:
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
-A run with a budget of tokens does not know its number of optimizer steps in advance. For such a
-run, the optimizer step v is the used fraction of the tokens times the nominal number of optimizer
-steps.
+A run with a budget of tokens does not know its number of optimizer steps in advance. For a run with
+a token budget, the optimizer step v is the used fraction of the tokens times the nominal number of
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Schedule:
     warmup_steps: int
     total_steps: int
     start: float = 0.0
-    """Position in the schedule at version `since`. Each later version advances the position by
-    one."""
+    """Position in the schedule at version `since`. Each later version of the policy advances the
+    position in the schedule by one."""
     since: int = 0
 
     def __call__(self, version: int) -> float:
@@ -72,7 +72,7 @@ def warmup_updates(config: Config) -> int:
 
 
 def schedule_of(config: Config, used: Used) -> Schedule:
-    """Return the schedule of the training step that begins when the run has used `used`."""
+    """Return the schedule of the training step that begins after the run has spent `used`."""
     start, since = 0.0, 0
     if config.train.budget == "tokens":
         spent = Budget(settings=config.train).spent(used)

@@ -1,7 +1,7 @@
 """The log-probabilities of the policy as its own teacher, which reads privileged text.
 
-Each rollout may have a teacher prompt (rollout/privileged.py). The teacher reads that prompt and
-then the rollout's tokens, one for one; only the prompt is different.
+Each rollout may have a teacher prompt (rollout/privileged.py). The teacher reads the teacher prompt
+instead of the rollout's prompt, and then the rollout's own tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from covey.types import Batch
 
 
 def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
-    """Fill in teacher_logp. Rows without a teacher prompt get old_logp, so that nothing pulls."""
+    """Fill in teacher_logp.
+
+    Rows without a teacher prompt get old_logp, so that the teacher has no effect on them.
+    """
     assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
     teacher = batch.old_logp.float().clone()
     index = taught_rows(batch).nonzero().squeeze(1)

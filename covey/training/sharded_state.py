@@ -102,7 +102,7 @@ def _reader(folder: Path) -> Any:
         """Reads the pickled description with `_Unpickler`."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            """Read the description; a state has tensors only, since torch would unpickle others."""
+            """Read the description, which may list only tensors: torch unpickles other objects."""
             try:
                 with (folder / STATE_FOLDER / ".metadata").open("rb") as file:
                     found: Metadata = _Unpickler(file).load()

@@ -59,7 +59,8 @@ class StepSettings:
     micro_batch_tokens: int
     old_logp_from_sampler: bool
     old_logp_in_pass: bool = False
-    """Whether the training pass computes old_logp, as it can before the only optimizer step."""
+    """Whether the training pass computes old_logp, which works if there is only one optimizer
+    step."""
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the policy's version, its number of optimizer steps."""
     seed: int
@@ -95,7 +96,7 @@ class Learner:
 
     @property
     def references(self) -> list[Reference]:
-        """The policies beside the trained one, which may follow it."""
+        """The reference and the teacher, if any, whose weights may follow the trained policy."""
         return [other for other in (self.reference, self.teacher) if other is not None]
 
     @property
@@ -127,7 +128,7 @@ class Seen:
     rows: torch.Tensor
     """Indices of the rows in the batch."""
     micro: Batch
-    """The batch of these rows, with their weights."""
+    """The batch of the rows in `rows`, with their weights."""
     now: LogProbs
     """Log-probs under the policy before the optimizer step, without gradient."""
 

@@ -67,7 +67,7 @@ class Watch(Tracker):
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _counts(self, step: int) -> bool:
-        """Whether a step may be the best; a step metric requires that the step has a checkpoint."""
+        """Whether a step may be the best; by a step metric, only steps with a checkpoint may."""
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
 

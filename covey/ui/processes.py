@@ -1,4 +1,4 @@
-"""Run slow work, and work that needs torch, in other processes, one at a time.
+"""Run slow work, and work that needs torch, in separate processes, one process at a time.
 
 The page starts the following commands:
 
@@ -21,8 +21,8 @@ from typing import Any
 from covey.errors import CoveyError
 
 PYTHON = (sys.executable, "-P", "-m")
-"""The command that starts Python. Its option -P prevents imports from the folder in which the page
-was started."""
+"""The command that starts Python. Python's option -P prevents imports from the folder in which the
+page was started."""
 TIME_LIMIT = 900.0
 KEPT = 32
 """Number of results that stay in memory."""

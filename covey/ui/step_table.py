@@ -50,7 +50,7 @@ class StepTable:
     """Steps in order. Each piece of the list is larger than the next piece, so that large pieces
     are rarely copied."""
     names: set[str] = field(default_factory=set)
-    """Every metric that the file has, kept or not."""
+    """Every metric in the file, whether or not the table keeps it."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _kept: set[str] = field(default_factory=lambda: set(AXES))
@@ -105,7 +105,7 @@ class StepTable:
         return [*self.pieces, *self._rest(file, found.st_size, samples)]
 
     def _rest(self, file: BinaryIO, size: int, samples: int) -> Iterator[Columns]:
-        """Yield the sampled steps after those that are read. They are sampled once."""
+        """Yield the sampled steps after those that are read. The file is sampled only once."""
         if len(self._sample.get("step", ())) < samples // 2:
             rows = list(sampled(file, self._offset, size, samples))
             self._sample = self._columns(rows) if rows else {}
@@ -138,7 +138,7 @@ class StepTable:
             self.pieces[-2:] = [new]
 
     def _columns(self, rows: Sequence[Row]) -> Columns:
-        """Return the kept metrics of rows, and note the names of all."""
+        """Return the kept metrics of rows, and record the names of all metrics."""
         columns: Columns = {}
         for written in dict.fromkeys(chain.from_iterable(rows)):
             name = name_now(written)
@@ -167,7 +167,7 @@ def step_row(raw: bytes) -> Row | None:
 
 
 def numbers(values: Sequence[Any]) -> np.ndarray:
-    """Return values as float32. Those that are not numbers become NaN."""
+    """Return values as float32. Values that are not numbers become NaN."""
     try:
         return np.frombuffer(array("f", values), dtype=np.float32)
     except (TypeError, OverflowError):

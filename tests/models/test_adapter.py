@@ -349,9 +349,12 @@ def test_only_an_adapter_can_be_merged(tmp_path: Path) -> None:
     [
         (
             {"targets": ["q_prj"]},
-            "adapter.targets: the model has no 'q_prj'; did you mean 'q_proj'?",
+            "adapter.targets: the model has no layer 'q_prj'; did you mean 'q_proj'?",
         ),
-        ({"also_train": ["head"]}, "adapter.also_train: the model has no 'head'; did you mean "),
+        (
+            {"also_train": ["head"]},
+            "adapter.also_train: the model has no layer 'head'; did you mean ",
+        ),
         ({"targets": ["lm_head"]}, "adapter.targets: 'lm_head' is not a linear layer"),
         ({"targets": ["embed_tokens"]}, "adapter.targets: 'embed_tokens' is not a linear layer"),
         ({"targets": ["norm"]}, "adapter.targets: 'norm' is not a linear layer"),

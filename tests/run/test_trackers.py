@@ -93,7 +93,7 @@ def test_the_run_folder_gets_steps_evaluations_and_tables(run: RunFolder) -> Non
     assert run.steps() == [METRICS]
     (line,) = (run.path / "eval.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "prompts": 4}
-    assert (run.path / "evaluations/000001.jsonl").read_text() == '{"id": "p"}\n'
+    assert (run.path / "evaluations/000001.jsonl").read_text() == '{"id":"p"}\n'
 
 
 def test_a_pipe_gets_plain_lines(run: RunFolder) -> None:

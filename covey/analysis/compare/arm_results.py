@@ -17,7 +17,7 @@ from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
 """Fractions of the way from the starting accuracy to the highest accuracy that every arm reaches.
-The report gives the time to reach each of these accuracies.
+The report gives the time that an arm takes to reach the accuracy at each fraction.
 """
 
 

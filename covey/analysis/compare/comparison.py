@@ -26,7 +26,7 @@ class Arm:
     """A number added to every seed of this arm, which changes only prompts and completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Dotted setting -> value, for every setting that differs from the common configuration. The
-    value is None if the arm's algorithm has no such option. Filled by design.py.
+    value is None if the arm's algorithm does not have the option. Filled by design.py.
     """
 
     @property

@@ -143,7 +143,7 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml; settings with the names of version 0.1 get their current names."""
+    """Read comparison.toml; settings with the names of Covey 0.1 get their current names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
@@ -169,7 +169,7 @@ def _read_arm(row: Mapping[str, Any]) -> Arm:
 
 
 def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm of version 0.1 with the current names of settings."""
+    """Return an arm of Covey 0.1 with the current names of settings."""
 
     def new(key: str) -> str:
         return new_setting(key) or key

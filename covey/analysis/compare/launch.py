@@ -134,9 +134,9 @@ def _digest(data: Any) -> str:
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder to start or resume; return False if the run is finished.
 
-    `elsewhere` maps keys to finished runs. If one of these runs has the key of this job, it is
-    copied instead of trained again. If the folder contains a run with another key, for example of
-    another version of Covey, this run is renamed and never deleted.
+    `elsewhere` maps keys to finished runs. If `elsewhere` has a finished run with the key of this
+    job, that run is copied instead of trained again. If the folder contains a run with another key,
+    for example of another version of Covey, this run is renamed and never deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:

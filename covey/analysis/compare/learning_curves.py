@@ -74,7 +74,7 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
 
 
 def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
-    """Return the accuracies of a run at each step of the mean curve; the last is the run's end."""
+    """Return a run's accuracy at each step of the mean curve, with the final accuracy last."""
     by_step = {point.step: point.value for point in run.points}
     earlier = (by_step.get(column[0].step) for column in columns[:-1])
     return (*earlier, run.points[-1].value if run.finished else None)

@@ -1,4 +1,4 @@
-"""Agreement on the held-out prompts: counts of prompts that all arms, none or only one solve."""
+"""Agreement on the held-out prompts: counts of prompts that all arms, no arm or one arm solves."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return a table that counts the prompts that all arms, none or only one solve."""
+    """Return a table that counts the prompts that all arms, no arm or only one arm solves."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -373,5 +373,5 @@ def _interval(estimate: Estimate, by: Metric) -> str:
 
 
 def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
-    """Return an accuracy or a mean reward of an arm as text."""
+    """Return an arm's accuracy, or its mean reward, as text."""
     return EMPTY if estimate is None else level(estimate.value, arm.by)

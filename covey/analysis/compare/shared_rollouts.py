@@ -2,9 +2,9 @@
 
 Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
 same random numbers, so their completions are the same. The first run that needs the completions
-stores them, and the other runs read them. The completions are then equal on a GPU too, where sums
-in another order may round differently. A file is named by a digest of all settings that determine
-its completions, so a run with other settings never reads the file.
+stores them, and the other runs read them. Reading the stored completions makes them equal on a GPU
+too, where sums in another order may round differently. A file is named by a digest of all settings
+that determine its completions, so a run with other settings never reads the file.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A request source that returns the taken requests first, and records all completions."""
+    """A request source that first returns the requests in `ready`, and records all completions."""
 
     source: RequestSource
     ready: Sequence[Request]

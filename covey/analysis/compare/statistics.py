@@ -2,8 +2,8 @@
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors. The
 last axes of arrays are [seeds] or [seeds, prompts]. Leading axes are repetitions, which occur only
-in simulations. docs/statistics.md gives the reasons for these tests and intervals, and their error
-rates.
+in simulations. The page docs/statistics.md gives the reasons for the tests and intervals of this
+module, and their error rates.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Crossed:
 def crossed(values: Array) -> Crossed:
     """Decompose the variance of a mean of `values` [..., seeds, prompts].
 
-    This is a two-way analysis of variance in which both factors are random. A prompt that is hard
-    for every seed adds nothing to the variance between seeds, so per-seed accuracies do not show
-    the variance between prompts. The variance between prompts is the variance of per-prompt means
-    minus the part that noise within seeds explains.
+    The decomposition is a two-way analysis of variance in which both factors are random. A prompt
+    that is hard for every seed adds nothing to the variance between seeds, so per-seed accuracies
+    do not show the variance between prompts. The variance between prompts is the variance of
+    per-prompt means minus the part that noise within seeds explains.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -82,7 +82,7 @@ def half_width(parts: Crossed, seeds: int, items: int) -> Array:
     """Return half the width of the 95 % interval of a mean over seeds and prompts.
 
     Each variance component is multiplied by the squared t quantile for its own degrees of freedom.
-    With two seeds, this quantile is 12.7 for the variance between seeds, and about 2 for the
+    With two seeds, the t quantile is 12.7 for the variance between seeds, and about 2 for the
     variance between prompts.
     """
     width = _quantile(seeds - 1) ** 2 * parts.over_seeds
@@ -151,9 +151,9 @@ def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
     Accuracies are multiples of 1 / items, so per-seed differences have a rounding error. The result
-    is at least the standard deviation of the rounding error. Without this minimum, two equal
-    differences would make any difference significant. For rewards, the rounding step is `span` /
-    items.
+    is at least the standard deviation of the rounding error. Without a minimum of the standard
+    deviation, two equal differences would make any difference significant. For rewards, the
+    rounding step is `span` / items.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))

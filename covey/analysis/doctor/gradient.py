@@ -31,7 +31,7 @@ REMEDY = (
 
 
 class _OfTwo(World):
-    """One of two ranks. This rank does not communicate; it only selects its micro-batches."""
+    """One of two simulated ranks, which selects its micro-batches but does not communicate."""
 
     size = 2
 

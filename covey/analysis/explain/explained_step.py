@@ -130,7 +130,10 @@ class Explanation:
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
-    """Train a recorded step again, and explain each token. This changes the policy."""
+    """Train a recorded step again, and explain each token.
+
+    Training the step again changes the policy.
+    """
     check_trained(recorded)
     batch, watched, metrics = relearn(trainee, recorded)
     rollouts = _rollouts(batch, watched, recorded, trainee)

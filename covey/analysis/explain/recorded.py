@@ -198,7 +198,7 @@ class Trainee:
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of a run before `step`, from the nearest earlier checkpoint.
 
-    If `exact` is true, the recorded steps after that checkpoint are trained again. Training these
+    If `exact` is true, the recorded steps after the checkpoint are trained again. Training recorded
     steps again takes as long as the first time, and gives the same weights.
     """
     config = load_config(str(run.config_file))

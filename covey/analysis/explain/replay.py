@@ -1,10 +1,11 @@
 """Replay of a recorded step with many algorithms: the gradient that each algorithm would have had.
 
-Every algorithm takes one optimizer step over the same rollouts with the same policy, at two
-moments. Before the run's training step, the policy is the one that generated the rollouts. After
-the training step, the policy has changed, and clips have an effect. Algorithms differ only in d
-loss / d logp of each token. A backward pass turns these token gradients into the gradient of the
-parameters. Algorithms with proportional token gradients share a backward pass.
+Every algorithm takes one optimizer step over the same rollouts, once from the policy before the
+run's training step and once from the policy after the run's training step. Before the run's
+training step, the policy is the one that generated the rollouts. After the training step, the
+policy has changed, and clips have an effect. Algorithms differ only in d loss / d logp of each
+token. A backward pass turns the token gradients into the gradient of the parameters. Algorithms
+with proportional token gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def replay(
 def _with_own_beta(
     trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]
 ) -> Mapping[str, Objective]:
-    """Give the run's own algorithm the step's beta, which may have been adapted."""
+    """Set the beta of the run's own algorithm to the step's beta, which may have been adapted."""
     own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
     if own not in algorithms or beta is None:
         return algorithms

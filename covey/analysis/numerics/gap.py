@@ -16,8 +16,9 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Limits for a "harmless" difference. They are the smallest effective sample size, the largest
-fraction of ratios outside the clip range, and the largest distance of the mean ratio from 1.
+"""Limits for a "harmless" difference. The limits are the smallest effective sample size, the
+largest fraction of ratios outside the clip range, and the largest distance of the mean ratio from
+1.
 """
 SMALL = (0.95, 0.01, 0.05)
 """Limits for a "small" difference, in the same order as HARMLESS; a larger one "matters"."""

@@ -30,7 +30,7 @@ class Gpu:
     bandwidth: float = 4.3e12
     """Bytes per second when reading weights, measured by a copy."""
     key_bandwidth: float = 4.8e12
-    """Bytes per second when reading keys and values."""
+    """Bytes per second when reading the KV cache."""
     decode_flops: float = 779e12
     train_flops: float = 551e12
     attention_flops: float = 276e12
@@ -157,7 +157,7 @@ def sync_seconds(model: ModelSize, gpu: Gpu = H200, *, gpus: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A division of GPUs between trainers and engines, and the seconds of a step."""
+    """A division of GPUs between trainers and engines, and the resulting seconds per step."""
 
     gpus: int
     trainers: int

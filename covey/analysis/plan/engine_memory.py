@@ -1,4 +1,4 @@
-"""Memory of the native engine, which has KV caches, prefill, sampling and CUDA graphs."""
+"""Memory of the native engine: KV caches, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
 whole distribution, a truncated distribution (which is sorted), and greedy decoding.
 """
 TOKEN_BYTES = FLOAT + FLOAT + 8
-"""Bytes per token in a slot, besides the KV cache: random number, log-prob and token id."""
+"""Bytes per token in a slot, besides the KV cache: a random number, a log-prob and a token id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def graph_copies(self) -> int:
-        """Like `copies`, but for later tokens: 1 with the sampling kernel, more if truncated."""
+        """Tensors as large as the logits when later tokens are sampled; 1 without truncation."""
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
     @property
@@ -75,7 +75,7 @@ class EngineFacts:
 
     @property
     def position(self) -> int:
-        """Bytes of keys and values per token."""
+        """Bytes of the KV cache per token."""
         return 2 * self.shape.layers * self.shape.key * self.size
 
 

@@ -1,8 +1,8 @@
 """Buffer sizes and limits of the native engine and the trainer that memory forecasts need.
 
-The modules that define these sizes import transformers' model code or Triton, which takes seconds.
-This module therefore repeats the values, and tests/analysis/plan/test_engine_sizes.py compares each
-value with its source.
+The modules that define the sizes and limits import transformers' model code or Triton, which takes
+seconds. This module therefore repeats the values, and tests/analysis/plan/test_engine_sizes.py
+compares each value with its source.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ANY_GPU = "one GPU"
 """The name of a GPU of which only the memory is known."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""The files of a GPU's driver on Linux: NVIDIA's, on Windows' Linux, on Jetson, and AMD's."""
+"""The driver files that show a GPU on Linux, for NVIDIA, WSL, Jetson and AMD."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -75,7 +75,10 @@ class Device:
 
 
 def cuda_available() -> bool:
-    """Whether torch finds a GPU. On Linux without a GPU's driver it is not imported to ask."""
+    """Whether torch finds a GPU.
+
+    On Linux without a GPU driver, the function returns False without importing torch.
+    """
     if sys.platform == "linux" and not any(Path(file).exists() for file in DRIVERS):
         return False
     import torch

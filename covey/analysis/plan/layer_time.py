@@ -1,9 +1,10 @@
 """Seconds of a training step on a CPU, from one decoder layer with arbitrary weights.
 
-The layer has the sizes of the model. It decodes one token for every completion, and it runs forward
-over a few tokens; a backward pass takes about twice as long. The times of a layer and of a part of
-the output layer are then multiplied by their numbers. The layer is computed with numpy, so that a
-plan does not import torch.
+The measured layer has the sizes of the model's layers. The layer decodes one token for every
+completion, and runs forward over a few tokens; a backward pass takes about twice as long as a
+forward pass. The time of the layer is multiplied by the number of layers, and a part of the output
+layer is measured in the same way. The layer is computed with numpy, so that a plan does not import
+torch.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from covey.analysis.plan.model_shape import Shape
 from covey.config import Config
 
 TRAIN_FLOPS = 1e10
-"""Operations of the measured update: a fraction of a second on any CPU."""
+"""Number of operations in the measured update, which takes a fraction of a second on any CPU."""
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
-"""Limits for the tokens of the measured update."""
+"""Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Limit of the operations of a measured decode step, unless it has few rows."""
+"""Maximum operations of a measured decode step, and the number of rows that is always allowed."""
 KEY_NUMBERS = 2e7
-"""Most numbers in the keys of a measured decode step."""
+"""Maximum count of numbers in the keys of a measured decode step."""
 HEAD_ROWS = 2048
-"""Tokens of the vocabulary in the measured part of the output layer."""
+"""Number of vocabulary tokens in the measured part of the output layer."""
 REPEATS = 3
-"""Measurements, of which the shortest counts."""
+"""Number of measurements; the shortest one counts."""
 WITH_BACKWARD = 3
 """A forward and a backward pass take this many times as long as a forward pass."""
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -98,7 +99,7 @@ def cpu_seconds(
 
 
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
-    """Return the seconds of a decode step: one token for each row. Some rows are measured."""
+    """Return the seconds of a decode step of one token per row, measured on some of the rows."""
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))
     some = max(1, min(rows, few, int(KEY_NUMBERS / (context * shape.key))))
@@ -124,7 +125,7 @@ def _train_token(layer: _Layer, head: Array, parts: float, work: Workload) -> fl
 
 
 def _shortest(work: Callable[[], Any]) -> float:
-    """Return the seconds of the fastest of several calls, after one that warms up."""
+    """Return the seconds of the fastest of several calls, after a first call for warm-up."""
     work()
     seconds = []
     for _ in range(REPEATS):

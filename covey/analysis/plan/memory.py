@@ -43,9 +43,9 @@ ASSUMED_PROMPT = 256
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
-"""On a CPU, malloc wastes memory in holes between freed and kept tensors. This number is the wasted
-memory as a fraction of the activations. Measured fractions range from 0 to 0.7, because later
-allocations may fill the holes.
+"""On a CPU, malloc wastes memory in holes between freed and kept tensors. FRAGMENTATION is the
+wasted memory as a fraction of the activations. Measured fractions range from 0 to 0.7, because
+later allocations may fill the holes.
 """
 
 

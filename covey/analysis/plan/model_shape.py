@@ -2,7 +2,8 @@
 
 For the common decoder families this module computes the sizes from config.json alone, without
 torch. Any other model is built by transformers on torch's meta device, where tensors have shapes
-but no memory. That is slower, because importing torch and transformers' model code takes seconds.
+but no memory. Building a model on the meta device is slower, because importing torch and
+transformers' model code takes seconds.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Shape:
     fused_attention: bool
     """Whether attention is one fused operation, which keeps no scores and allows packing."""
     fuses: bool
-    """Whether the fused CUDA kernels support the model, which must have Llama layers."""
+    """Whether the fused CUDA kernels support the model; they support only Llama layers."""
     head_norms: bool
     """Whether queries and keys are normalized per head."""
 

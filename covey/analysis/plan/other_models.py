@@ -70,7 +70,7 @@ def teacher_parts(run: RunFacts) -> list[Part]:
 
 
 def _self_teacher(run: RunFacts) -> list[Part]:
-    """Return the weights of the policy as its own teacher: those of a reference of that kind."""
+    """Return the memory of a self-teacher's weights, as for a reference of the same kind."""
     teacher = run.config.teacher
     under = run.shape.rank and not adapter_base(run.config.model.path)
     if teacher.policy == "current" or under:

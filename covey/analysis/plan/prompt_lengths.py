@@ -1,8 +1,8 @@
 """Token counts of prompts and solutions.
 
-A tokenizer needs transformers, which takes a second to import. Nothing else in a plan needs it, so
-`covey plan` measures prompts in a separate process and reads the task meanwhile. This module does
-not import torch.
+A tokenizer needs transformers, which takes a second to import. Nothing else in a plan needs
+transformers, so `covey plan` measures prompts in a separate process and reads the task meanwhile.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context with `measure`: here if transformers is imported already, else elsewhere."""
+    """Return a context with `measure`, run in another process unless transformers is imported."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 

@@ -257,7 +257,7 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
 
 
 def _share(facts: TaskFacts, count: int) -> str:
-    """Return how many prompts are too long; of data in memory, all of the longest are measured."""
+    """Return in words how many prompts are too long: the exact count, a minimum, or a sample."""
     if not facts.long_prompts:
         return f"{count} of {len(facts.prompt_tokens)} prompts that were measured"
     least = "at least " * (count == len(facts.long_prompts))

@@ -26,8 +26,8 @@ def least_steps(config: Config) -> int:
 def most_steps(config: Config) -> int:
     """Return the most steps of a run; with a token budget, for completions of one token.
 
-    With a budget of optimizer steps, dynamic sampling may drop all groups of many steps, so that
-    the run has more steps.
+    With a budget of optimizer steps, a step whose groups are all dropped by dynamic sampling uses
+    no budget, so the run may have more steps.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

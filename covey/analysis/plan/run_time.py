@@ -19,7 +19,7 @@ from covey.environments.registry import NONE
 from covey.training.resolve import objective_of
 
 SMALLEST = 1e8
-"""The fewest parameters for which the cost model holds; it was fitted from 135M to 7.6B."""
+"""The fewest parameters for which the cost model holds; it was fitted to models of 135M to 7.6B."""
 MEASURE = "`covey plan --measure` runs three steps here"
 
 
@@ -90,7 +90,7 @@ def run_time(
 
 
 def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
-    """Return the median token count of the prompts; a few long ones do not slow a run down."""
+    """Return the median token count of the prompts; a few long prompts do not slow a run down."""
     usable, lengths = usable_prompt(config, facts), facts.prompt_tokens
     return usable if usable is None or not lengths else min(usable, lengths[len(lengths) // 2])
 
@@ -114,7 +114,7 @@ def _source(device: Device, ranks: int) -> dict[str, str]:
 def _gpu_seconds(
     config: Config, shape: Shape, work: Workload, evaluated: int, ranks: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of rollout, update and evaluation of GPUs that take turns at both."""
+    """Return the seconds of rollout, update and evaluation if GPUs generate and train in turn."""
     model = size_of(shape)
     samples = 1 + config.evaluate.samples
     asked = Workload(rows=evaluated, group=samples, prompt=work.prompt, completion=work.completion)

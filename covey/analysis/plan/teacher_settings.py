@@ -11,7 +11,7 @@ from covey.training.schedule import total_updates
 
 @rule("idle", "teachers")
 def teacher_without_use(setup: Setup) -> Iterator[Said]:
-    """Settings in [teacher] although the objective has no teacher."""
+    """Rule about settings in [teacher] when the objective has no teacher."""
     given = changed(setup.config.teacher)
     if given and "teacher" not in setup.objective.needs:
         yield Said(
@@ -24,7 +24,7 @@ def teacher_without_use(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """A self-teacher whose only privileged text is a correct completion that cannot exist."""
+    """Rule about a self-teacher with only one privileged text, which is often missing."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
@@ -50,7 +50,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """A moving self-teacher that always equals the policy, or never moves."""
+    """Rule about a moving self-teacher that always equals the policy, or never moves."""
     teacher, updates = setup.config.teacher, total_updates(setup.config.train)
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return

@@ -68,7 +68,8 @@ class RunReport:
     """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """What changed in the reward since the previous run, one line each. Empty without a change."""
+    """What changed in the reward since the previous run, one line each. Empty if the reward did not
+    change."""
     command: str
     environment: str
     config: str

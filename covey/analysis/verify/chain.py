@@ -2,8 +2,8 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against the next one, and against its digest. This module does not import
-torch; it reads the task to find the prompts that a step had to draw.
+Each record is checked against the next record in this chain, and against its digest. This module
+does not import torch. It reads the task to find the prompts that each step should have drawn.
 """
 
 from __future__ import annotations

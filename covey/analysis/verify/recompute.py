@@ -21,7 +21,7 @@ NAME = "recomputed step"
 def recomputed(run: RunFolder) -> Result:
     """Train again from the second-newest checkpoint to the newest one; compare all weights.
 
-    No rollouts are generated or scored; the recorded rollouts of these steps are used.
+    No rollouts are generated or scored; the recorded rollouts are used.
     """
     saved = run.checkpoints()
     if not saved:
@@ -65,7 +65,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _changed_after(run: RunFolder, first: int) -> int | None:
     """Return the step of a resume after the checkpoint of step `first` that changed settings.
 
-    None means that all later steps had the settings of today.
+    None means that all later steps had the current settings.
     """
     file = run.path / CHANGES
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []

@@ -52,7 +52,7 @@ class GraphBackend:
     sizes: dict[str, int] = field(default_factory=dict)
     """The sizes with which the KV cache was allocated."""
     slots: dict[int, Slots] = field(default_factory=dict)
-    """Length of the longest completion -> slots."""
+    """Length of the longest completion -> slots for completions of this length."""
     distribution: Distribution = field(default_factory=Distribution)
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 

@@ -20,8 +20,8 @@ from covey.models.language_model import LanguageModel
 def has_exact_logp(model: LanguageModel) -> bool:
     """Return whether the engine's log-probabilities equal the trainer's, up to rounding.
 
-    In float32, the forward passes of engine and trainer differ by about 1e-6. In 16 bits, the two
-    passes round differently.
+    In float32, the forward passes of engine and trainer differ by about 1e-6. In 16 bits, the
+    forward passes of engine and trainer round differently.
     """
     return model.head.linear.weight.dtype == torch.float32
 

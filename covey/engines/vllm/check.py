@@ -93,7 +93,7 @@ def _weights_bytes(path: str) -> int:
 def available_memory(table: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes of main memory that new processes can get.
 
-    The number includes the file cache, because Linux frees its file cache on demand.
+    The available memory includes the file cache, because Linux frees its file cache on demand.
     """
     if table.exists():
         rows = dict(line.split(":", 1) for line in table.read_text().splitlines())

@@ -1,8 +1,9 @@
 """The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
 
-A tied head is sent as a separate weight. Otherwise vLLM's CPU build, which packs the head when it
-loads it, would keep the packed copy of old weights. Attention heads narrower than 32 dimensions,
-which vLLM rejects, are padded with zeros. The padding does not change the results of a head.
+A tied head is sent as a separate weight. If the head stayed tied, vLLM's CPU build, which packs the
+head on loading, would keep the packed copy of old weights. Attention heads narrower than 32
+dimensions, which vLLM rejects, are padded with zeros. The padding does not change the results of a
+head.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|b
 class HeadPadding:
     """Zero-padding of attention heads from `width` to `padded` dimensions.
 
-    RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). In a head
-    that is `times` as wide, the dimension with the same frequency is times * i. Attention divides
-    by the square root of the padded width, so queries are multiplied by the square root of `times`.
+    RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). In a padded
+    head, which is `times` as wide, dimension times * i has the same frequency as dimension i of the
+    original head. Attention divides by the square root of the padded width, so queries are
+    multiplied by the square root of `times`.
     """
 
     heads: int

@@ -17,12 +17,13 @@ from itertools import pairwise
 from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
-"""Limits on relative differences. Values are equal up to SAME, and different above DIFFERENT. If a
-formula has decimals, which may be rounded, values are different above ROUNDED."""
+"""Limits on relative differences. Two values are equal if their relative difference is at most
+SAME, and different if it is above DIFFERENT. If a formula has decimals, which may be rounded, two
+values are different only if their relative difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. A summand below this ratio could be lost in floats; for
-example, 2^{-100} would be lost in 1 - 2^{-100}."""
+"""Minimum ratio of two summands. Floats could lose a summand below this fraction of the other
+summand; for example, 2^{-100} would be lost in 1 - 2^{-100}."""
 MAX_DIGITS = 12
 """Maximum digits of a number, so that neighbouring numbers are different floats."""
 

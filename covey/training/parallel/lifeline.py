@@ -49,7 +49,7 @@ class Loss:
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
-        """Return the error to raise; it has a message only on the rank that reports the loss."""
+        """Return the error to raise; only the reporting rank's error has a message."""
         if not reporter:
             error: CoveyError = Reported("")
         elif self.text:

@@ -167,7 +167,10 @@ def test_the_arms_of_a_published_comparison() -> None:
 
     (finding,) = coincidences(arms("train.mini_batches=1"))
     assert (finding.kind, finding.title) == ("same", "gspo and grpo are the same algorithm here")
-    assert "They differ in objective.name, objective.dual, which changes no gradient" in finding.why
+    assert (
+        "The arms differ in objective.name, objective.dual, which changes no gradient"
+        in finding.why
+    )
     assert coincidences(arms("train.mini_batches=2")) == []
 
 

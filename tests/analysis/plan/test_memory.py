@@ -342,7 +342,7 @@ def test_a_run_that_does_not_fit_gets_settings_that_do(
     findings = list(memory_findings(config, found, facts, shape))
     assert [set(finding.settings) for finding in findings] == [settings] * (not found.fits)
     for finding in findings:
-        assert finding.title == f"the run needs 196.8 GiB, and one GPU has {gibibytes}.0 GiB"
+        assert finding.title == f"the run needs 196.8 GiB, but one GPU has {gibibytes}.0 GiB"
     changes = settings_that_fit(config, device, facts, shape)
     assert (changes is None) == (gibibytes == 24)
     if changes is not None:
