@@ -131,7 +131,7 @@ def train(
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
         if any(given is not None for given in (config, model, run)):
-            raise ConfigError("resume=RUN uses the run's settings; change them by dotted keys only")
+            raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
         folder = RunFolder.open(Path(resume))
         _check_passed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)

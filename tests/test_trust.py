@@ -175,7 +175,7 @@ def test_what_is_no_reward_is_refused_before_it_is_called(
     ("name", "message"),
     [
         ("task", "returned int, which is not a task; a task has a name, train() and held_out()"),
-        ("fails", "fails: RuntimeError: first second (trap.py, line 8)"),
+        ("fails", "raised an error: RuntimeError: first second (trap.py, line 8)"),
     ],
 )
 def test_a_task_of_ones_own_must_be_one(name: str, message: str, trap: Path) -> None:

@@ -48,8 +48,8 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
             raise RunError(f"{run.path} has no checkpoint yet")
         where = run.path / "checkpoints"
         raise RunError(
-            f"{run.path} saved a checkpoint of step {saved}, but {where} contains no checkpoint: "
-            "mount its disk, or restore the folder"
+            f"{run.path} saved a checkpoint of step {saved}, but {where} contains no checkpoint; "
+            "mount the folder's disk, or restore the folder"
         )
     wanted = max(checkpoints) if step is None else step
     if wanted not in checkpoints:

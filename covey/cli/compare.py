@@ -164,7 +164,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add extends the comparison in --folder; leave out recipe and settings")
+        raise ConfigError("--add needs a comparison in --folder, and no recipe or settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)

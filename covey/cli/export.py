@@ -46,7 +46,7 @@ Public = Annotated[
     bool, typer.Option("--public", help="Create a public repository. Default: private.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Export, and only list the files to upload with --push.")
+    bool, typer.Option("--dry-run", help="Export, but only list what --push would upload.")
 ]
 
 

@@ -117,8 +117,7 @@ def plan_command(
     console.print(plan.paragraph(), "", sep="\n")
     _show_obstacles(config, facts, console)
     console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
-    console.print(memory.text() if memory else f"memory: unknown, {problem}", soft_wrap=True)
-    _show_findings(found, console)
+    _show_memory(memory.text() if memory else f"memory: unknown, {problem}", found, console)
 
 
 def _data(
@@ -177,7 +176,9 @@ def _memory_and_time(
     return memory, run_time(config, facts, shape, device, ranks), "", found
 
 
-def _show_findings(found: list[Finding], console: Console) -> None:
+def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
+    """Print the memory of a run, and then the findings."""
+    console.print(memory, soft_wrap=True)
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")
     for finding in found:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.scoring import Scorer
 
 app = typer.Typer(
-    help="List rewards, score a file of completions, test a reward, or show how it changed.",
+    help="List rewards, score a file of completions, test a reward, or show reward changes.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -195,7 +195,7 @@ def log_command(
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Show how the reward changed from run to run: what, why, expected and observed effect.
+    """Show how the reward changed from run to run, with reasons, expected and observed effects.
 
     The reason and the expected effect come from [reward_change] in the configuration.
     """

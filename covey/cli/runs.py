@@ -69,7 +69,7 @@ def runs_command(
     ] = Path("runs"),
     step: Annotated[
         int | None,
-        typer.Option(min=1, help="Show the completions of this training step; FOLDER is one run."),
+        typer.Option(min=1, help="Show the completions of this training step of the run FOLDER."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

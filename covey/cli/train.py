@@ -54,7 +54,7 @@ Ray = Annotated[
         metavar="ADDRESS",
         help="Run trainer ranks, engines and scoring on Ray, as set in the config section cluster. "
         "ADDRESS is 'local' to start Ray on this machine, 'auto' to find a running cluster, or the "
-        "address of a cluster. The option sets cluster.address.",
+        "address of a cluster. --ray ADDRESS sets cluster.address.",
     ),
 ]
 

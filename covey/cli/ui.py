@@ -32,8 +32,8 @@ def ui_command(
     host: Annotated[
         str,
         typer.Option(
-            help="The address to listen on. With an address other than loopback, the page needs a "
-            "token, which the command prints."
+            help="The address to listen on. On an address other than loopback, requests need an "
+            "access token, which the command prints."
         ),
     ] = "127.0.0.1",
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,

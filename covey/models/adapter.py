@@ -85,7 +85,7 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     model = _inject(model, config)
     if not _is_plain(model):
         raise ModelError(
-            f"model: {folder} is not a plain LoRA adapter of the backbone's linear layers"
+            f"model: {folder} is not a plain LoRA adapter on the backbone's linear layers"
         )
     weights = named_weights(model, saved)
     if unknown := saved.keys() - {_file_name(name) for name in weights}:

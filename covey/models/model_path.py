@@ -47,7 +47,7 @@ def check_model_path(path: str) -> None:
     elif prepare_hub(path) and not in_hub_cache(path):
         raise ModelError(
             f"model: cannot load {path!r}: it is not in the local cache of the Hugging Face Hub, "
-            "and the Hub cannot be reached, or HF_HUB_OFFLINE forbids it"
+            "and the Hub cannot be reached or is turned off by HF_HUB_OFFLINE"
             f"{missing_folder_note(path)}"
         )
 

@@ -75,8 +75,8 @@ def extended(
         agreement = AGREEMENT.get(correction, 1.0)
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
-                f"objective.correction = {correction!r} has the value {agreement:g} where sampler "
-                f"and trainer agree, so {agreement:g} must be between correction_low = "
+                f"objective.correction = {correction!r} is {agreement:g} for a token on which "
+                f"sampler and trainer agree, so {agreement:g} must be between correction_low = "
                 f"{correction_low} and correction_high = {correction_high}"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
@@ -134,7 +134,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
             raise
         except Exception as error:
             what = users_error(error)
-            raise ConfigError(f"objective.name = {name!r} fails: {what}") from error
+            raise ConfigError(f"objective.name = {name!r} raised an error: {what}") from error
         if not isinstance(objective, Objective):
             raise ConfigError(
                 f"objective.name = {name!r} returned {type(objective).__name__}; it must return a "

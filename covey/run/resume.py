@@ -93,7 +93,7 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
         return None
     there = f"no checkpoint after step {newest}" if newest else "no checkpoint"
     where = run.path / "checkpoints"
-    return f"{what}, but {where} contains {there}: mount its disk, or restore the folder"
+    return f"{what}, but {where} contains {there}; mount the folder's disk, or restore the folder"
 
 
 def _last_recorded(run: RunFolder) -> int:

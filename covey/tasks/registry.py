@@ -87,7 +87,9 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
     except CoveyError:
         raise
     except Exception as error:
-        raise ConfigError(f"config: {where} = {name!r} fails: {users_error(error)}") from error
+        raise ConfigError(
+            f"config: {where} = {name!r} raised an error: {users_error(error)}"
+        ) from error
     methods = all(callable(getattr(task, method, None)) for method in ("train", "held_out"))
     if not methods or not isinstance(getattr(task, "name", None), str):
         raise ConfigError(

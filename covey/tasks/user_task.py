@@ -52,7 +52,7 @@ class UserTask:
         except CoveyError:
             raise
         except Exception as error:
-            raise DataError(f"{where} fails: {users_error(error)}") from error
+            raise DataError(f"{where} raised an error: {users_error(error)}") from error
         if listed is None or isinstance(listed, str | bytes):
             raise DataError(
                 f"{where} returned {type(found).__name__}; it must return a sequence of "

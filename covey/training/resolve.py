@@ -222,8 +222,8 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
         staleness, groups = resolved.overlap.staleness, resolved.replay.groups
         cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: with {cause}, completions come from older weights; to correct for that, set "
-            f"objective.correction = {STALE_CORRECTION!r}"
+            f"config: with {cause}, completions come from older weights; to correct for this, "
+            f"set objective.correction = {STALE_CORRECTION!r}"
         )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:

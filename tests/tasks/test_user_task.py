@@ -44,7 +44,7 @@ def broken() -> Any:
         ([prompt(messages="1+1?")], "messages that are not a tuple"),
         ([prompt(messages=({"role": "user"},))], "lacks 'role' or 'content'"),
         ([prompt(messages=({"role": "user", "content": 5},))], "role or content is not text"),
-        (broken, r"fails: KeyError: 'column' \(.*test_user_task.py, line \d+\)"),
+        (broken, r"raised an error: KeyError: 'column' \(.*test_user_task.py, line \d+\)"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(found: Any, said: str) -> None:

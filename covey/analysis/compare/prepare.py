@@ -53,7 +53,7 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
             raise RunError(f"{path} already contains files that do not belong to a comparison")
     raise ConfigError(
         f"{folder} contains a comparison with other settings, arms or budget; choose another "
-        "--folder, or extend this comparison with only --folder, --add, --arm and --seeds"
+        "--folder, or use only --folder, --add, --arm and --seeds to extend the comparison"
     )
 
 

@@ -68,11 +68,13 @@ class _Layer:
         seen = (scores / scores.sum(-1, keepdims=True)) @ values
         x = x + seen.reshape(*x.shape[:2], shape.query) @ self.out
         gate, up = np.split(_norm(x) @ self.up, 2, axis=-1)
-        return x + (gate / (1 + np.exp(-gate)) * up) @ self.down
+        changed: Array = x + (gate / (1 + np.exp(-gate)) * up) @ self.down
+        return changed
 
 
 def _norm(x: Array) -> Array:
-    return x / np.sqrt(np.square(x).mean(-1, keepdims=True))
+    normed: Array = x / np.sqrt(np.square(x).mean(-1, keepdims=True))
+    return normed
 
 
 def _heads(x: Array, shape: Shape) -> Array:

@@ -43,23 +43,25 @@ def opd(*, task: float = 0.0) -> Objective:
 
 @takes("discount", "scale", "task", "max_weight", "beta", "kl", "ddof", "eps")
 def sdpo(*, task: float = 0.0) -> Objective:
-    """Self-Distillation Policy Optimization, arXiv 2601.20802: the policy, told more, teaches.
+    """Self-Distillation Policy Optimization, arXiv 2601.20802: the policy is its own teacher.
 
         teacher_logp = log pi(y_t | prompt with privileged text, y_<t)
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t sg(min(r, max_weight)) A_t logp,  r = exp(logp - old_logp)
 
-    The teacher is the policy itself, with privileged text in its prompt: a correct completion of
-    the same group (never the row itself), the reward's feedback on the row, or a column of the
-    data. It reads the same completion tokens, so it says of each token whether the policy would
-    still choose it if it knew more. The weights of the teacher are `teacher.policy`.
+    The teacher is the policy itself, with privileged text in its prompt: another, correct
+    completion of the same group, the reward's feedback on the completion, or a column of the data.
+    The teacher's log-probabilities show whether the policy would still choose each sampled token if
+    its prompt contained the privileged text. The setting `teacher.policy` chooses the teacher's
+    weights.
 
-    A completion without privileged text teaches nothing. With task 0 its tokens are not trained
-    and not counted in T, as in the authors' code. With task above 0 it has GRPO's advantage only.
+    With `task = 0`, completions without privileged text are not trained on, and their tokens are
+    not counted in T, as in the authors' code. With `task` above 0, completions without privileged
+    text are trained with GRPO's advantage only.
 
     Departure: the authors differentiate a Jensen-Shannon divergence over the 100 likeliest tokens.
-    Here the KL of the sampled token is a reward, as in `opd` and in TRL's SDPO. Rewards and
-    feedback mix by `task` in one loss, over one number of tokens.
+    In Covey, the KL of the sampled token is a reward, as in `opd` and in TRL's SDPO. A single loss
+    contains both the teacher's advantage and, weighted by `task`, GRPO's advantage.
     """
     return Objective(
         advantage=distill.towards_teacher,

@@ -28,8 +28,8 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     Choices: the mean and standard deviation of the summed advantage a are over completions, as in
     the paper and in TRL. In verl, the mean and standard deviation of the summed advantage are over
-    tokens, so that long completions count more. If a part of a completion could not be scored, the
-    completion is left out of all statistics.
+    tokens, so that long completions count more. If a part of the reward of a completion could not
+    be computed, the completion is left out of all statistics.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
     `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
@@ -55,8 +55,8 @@ def maxrl() -> Objective:
     A group's weight is 1 / (pass rate). With binary rewards and groups of G completions, the
     gradient is an unbiased estimate of the gradient of log(pass rate), expanded to order G - 1.
     With `all_wrong = "minus_one"`, completions in groups without success get an advantage of -1.
-    The expansion of log(pass rate) then has order G instead of G - 1, but the gradient has much
-    more noise.
+    With `all_wrong = "minus_one"`, the expansion of log(pass rate) has order G instead of G - 1,
+    but the gradient has much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The authors' code
     takes the mean over tokens, which makes the estimate biased. With `maxrl`, rewards must not be
@@ -80,15 +80,15 @@ def pkpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The expected gradient of `pkpo` is the gradient of max@k, which is pass@k for binary rewards.
-    With every choice of `baseline`, the gradient is unbiased. The baseline `loo1` is the paper's
-    choice with the least variance; the advantage is then the gain of the completion over k - 1
-    other completions, which is never negative. With the baseline `centred`, the advantages of a
+    With every choice of `baseline`, the gradient is unbiased. Of the paper's baselines, `loo1` has
+    the least variance. With `loo1`, the advantage is never negative: it is how much the completion
+    adds to the best of k - 1 other completions. With the baseline `centred`, the advantages of a
     group add up to 0. The baseline `loo` is the paper's equation 29.
 
     Choices: Covey does not divide by a standard deviation, and divides by a constant length,
     because otherwise the gradient would be biased. If all rewards of a group are equal, advantages
     are 0. With the baselines `loo1` and `centred`, advantages of 0 for equal rewards follow from
-    the formula; with the baseline `loo`, this rule causes a bias.
+    the formula; with the baseline `loo`, setting these advantages to 0 causes a bias.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.

@@ -27,8 +27,8 @@ def bapo() -> Objective:
     ranks, which costs one more forward pass.
 
     Choices: only tokens with a gradient count in `share`. In the paper's equation 8 as printed
-    (`measure = "value"`), the ratio of a clipped token counts as its clip bound. With equation 8,
-    raising c_low lowers `share`, contrary to the paper's text. The authors' code raises c_low
+    (`measure = "value"`), the ratio of a clipped token is replaced by its clip bound. With equation
+    8, raising c_low lowers `share`, contrary to the paper's text. The authors' code raises c_low
     first, and computes the bounds per micro-batch.
 
     Worth knowing: on policy nothing is clipped, and `bapo` is `grpo` with a token mean.

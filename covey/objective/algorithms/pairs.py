@@ -30,18 +30,18 @@ def dpo() -> Objective:
         loss = - 1/pairs sum log sigmoid(beta D)
 
     The chosen completion is the completion with the highest reward in its group, and the rejected
-    completion has the lowest reward. Among completions with equal rewards, the shorter completion
-    is taken, and among equally short completions the earlier one. Completions of a group that are
-    neither chosen nor rejected are not trained on. A group with equal rewards has no pair; the
-    metric `pairs/ties` counts these groups. The configuration section [preferences] reads pairs
-    from a file.
+    completion has the lowest reward. If several completions have the highest reward, the shortest
+    of them is chosen; if several have the lowest reward, the shortest of them is rejected. Among
+    equally short completions, the earliest is taken. Completions of a group that are neither chosen
+    nor rejected are not trained on. A group with equal rewards has no pair; the metric `pairs/ties`
+    counts these groups. The configuration section [preferences] reads pairs from a file.
 
     The two completions of a pair may be in different micro-batches or ranks. So one more forward
     pass first computes the margin D of all pairs of the optimizer step.
 
-    Choice: the loss is a mean over the pairs of a training step, so every pair has the same weight
-    in any optimizer step. The option `average` divides the sums over tokens by the lengths of the
-    completions.
+    Choice: the loss is a mean over the pairs of a training step, so every pair has the same weight,
+    whichever optimizer step trains on it. The option `average` divides the sums over tokens by the
+    lengths of the completions.
 
     Worth knowing: if policy and reference agree, the gradient of `dpo` is the gradient of REINFORCE
     with advantages of beta / 2 and -beta / 2. DPO has no ratio, so it does not correct for stale
@@ -61,8 +61,8 @@ def ipo() -> Objective:
     and the loss reduces a larger margin. So even a policy that separates every pair stays near the
     reference.
 
-    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer, whose
-    developers asked the authors. The paper's formula and OpenRLHF use sums over tokens, as Covey
-    does with `average = false`.
+    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer; TRL's
+    developers had asked the authors of IPO. The paper's formula and OpenRLHF use sums over tokens,
+    as Covey does with `average = false`.
     """
     return _of_pairs(pairs.squared)

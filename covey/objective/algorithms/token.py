@@ -34,12 +34,13 @@ def gtpo() -> Objective:
     confuse `gtpo` with `gtpo_trajectory`, an algorithm with the same initials.
 
     Choices: mean and standard deviation are over all tokens of the batch; the shaped reward rp is 0
-    for tokens of wrong completions, and rn is 0 for tokens of correct completions. The paper can
-    also be read as "over tokens of the same polarity" (`norm = "polarity"`). With `norm =
-    "polarity"`, alpha1 and alpha2 cancel, and about half the tokens of correct completions get a
-    negative advantage. Sums of entropies are over the group, as in the paper's equations; the
-    paper's runs summed over the batch (`scope`). In 1/H, the entropy H is at least entropy_floor. A
-    completion is correct if the reward function calls it a success.
+    for tokens of wrong completions, and rn is 0 for tokens of correct completions. In another
+    reading of the paper (`norm = "polarity"`), tokens of correct completions and tokens of wrong
+    completions have separate means and standard deviations. With `norm = "polarity"`, alpha1 and
+    alpha2 cancel, and about half the tokens of correct completions get a negative advantage. Sums
+    of entropies are over the group, as in the paper's equations; the paper's runs summed over the
+    batch (`scope`). In 1/H, the entropy H is at least entropy_floor. A completion is correct if the
+    reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     The paper's runs use dynamic sampling, which drops groups without correct or without wrong

@@ -18,7 +18,8 @@ def cispo() -> Objective:
     With `cispo`, no token loses its gradient; only the importance weight of a token is bounded.
     Covey's bounds min_weight and max_weight are absolute numbers, because libraries disagree: the
     upper bound is 1 + eps_high in the paper and verl, but eps_high itself in TRL. The paper does
-    not publish its upper bound; the default of 5 is ScaleRL's. CISPO's paper has no lower bound.
+    not publish its upper bound; the default of 5 is taken from ScaleRL. CISPO's paper has no lower
+    bound.
     """
     return Objective(
         advantage=advantage.group_standardized,
