@@ -66,7 +66,6 @@ def dataset_task(
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
     prompts, conversational = _read("train", rows), _is_conversational(rows)
-<<<<<<< HEAD
     if held_out is None:
         return DatasetTask(prompts, None, conversational)
     others = held_out if isinstance(held_out, str | Path) else list(held_out)
@@ -81,21 +80,6 @@ def with_share(task: Any, options: Mapping[str, Any]) -> Any:
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"config: task.{SHARE} = {share!r} must be between 0 and 1")
     return replace(task, share=float(share))
-=======
-    if held_out is not None:
-        return DatasetTask(prompts, _read("held_out", held_out), conversational)
-    chosen = [hash_fraction(prompt.id) < HELD_OUT_SHARE for prompt in prompts]
-    if not any(chosen):
-        chosen[-1] = True
-    training = [prompt for prompt, out in zip(prompts, chosen, strict=True) if not out]
-    if not training:
-        raise ConfigError(
-            "dataset: all rows were held out, so no row is left for training; give more rows, or "
-            "pass held-out rows as held_out"
-        )
-    evaluation = [prompt for prompt, out in zip(prompts, chosen, strict=True) if out]
-    return DatasetTask(training, evaluation, conversational)
->>>>>>> p5
 
 
 def _is_conversational(rows: Sequence[Mapping[str, Any]] | str | Path) -> bool:
