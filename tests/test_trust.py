@@ -157,7 +157,7 @@ def test_code_of_a_trusted_module_is_taken(name: str, trap: Path) -> None:
         ("shell", "reward.name = 'trap:shell' is not a Python function or class"),
         (
             "one",
-            "reward: one is not a reward function; it must have the arguments (prompt, text), or the argument completions",
+            "reward: one is not a reward function: ",
         ),
         ("os.system", "reward.name = 'trap:os.system' is not a path like 'module:function'"),
     ],
@@ -182,7 +182,10 @@ def test_a_task_of_ones_own_must_be_one(name: str, message: str, trap: Path) -> 
     os.environ["COVEY_TRUST"] = "trap"
     with pytest.raises(ConfigError) as raised:
         make_task(f"trap:{name}", {})
-    assert str(raised.value) == f"config: task.name = 'trap:{name}' {message}"
+    assert (
+        str(raised.value).replace(f"{Path.cwd()}/", "")
+        == f"config: task.name = 'trap:{name}' {message}"
+    )
 
 
 def test_an_untrusted_name_is_told_with_what_to_do(trap: Path) -> None:

@@ -148,7 +148,7 @@ def test_one_line_and_nothing_written(
                 ["eval"],
                 ["numerics"],
                 ["explain", "--step", "1"],
-                ["export", "out"],
+                ["export", "embedded"],
                 ["compare", "--report"],
                 ["compare", "--folder"],
                 ["eval", "embedded", "--out"],

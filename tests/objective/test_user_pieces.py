@@ -20,7 +20,7 @@ from tests.conftest import make_batch
 )
 def test_an_advantage_must_be_a_tensor_of_tokens(returned: Any, said: str) -> None:
     objective = replace(build("grpo"), advantage=lambda batch: returned)
-    with pytest.raises(ConfigError, match=rf"advantage returned {said}; .* \[6, 9\]"):
+    with pytest.raises(ConfigError, match=rf"advantage function returned {said}; .* \[6, 9\]"):
         with_advantage(objective, make_batch())
 
 

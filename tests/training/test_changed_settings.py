@@ -87,7 +87,7 @@ def test_a_run_of_epochs_is_made_longer_by_epochs(tmp_path: Path) -> None:
         "rollout.max_tokens=4", "reward.name=math_answer",
     )  # fmt: skip
     assert len(steps_of(path)) == 2
-    with pytest.raises(ConfigError, match=r"cannot change train\.steps: .*epochs = 0\.5"):
+    with pytest.raises(ConfigError, match=r"cannot change train\.steps, .*epochs = 0\.5"):
         resumed_config(RunFolder(path), ["train.steps=3"])
     words = ["--set", "train.stop_after={epochs=0.75}"]
     assert covey(["train", "--resume", str(path), *words]) == 0
