@@ -20,12 +20,6 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-_INSTALLED = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parent),
-)
-"""Folders of Python's standard library, of installed packages and of covey."""
-
 
 class CoveyError(Exception):
     """A mistake that the user can fix.
@@ -79,7 +73,10 @@ def reason(error: Exception) -> str:
 def users_error(error: BaseException) -> str:
     """Return an error in one line, with the file and line of the user's own code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, "<frozen "))]
+    python = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    # Inside the sandbox this module has no __file__, so the name must not be read at import.
+    others = (*python, str(Path(__file__).parent), "<frozen ")
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
 

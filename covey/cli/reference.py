@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -92,8 +93,11 @@ def serve_command(
             f"--host {host} accepts requests from other machines, so --token-env is needed too"
         )
     _need_extra()
-    check_model_path(model)
     listener = _bound(host, port)
+    with ExitStack() as on_error:
+        on_error.callback(listener.close)
+        check_model_path(model)
+        on_error.pop_all()
     with waiting(STARTING) as say:
         from covey.models.chat_template import Template
         from covey.models.load_model import load_language_model

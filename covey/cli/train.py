@@ -92,7 +92,8 @@ def train_command(
     settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
     label = source_of(source, settings)
     with waiting(STARTING):
-        config = resolved(label, settings, smoke=smoke, imports=not print_config)
+        runs = not print_config
+        config = resolved(label, settings, smoke=smoke, model=runs, imports=runs)
     if print_config:
         tell_defaults(label, config)
         return typer.echo(to_toml(config), nl=False)
