@@ -181,5 +181,6 @@ def _pairs(
     a, b = old["greedy"], new["greedy"]
     apart = b["low"] > a["high"] or b["high"] < a["low"]
     found = [("greedy", a["value"], b["value"], "" if apart else ", within noise")]
-    parts = [name for name in old["parts"] if name in new["parts"]][:MOST_PARTS]
-    return [*found, *((f"parts/{n}", old["parts"][n], new["parts"][n], "") for n in parts)]
+    mine, theirs = old.get("parts", {}), new.get("parts", {})
+    shared = [name for name in mine if name in theirs][:MOST_PARTS]
+    return [*found, *((f"parts/{n}", mine[n], theirs[n], "") for n in shared)]

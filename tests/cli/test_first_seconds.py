@@ -29,7 +29,7 @@ MISTAKES = {
     "sft --run full": "full already contains files; choose another --run",
     "export embedded full": "full already contains files; choose another folder",
     "train --model train": "train is a run, not a model; give its newest checkpoint: train/checkpoints/",
-    "train --model nobody/nothing": "it is not in the local cache of the Hugging Face Hub",
+    "train --model unknown/model": "it is not in the local cache of the Hugging Face Hub",
     "sft --model ./nothing-like-it": "there is no file or folder of that name",
     "eval embedded --against ./nothing-like-it": "there is no file or folder of that name",
     "export ./trian out": "did you mean 'train'?",

@@ -1,4 +1,4 @@
-"""Rules about the settings of algorithms with a critic or with preference pairs."""
+"""Rules about the settings of algorithms with a critic, a teacher or preference pairs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from covey.analysis.plan.finding import Said, Setup, rule
 from covey.analysis.plan.idle_settings import changed
 from covey.training.schedule import total_updates
 
+_MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
+"""Sections of models besides the policy: what an objective that has one needs, and its names."""
+
 
 @rule("idle", "other-settings")
-def critic_without_use(setup: Setup) -> Iterator[Said]:
-    """Rule about settings in [critic] when the objective trains no critic."""
-    given = changed(setup.config.critic)
-    if given and "values" not in setup.objective.needs:
-        yield Said(
-            (*given, "objective.name"),
-            title=f"{', '.join(given.values())} {_have(given)} no effect",
-            why=f"{setup.config.objective.name} trains no critic.",
-            remedy="remove the section [critic], or set objective.name = 'ppo'",
-        )
+def model_without_use(setup: Setup) -> Iterator[Said]:
+    """Rule about settings in [critic] or [teacher] when the objective has no critic or teacher."""
+    for section, need, names in _MODELS:
+        given = changed(getattr(setup.config, section))
+        if given and need not in setup.objective.needs:
+            yield Said(
+                (*given, "objective.name"),
+                title=f"{', '.join(given.values())} {_have(given)} no effect",
+                why=f"{setup.config.objective.name} has no {section}.",
+                remedy=f"remove the section [{section}], or set objective.name = {names}",
+            )
 
 
 @rule("risk", "learning-rate")

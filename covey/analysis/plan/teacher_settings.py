@@ -1,25 +1,11 @@
-"""Rules about teachers: sections without use, and self-teachers that cannot teach."""
+"""Rules about self-teachers that cannot teach, or that equal a simpler teacher."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from covey.analysis.plan.finding import Said, Setup, rule
-from covey.analysis.plan.idle_settings import changed
 from covey.training.schedule import total_updates
-
-
-@rule("idle", "teachers")
-def teacher_without_use(setup: Setup) -> Iterator[Said]:
-    """Rule about settings in [teacher] when the objective has no teacher."""
-    given = changed(setup.config.teacher)
-    if given and "teacher" not in setup.objective.needs:
-        yield Said(
-            (*given, "objective.name"),
-            title=f"{', '.join(given.values())} {'has' if len(given) == 1 else 'have'} no effect",
-            why=f"{setup.config.objective.name} has no teacher.",
-            remedy="remove the section [teacher], or set objective.name = 'opd' or 'sdpo'",
-        )
 
 
 @rule("risk", "teachers")
