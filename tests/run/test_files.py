@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -247,3 +248,16 @@ def test_a_line_holds_what_the_json_module_would_write(row: Row) -> None:
 def test_a_line_holds_what_has_no_json_type_as_text() -> None:
     line = json_line({"a": Path("b"), "c": (1, float("inf")), "d": object})
     assert json.loads(line) == {"a": "b", "c": [1, float("inf")], "d": "<class 'object'>"}
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, seen = tmp_path / "file", []
+
+    def sync(handle: int) -> None:
+        seen.append((target.exists(), os.fstat(handle).st_size))
+
+    monkeypatch.setattr(os, "fsync", sync)  # the other tests do without
+    write_text(target, "four")
+    assert (False, 4) in seen
