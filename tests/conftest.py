@@ -48,23 +48,45 @@ os.fsync = lambda handle: None  # type: ignore[assignment]
 
 
 def pytest_configure() -> None:
-    """Let Triton's interpreter look up the names of its language once, not in every call."""
+    """Let Triton's interpreter do once what it does in every call, which takes a fifth of its time.
+
+    It looks up the names of its language, patches them again in every function that a kernel calls,
+    and makes a table of all types to look up one.
+    """
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
     from triton.runtime import interpreter
 
+    tl, is_builtin = interpreter.tl, interpreter.tl.core.is_builtin
+    patch_all, find_dtype = interpreter._patch_lang, interpreter._get_np_dtype
     names: dict[Any, list[str]] = {}
+    dtypes: dict[Any, Any] = {}
 
     def patch(package: Any, builder: Any, scope: Any) -> None:
         if package not in names:
-            members = inspect.getmembers(package)
-            names[package] = [n for n, m in members if interpreter.tl.core.is_builtin(m)]
+            names[package] = [n for n, m in inspect.getmembers(package) if is_builtin(m)]
         for name in names[package]:
             member = getattr(package, name)
-            if interpreter.tl.core.is_builtin(member):
+            if is_builtin(member):
                 interpreter._patch_attr(package, name, member, builder, scope)
 
+    def patch_once(function: Any) -> Any:
+        scope = function.__globals__.values()
+        seen = [value for value in scope if value is tl or value is tl.core]
+        left = any(is_builtin(package.load) for package in seen)
+        return patch_all(function) if left else interpreter._LangPatchScope()
+
+    def np_dtype(kind: Any) -> Any:
+        element = kind.scalar
+        if isinstance(element, tl.pointer_type):
+            return find_dtype(element)
+        if element not in dtypes:
+            dtypes[element] = find_dtype(element)
+        return dtypes[element]
+
     interpreter._patch_builtin = patch
+    interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = np_dtype
 
 
 FROZEN = contextlib.ExitStack()

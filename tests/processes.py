@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 # On a busy machine anything can take long: this is when a test would hang, not how long things take.
 PATIENCE = 120.0
@@ -51,3 +55,46 @@ def forked(work: Callable[[], int], output: Path) -> int:
         finally:
             os._exit(code)
     return child
+
+
+class Forked:
+    """Work in a child of this process, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, work: Callable[[], int], output: Path) -> None:
+        self.returncode: int | None = None
+        self.pid = forked(work, output)
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(options=0)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _start(command: Sequence[str], output: Path = Path(os.devnull), **options: Any) -> Forked:
+    """Run `python -m covey ...` in a fork of this process."""
+    from covey.cli.main import run as covey
+
+    assert list(command[:3]) == [sys.executable, "-m", "covey"]
+    return Forked(lambda: covey(list(command[3:])), output)
+
+
+def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        code = _start(command, output).wait()
+        assert code is not None
+        return subprocess.CompletedProcess(command, code, output.read_text(), "")
+
+
+FORKS = SimpleNamespace(run=_run, Popen=_start, DEVNULL=subprocess.DEVNULL)
+"""What scripts use of `subprocess`. The commands of Covey that they start import nothing again."""

@@ -10,6 +10,7 @@ import pytest
 from covey.embedded import CHECKPOINT
 from covey.rewards import Score
 from covey.types import Prompt
+from tests.processes import FORKS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -55,10 +56,13 @@ def test_no_completion_is_scored_twice(tmp_path: Path) -> None:
         assert len(set(lines)) == len(lines) > 104
 
 
-def test_a_step_of_an_algorithm_is_found_to_be_finite(tmp_path: Path) -> None:
-    from every_algorithm import train
+def test_a_step_of_an_algorithm_is_found_to_be_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import every_algorithm
 
-    found = train("grpo", tmp_path, steps=1, seed=0, more=["evaluate.prompts=16"])
+    monkeypatch.setattr(every_algorithm, "subprocess", FORKS)
+    found = every_algorithm.train("grpo", tmp_path, steps=1, seed=0, more=["evaluate.prompts=16"])
     assert found["finite"]
     assert found["skipped_updates"] == 0
     assert found["low"] <= found["after"] <= found["high"]

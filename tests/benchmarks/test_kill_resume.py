@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_resume.py"
+from tests.processes import FORKS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_twice_ends_with_the_same_bits() -> None:
+def test_a_run_that_is_killed_twice_ends_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import kill_resume
+
     words = ["--moments", "2", "--steps", "8", "--mode", "ahead", "--engine", "native"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.setattr(sys, "argv", ["kill_resume.py", *words])
+    monkeypatch.setattr(kill_resume, "subprocess", FORKS)
+    assert kill_resume.main() == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(result["steps_at_kills"]) == 2
     assert result["steps_at_kills"][0] < 8
     assert set(result["same"].values()) == {True}

@@ -28,7 +28,7 @@ from covey.analysis.compare.prepare import Prepared, checked, extend
 from covey.cli.main import run as covey
 from covey.errors import DataError
 from covey.run.folder import RunFolder
-from tests.processes import forked, wait_until
+from tests.processes import Forked, wait_until
 
 SETTINGS = (
     "model.device=cpu", "train.steps=6", "train.mini_batches=1", "save.every=2",
@@ -42,7 +42,7 @@ def command(folder: Path, *more: str) -> list[str]:
     return ["compare", "--folder", str(folder), "--seeds", "1", "--threads", "1", *overrides, *more]
 
 
-class ForkedRun:
+class ForkedRun(Forked):
     """The process of a run, like that of `launch.start`, but torch is imported already."""
 
     def __init__(self, job: Job) -> None:
@@ -55,27 +55,11 @@ class ForkedRun:
             run_process.main()
             return 1
 
-        self.returncode: int | None = None
-        self.pid = forked(work, log_path(job.path))
+        super().__init__(work, log_path(job.path))
         os.close(reading)
         self.stdin = os.fdopen(writing, "wb")
         self.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
         self.stdin.flush()
-
-    def poll(self, options: int = os.WNOHANG) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
-
-    def wait(self) -> int | None:
-        return self.poll(options=0)
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def arms(folder: Path) -> dict[str, RunResult]:
@@ -284,11 +268,11 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
     job = replace(job, folder=str(tmp_path / "run/seed-0"), config_toml=job.config_toml.replace(
         "steps = 6", "steps = 100000"))  # fmt: skip
     job.path.parent.mkdir()
-    process = launch.start(job)
+    process = ForkedRun(job)
     wait_until(lambda: lines(job.path / "steps.jsonl") >= 1)
-    assert process.stdin is not None
     process.stdin.close()  # as if the parent were killed
-    assert process.wait(timeout=30) == 3
+    wait_until(lambda: process.poll() is not None)
+    assert process.returncode == 3
     assert read_outcome(job.path) is None  # unfinished, and not failed
 
 

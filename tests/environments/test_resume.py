@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.run.folder import RunFolder
-from tests.processes import wait_until
+from tests.processes import Forked, wait_until
 
 STEPS = 3
 SETTINGS = (
@@ -40,7 +38,7 @@ def test_kill_9_in_an_episode_and_resuming_goes_on_bit_for_bit(
     monkeypatch.setenv("MARKS", str(marks))
     assert covey(arguments(whole)) == 0
 
-    child = subprocess.Popen([sys.executable, "-m", "covey", *arguments(killed)])
+    child = Forked(lambda: covey(arguments(killed)), tmp_path / "output")
     wait_until(lambda: len(lines(killed / "steps.jsonl")) == 1 or child.poll() is not None)
     before = marks.stat().st_size
     wait_until(lambda: marks.stat().st_size > before + 3)  # the tools of step 2 are at work

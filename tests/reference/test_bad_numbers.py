@@ -27,7 +27,7 @@ from covey.training.policy import LogProbs
 from covey.training.resolve import resolve
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
-from tests.reference.servers import HEALTH, connect, new_process
+from tests.reference.servers import HEALTH, connect, fork_server
 from tests.trackers import Notes
 
 SETTINGS = (
@@ -123,14 +123,15 @@ def test_a_server_whose_model_gives_nan_says_so_and_the_run_stops(
     spoil(model, math.nan)
     model.model.save_pretrained(tmp_path / "model")
     model.tokenizer.save_pretrained(tmp_path / "model")
-    with new_process(str(tmp_path / "model")) as server:
+    server = fork_server(tmp_path / "output", str(tmp_path / "model"))
+    try:
         where = ("reference.kind=server", f"reference.url={server.url}")
         assert covey(arguments(tmp_path / "run", *where)) == 1
-        said = capfd.readouterr().err.splitlines()[-1]
-        assert said.startswith(
-            f"covey: reference: {server.url} replied 500: the model gives invalid"
-        )
-        assert "of logp are not finite" in said
+    finally:
+        server.kill()
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"covey: reference: {server.url} replied 500: the model gives invalid")
+    assert "of logp are not finite" in said
 
 
 def test_padding_may_hold_anything_and_trained_tokens_may_not() -> None:
