@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: make test-heavy")
 
-from covey.cluster.ray_client import Need, check_room, connect
+from covey.cluster.ray_client import Actors, Need, check_room, connect
 from covey.cluster.scoring import RayScorer
 from covey.errors import ConfigError, EngineError
 from covey.rewards.build import make_reward
@@ -61,7 +61,7 @@ def test_a_scoring_worker_that_is_killed_loses_no_score() -> None:
 def test_more_than_the_cluster_has_is_one_line() -> None:
     connect("local")
     with pytest.raises(ConfigError, match=r"needs 3000 CPUs \(1000 engines\), but Ray has"):
-        check_room([("engines", 1000, Need(cpus=3))])
+        check_room([Actors(name="engines", count=1000, need=Need(cpus=3))])
 
 
 def test_a_wrong_address_is_one_line() -> None:
