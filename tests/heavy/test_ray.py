@@ -22,12 +22,20 @@ from tests.heavy.runs import Run, check_run
 pytestmark = pytest.mark.slow
 
 
-def test_training_through_actors_of_which_one_is_killed(tmp_path: Path, native: Run) -> None:
-    run = Run(tmp_path / "run", "--ray", "local", cluster__engines=2, cluster__engine_cpus=0.5)
+def test_training_through_actors_of_which_two_are_killed(tmp_path: Path, native: Run) -> None:
+    settings = {
+        "cluster__engines": 2, "cluster__engine_cpus": 0.5, "cluster__scoring_actors": 1,
+        "scoring__workers": 1, "reward__name": "tests.heavy.rewards:Slow",
+    }  # fmt: skip
+    run = Run(tmp_path / "run", "--ray", "local", "--trust", "tests", **settings)
     run.wait_for_step(3)
     run.kill("ray::EngineActor")
+    run.wait_for_step(6)
+    run.kill("ray::ScoringActor")
     check_run(run, native)
     assert "replaces it" in run.text()
+    assert "scoring worker 1 died and was restarted" in run.text()
+    assert sum(step.get("scoring/restarts", 0) for step in run.steps()) == 1
 
 
 @pytest.fixture(scope="module", autouse=True)
