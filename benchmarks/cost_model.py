@@ -1,7 +1,7 @@
 """The cost model of `covey plan --cluster` beside every measured case.
 
     python benchmarks/cost_model.py            # print the table
-    python benchmarks/cost_model.py --write    # and put it into docs/scale.md
+    python benchmarks/cost_model.py --write    # and write the tables of docs/scale.md
     python benchmarks/cost_model.py --fit      # print the constants that fit the measurements best
 
 The exit code is 1 if a case is off by more than 20 %.
@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from covey.analysis.plan.cluster_table import table as best_splits
 from covey.analysis.plan.cost_model import (
     H200,
     PUBLISHED,
@@ -38,7 +39,6 @@ from covey.analysis.plan.cost_model import (
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "scale.md"
-BEGIN, END = "<!-- measured cases: begin -->\n", "<!-- measured cases: end -->\n"
 TOLERANCE = 0.2
 SHAPES = {
     "smollm2": ModelSize(parameters=134.5e6, layers=30, hidden=576, key_numbers=11_520),
@@ -216,10 +216,28 @@ def shown(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
 
 
+def split_table() -> str:
+    """Return the best splits of clusters as Markdown."""
+    load = Workload(rows=1024, group=16, prompt=256, completion=2048)
+    lines = [
+        "| model | GPUs | trainers | engines | rollout | update | sync | step | in turn |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in best_splits(load):
+        trainers = "the same" if row["shared"] else row["trainers"]
+        cells = [row["model"], row["gpus"], trainers, f"{row['engines']} x {row['engine_gpus']}"]
+        times = [row[key] for key in ("rollout", "update", "sync", "seconds", "seconds_in_turn")]
+        lines.append(f"| {' | '.join(map(str, cells))} | {' | '.join(f'{t:.1f}' for t in times)} |")
+    return "\n".join(lines) + "\n"
+
+
 def page_with(text: str, found: list[Case]) -> str:
-    """Return the page with its table replaced."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}{table(found)}{END}{rest.partition(END)[2]}"
+    """Return the page with its tables replaced."""
+    for name, lines in (("measured cases", table(found)), ("splits", split_table())):
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{lines}{end}{rest.partition(end)[2]}"
+    return text
 
 
 def fit() -> Gpu:
@@ -240,7 +258,7 @@ def fit() -> Gpu:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="Put the table into docs/scale.md.")
+    parser.add_argument("--write", action="store_true", help="Put the tables into docs/scale.md.")
     parser.add_argument("--fit", action="store_true", help="Fit the constants of one GPU.")
     given = parser.parse_args()
     gpu = fit() if given.fit else H200
