@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,11 +192,11 @@ def all_runs(given: argparse.Namespace) -> list[dict[str, Any]]:
         pairs = [(seed, arm) for seed in range(given.seeds) for arm in arms]
         alone = timed * len(arms)
         runs = [one(*pair) for pair in pairs[:alone]]
-        with ThreadPoolExecutor(max_workers=8) as pool:
+        with ThreadPoolExecutor(max_workers=16) as pool:
             return [*runs, *pool.map(lambda pair: one(*pair), pairs[alone:])]
 
 
-def measure_runs(given: argparse.Namespace) -> dict[str, Any]:
+def measure_runs(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     """Train every arm with every seed, and compare the arms."""
     runs = all_runs(given)
     arms = summary(runs, ARMS[given.what][0].name)
@@ -210,10 +210,10 @@ def measure_runs(given: argparse.Namespace) -> dict[str, Any]:
             f" [{100 * difference['low']:+.1f}, {100 * difference['high']:+.1f}] points"
             f"{line.get('result', '')}"
         )
-    return {"arms": arms, "runs": runs}
+    save({"arms": arms, "runs": runs})
 
 
-def measure_shape(given: argparse.Namespace) -> dict[str, Any]:
+def measure_shape(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     """Time every arm with random weights; the second round shows how far repeated runs differ."""
     from speed_device import forget
     from speed_sizes import sizes_for
@@ -221,6 +221,7 @@ def measure_shape(given: argparse.Namespace) -> dict[str, Any]:
 
     sizes = sizes_for("cuda" if torch.cuda.is_available() else "cpu")
     completions = sizes.prompts * sizes.group
+    batch = f"{sizes.prompts} x {sizes.group} completions of {sizes.tokens} tokens, one update"
     rows: list[dict[str, Any]] = []
     for _ in range(given.rounds):
         for staleness in (0, 1, 3):
@@ -254,8 +255,7 @@ def measure_shape(given: argparse.Namespace) -> dict[str, Any]:
                 f"update {1e3 * update:.0f} ms, rest {1e3 * rows[-1]['rest']:.0f} ms",
                 flush=True,
             )
-    batch = f"{sizes.prompts} x {sizes.group} completions of {sizes.tokens} tokens, one update"
-    return {"ran": batch, "arms": rows}
+            save({"ran": batch, "arms": rows})
 
 
 def main() -> None:
@@ -270,12 +270,14 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    found = measure_shape(given) if given.what == "shape" else measure_runs(given)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     environment = described(0, device, torch.get_num_threads())
     file = given.out or HERE / "results" / f"overlap-{given.what}.json"
-    text = json.dumps({"environment": environment, **found}, indent=1)
-    file.write_text(text + "\n")
+
+    def save(found: dict[str, Any]) -> None:
+        file.write_text(json.dumps({"environment": environment, **found}, indent=1) + "\n")
+
+    (measure_shape if given.what == "shape" else measure_runs)(given, save)
     print(f"written to {file}")
 
 
