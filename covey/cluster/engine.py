@@ -20,6 +20,7 @@ from covey.engines.protocol import (
     Engine,
     EngineInfo,
     Limits,
+    News,
     Request,
     RequestSource,
     WeightSource,
@@ -138,11 +139,7 @@ class RayEngine:
         if not self.members:
             self.members = [self._make() for _ in range(self.engines)]
         if self.coming is not None and ray.wait([self.coming.ready], timeout=0)[0]:
-            self._wait(self.coming)
-            self.members.append(self.coming)
-            self.happened.append(
-                f"engine {self.coming.number} has joined; engines: {len(self.members)}"
-            )
+            self._add(self.coming)
             self.coming = None
         if self.coming is None and len(self.members) < self.most:
             free = ray.available_resources()
@@ -150,13 +147,32 @@ class RayEngine:
             if room[0] >= self.need.cpus and room[1] >= self.need.gpus:
                 self.coming = self._make()
 
-    def replace(self, member: Member) -> Member | None:
-        """Replace a dead actor by a new one; return None if the cluster has no free resources."""
+    def _add(self, member: Member) -> None:
+        """Add an engine whose actor has loaded its model, or died before."""
+        import ray
+
+        try:
+            ray.get(member.ready)
+        except ray.exceptions.RayError as error:
+            if not dead(error):
+                raise translated(error, f"engine {member.number}") from None
+            self._count_death()
+            self.happened.append(f"engine {member.number} died before it was ready")
+            return
+        self.members.append(member)
+        engines = len(self.members)
+        self.happened.append(News(f"engine {member.number} has joined; engines: {engines}"))
+
+    def _count_death(self) -> None:
         self.died += 1
         if self.died > self.restarts:
             raise EngineError(
                 f"engine: the Ray actors of the engine died {self.died} times; see `ray logs`"
             )
+
+    def replace(self, member: Member) -> Member | None:
+        """Replace a dead actor by a new one; return None if the cluster has no free resources."""
+        self._count_death()
         new = self._make()
         try:
             self._wait(new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import re
 import socket
@@ -34,6 +35,28 @@ class Need:
     def options(self) -> dict[str, Any]:
         """Return the options with which Ray starts the actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """The actors of one kind."""
+
+    name: str
+    """The kind, in the plural."""
+    count: int
+    need: Need
+    """The resources of each actor."""
+
+    @property
+    def text(self) -> str:
+        """The number and the kind, such as `1 engine`."""
+        return f"{self.count} {self.name.removesuffix('s') if self.count == 1 else self.name}"
+
+    @property
+    def whole_gpus(self) -> float:
+        """The number of whole GPUs; actors that need fractions of a GPU share GPUs."""
+        share = self.need.gpus
+        return math.ceil(self.count / (1 // share)) if 0 < share < 1 else self.count * share
 
 
 def check_ray() -> None:
@@ -143,18 +166,18 @@ def _set_aside(count: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
 
-def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
+def check_room(actors: Sequence[Actors]) -> None:
     """Reject requests for more resources than the cluster has, which would wait for ever."""
     import ray
 
     total = ray.cluster_resources()
     for resource, unit in (("GPU", "gpus"), ("CPU", "cpus")):
-        wanted = sum(count * getattr(need, unit) for _, count, need in needs)
+        wanted = sum(each.count * getattr(each.need, unit) for each in actors)
         available = total.get(resource, 0.0)
         if wanted > available:
-            actors = ", ".join(f"{count} {name}" for name, count, _ in needs if count)
+            kinds = ", ".join(each.text for each in actors if each.count)
             raise ConfigError(
-                f"config: [cluster] needs {wanted:g} {resource}s ({actors}), but Ray has "
+                f"config: [cluster] needs {wanted:g} {resource}s ({kinds}), but Ray has "
                 f"{available:g}; set fewer actors, or fewer {resource}s per actor"
             )
 

@@ -142,6 +142,12 @@ class EngineInfo:
     """Whether weights may be loaded while completions are generated."""
 
 
+class News(str):
+    """An event of an engine that is not a failure."""
+
+    __slots__ = ()
+
+
 class Engine(Protocol):
     """An engine, which generates completions and does not depend on rewards or training."""
 
@@ -164,7 +170,7 @@ class Engine(Protocol):
     def events(self) -> list[str]:
         """Return a line for each repaired failure since the last call, such as a restart.
 
-        The run logs and counts the repaired failures.
+        The run logs all lines, and counts those that are not of the class `News`.
         """
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from covey.reference.frozen import FrozenReference
 from covey.rewards import Reward
 from covey.scoring import Scorer
 from covey.training.policy import Policy
+from covey.training.ray_needs import actors_of_a_rank, engine_need, scoring_need
 
 Load = Callable[[Config], LanguageModel]
 """Type of covey.training.build.load_model, which loads the model of a configuration."""
@@ -42,29 +43,7 @@ def check_engine(config: Config) -> None:
         from covey.cluster.ray_client import check_room, connect
 
         connect(config.cluster.address, config.cluster.trainer_gpus)
-        check_room(actor_needs(config))
-
-
-def actor_needs(config: Config) -> list[tuple[str, int, Any]]:
-    """Return the kind, number and resources of each Ray actor that a trainer rank needs."""
-    from covey.cluster.ray_client import Need
-
-    cluster, engine = config.cluster, _engine_need(config)
-    return [
-        ("engines", cluster.engines, engine),
-        ("scoring workers", cluster.scoring_actors, Need(cpus=_scoring_workers(config))),
-        ("reference", int(cluster.reference_actor), engine),
-    ]
-
-
-def _engine_need(config: Config) -> Any:
-    from covey.cluster.ray_client import Need
-
-    return Need(cpus=config.cluster.engine_cpus, gpus=config.cluster.engine_gpus)
-
-
-def _scoring_workers(config: Config) -> int:
-    return config.scoring.workers or 1
+        check_room(actors_of_a_rank(config))
 
 
 def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
@@ -110,7 +89,7 @@ def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
         build=partial(actor_engine, settings, load),
         engines=cluster.engines,
         most=max(cluster.engines, cluster.max_engines),
-        need=_engine_need(config),
+        need=engine_need(config),
         threads=threads,
         restarts=cluster.restarts,
         patience=cluster.patience,
@@ -137,17 +116,15 @@ def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
 
 def ray_scorer(config: Config, reward: Reward, identity: str) -> Scorer:
     """Build a scorer whose workers are Ray actors."""
-    from covey.cluster.ray_client import Need
     from covey.cluster.scoring import RayScorer
 
-    workers = _scoring_workers(config)
     return RayScorer(
         reward=reward,
         identity=identity,
         actors=config.cluster.scoring_actors,
-        need=Need(cpus=workers),
+        need=scoring_need(config),
         settings={
-            "workers": workers,
+            "workers": config.scoring.workers or 1,
             "timeout": config.scoring.timeout,
             "gigabytes": config.scoring.gigabytes,
         },
@@ -167,7 +144,7 @@ def ray_reference(config: Config, load: Load) -> Reference:
     settings = _changed(config, device="cuda" if config.cluster.engine_gpus else "cpu")
     return RayReference(
         build=partial(actor_reference, settings, load),
-        need=_engine_need(config),
+        need=engine_need(config),
         restarts=config.cluster.restarts,
     )
 

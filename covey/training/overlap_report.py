@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from covey.engines.protocol import News
 from covey.rollout.source import StepRollouts
 from covey.training.build import Parts
 
@@ -59,7 +60,7 @@ def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
     engine, scoring = parts.engine.events(), parts.scorer.events()
     metrics: dict[str, float] = {}
     if engine or not parts.engine.info.shares_weights:
-        metrics["engine/restarts"] = len(engine)
+        metrics["engine/restarts"] = sum(not isinstance(event, News) for event in engine)
     if scoring:
         metrics["scoring/restarts"] = len(scoring)
     return [*engine, *scoring], metrics

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from covey.config import Config
-from covey.training.make_engine import actor_needs
+from covey.training.ray_needs import actors_of_a_run
 
 
 def ray_starts_ranks(config: Config) -> bool:
@@ -19,18 +19,16 @@ def ray_starts_ranks(config: Config) -> bool:
 
 def run_in_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Run a command of covey in the trainer ranks of [cluster]; return its exit code."""
-    from covey.cluster.ray_client import Need, check_room, connect
+    from covey.cluster.ray_client import check_room, connect
     from covey.cluster.trainers import run_ranks
 
-    cluster = config.cluster
-    need = Need(cpus=cluster.trainer_cpus, gpus=cluster.trainer_gpus)
+    cluster, actors = config.cluster, actors_of_a_run(config)
     connect(cluster.address)
-    actors = [(name, count * cluster.trainers, each) for name, count, each in actor_needs(config)]
-    check_room([("trainer ranks", cluster.trainers, need), *actors])
+    check_room(actors)
     return run_ranks(
         arguments,
         ranks=cluster.trainers,
-        need=need,
+        need=actors[0].need,
         patience=cluster.patience,
         threads=max(1, int(cluster.trainer_cpus)),
     )

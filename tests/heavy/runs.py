@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,15 @@ class Run:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is done."""
+        self._wait_until(lambda: len(self.steps()) >= step)
+
+    def wait_for_text(self, words: str) -> None:
+        """Wait until it has printed some words."""
+        self._wait_until(lambda: words in self.text())
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
         limit = time.monotonic() + SECONDS
-        while len(self.steps()) < step:
+        while not holds():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < limit, self.text()
             time.sleep(0.1)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: make test-heavy")
 
-from covey.cluster.ray_client import Need, check_room, connect
+from covey.cluster.ray_client import Actors, Need, check_room, connect
 from covey.cluster.scoring import RayScorer
 from covey.errors import ConfigError, EngineError
 from covey.rewards.build import make_reward
@@ -22,12 +22,20 @@ from tests.heavy.runs import Run, check_run
 pytestmark = pytest.mark.slow
 
 
-def test_training_through_actors_of_which_one_is_killed(tmp_path: Path, native: Run) -> None:
-    run = Run(tmp_path / "run", "--ray", "local", cluster__engines=2, cluster__engine_cpus=0.5)
-    run.wait_for_step(3)
+def test_training_through_actors_of_which_two_are_killed(tmp_path: Path, native: Run) -> None:
+    settings = {
+        "cluster__engines": 1, "cluster__max_engines": 2, "cluster__engine_cpus": 0.5,
+        "cluster__scoring_actors": 1, "scoring__workers": 1,
+        "reward__name": "tests.heavy.rewards:Slow",
+    }  # fmt: skip
+    run = Run(tmp_path / "run", "--ray", "local", "--trust", "tests", **settings)
+    run.wait_for_text("engine 2 has joined; engines: 2")
     run.kill("ray::EngineActor")
+    run.wait_for_text("replaces it")
+    run.kill("ray::ScoringActor")
     check_run(run, native)
-    assert "replaces it" in run.text()
+    assert "scoring worker 1 died and was restarted" in run.text()
+    assert sum(step.get("scoring/restarts", 0) for step in run.steps()) == 1
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +69,7 @@ def test_a_scoring_worker_that_is_killed_loses_no_score() -> None:
 def test_more_than_the_cluster_has_is_one_line() -> None:
     connect("local")
     with pytest.raises(ConfigError, match=r"needs 3000 CPUs \(1000 engines\), but Ray has"):
-        check_room([("engines", 1000, Need(cpus=3))])
+        check_room([Actors(name="engines", count=1000, need=Need(cpus=3))])
 
 
 def test_a_wrong_address_is_one_line() -> None:

@@ -38,22 +38,40 @@ def weights(run: Run) -> bytes:
     return (run.folder / "checkpoints" / "000006" / "model.safetensors").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ran_by_torchrun(folder: Path, **settings: Any) -> Run:
     """A run whose ranks torchrun starts, with the engine in each rank."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m", "--", "covey"]
-    run = Run(tmp_path_factory.mktemp("torchrun") / "run", launcher=launcher, **SMALL)
+    run = Run(folder / "run", launcher=launcher, **SMALL, **settings)
     assert run.end() == 0, run.text()
     return run
 
 
-@pytest.mark.parametrize("engines", [0, 1])
-def test_ranks_in_actors_are_those_of_torchrun(engines: int, torchrun: Run, tmp_path: Path) -> None:
-    settings = {**SMALL, **CLUSTER, "cluster__engines": engines}
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return ran_by_torchrun(tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return ran_by_torchrun(tmp_path_factory.mktemp("fsdp"), parallel__strategy="fsdp")
+
+
+# Ranks that replicate the model and generate themselves: the resumed run of the next test.
+@pytest.mark.parametrize(
+    ("wanted", "strategy", "engines"),
+    [("torchrun", "ddp", 1), ("sharded", "fsdp", 0), ("sharded", "fsdp", 1)],
+)
+def test_ranks_in_actors_are_those_of_torchrun(
+    wanted: str, strategy: str, engines: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    expected: Run = request.getfixturevalue(wanted)
+    settings = {**SMALL, **CLUSTER, "cluster__engines": engines, "parallel__strategy": strategy}
     run = Run(tmp_path / "run", "--ray", "local", **settings)
     assert run.end() == 0, run.text()
-    assert numbers(run) == numbers(torchrun)
-    assert weights(run) == weights(torchrun)
+    assert numbers(run) == numbers(expected)
+    assert weights(run) == weights(expected)
+    state = run.folder / "checkpoints" / "000006" / "state" / ".metadata"
+    assert state.is_file() == (strategy == "fsdp"), "sharded ranks save their shards"
     assert run.text().count("step 6/6") == 1, "one rank talks"
 
 

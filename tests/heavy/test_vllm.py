@@ -25,6 +25,7 @@ from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.rollout.episode import encode_prompts, generate
+from covey.run.folder import RunFolder
 from covey.training.resolve import resolve, task_of
 from covey.types import Rollout
 from tests.heavy.runs import Run, check_run
@@ -43,9 +44,15 @@ def test_training_through_a_server_that_is_killed_once(tmp_path: Path, native: R
 
 
 def test_training_through_vllm_in_the_trainers_process(tmp_path: Path, native: Run) -> None:
-    settings = {"engine__vllm__memory": 1, "engine__vllm__colocated": "true"}
+    settings = {
+        "engine__vllm__memory": 1, "engine__vllm__colocated": "true", "save__rollouts": "true",
+    }  # fmt: skip
     run = Run(tmp_path / "run", engine__kind='"vllm"', **settings)
     check_run(run, native, restarts=0)
+    updates = [0, *(step["updates"] for step in run.steps())]
+    for step, version in enumerate(updates[:-1], start=1):
+        rows = RunFolder.open(run.folder).rollouts(step)
+        assert {row["policy_version"] for row in rows} == {version}, "the weights before the step"
 
 
 @pytest.fixture(scope="module")
@@ -110,29 +117,6 @@ def test_other_weights_on_a_server_end_the_run(engine: VllmEngine) -> None:
     calls = iter([stale, trained(engine.model)])  # sent, and compared with
     with pytest.raises(EngineError, match=r"does not have the trainer's weights: the log-probs"):
         engine.load_weights(lambda: next(calls), 11)
-
-
-def test_vllm_in_this_process_has_the_weights_of_each_version() -> None:
-    model = load_language_model("embedded", device="cpu")
-    config = load_config(overrides=[*SETTINGS, "engine.vllm.colocated=true"])
-    threads = torch.get_num_threads()
-    engine = vllm_engine(config, model, cuda=False)
-    try:
-        seen = []
-        for version in range(2):
-            engine.load_weights(model.model.named_parameters, version)
-            assert engine.gap < 1e-4
-            found = rollouts(engine, Sampling(group_size=2, max_tokens=16))
-            spans = [span for r in found for span in r.segments[0].versions]
-            assert {span.version for span in spans} == {version}
-            seen.append([r.segments[0].tokens for r in found])
-            with torch.no_grad():
-                for parameter in model.model.parameters():
-                    parameter.mul_(1.1)
-        assert seen[0] != seen[1]
-    finally:
-        engine.close()
-        torch.set_num_threads(threads)
 
 
 def test_a_server_with_another_model_ends_the_run_with_one_line(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
 from covey.objective.penalty import PENALTIES
+from covey.training.ray_needs import needs_text
 from covey.training.resolve import objective_of, reward_of
 
 REFERENCES = {
@@ -65,6 +66,8 @@ class Plan:
     baselines_text: str = ""
     learning_rate: str = ""
     """The learning rate: peak, schedule and warm-up."""
+    cluster: str = ""
+    """A sentence about actors, CPUs and GPUs on Ray; empty without settings of [cluster]."""
 
     @property
     def completions(self) -> int:
@@ -117,6 +120,7 @@ class Plan:
                 else "There is no KL penalty and no reference.",
                 self._evaluations_text(),
                 *([f"Without any skill: {self.baselines_text}."] if self.baselines_text else []),
+                *([self.cluster] if self.cluster else []),
             ]
         )
 
@@ -183,6 +187,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         prompt_lengths=_prompt_lengths(facts),
         staleness=config.overlap.staleness,
         learning_rate=_learning_rate(config),
+        cluster=needs_text(config),
         baselines=known.row() if known is not None else {},
         baselines_text=known.text() if known is not None else "",
     )

@@ -8,6 +8,7 @@ memory, and its KV cache is freed for the trainer.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -23,6 +24,8 @@ from covey.engines.vllm.server import ServerSettings
 from covey.errors import EngineError
 
 SLEEP, WAKE = "/sleep", "/wake_up"
+CLOSE_SECONDS = 10.0
+"""Seconds to wait for the thread of the event loop when the engine is closed."""
 
 
 def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalClient:
@@ -51,17 +54,24 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
         **options,
     )
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="vllm", daemon=True).start()
+    thread = threading.Thread(target=loop.run_forever, name="vllm", daemon=True)
+    thread.start()
 
     async def make() -> Any:
         return AsyncLLM.from_engine_args(arguments)
 
     try:
-        llm = asyncio.run_coroutine_threadsafe(make(), loop).result()
+        # No variable holds the engine: vLLM's imports keep this frame, with its variables.
+        return LocalClient(
+            "in this process",
+            timeout,
+            llm=asyncio.run_coroutine_threadsafe(make(), loop).result(),
+            loop=loop,
+            thread=thread,
+        )
     except Exception as error:
         line = " ".join(str(error).split())[:300]
         raise EngineError(f"engine: vLLM does not start in this process: {line}") from None
-    return LocalClient("in this process", timeout, llm=llm, loop=loop)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,17 +79,25 @@ class LocalClient(Client):
     """vLLM's engine in this process, with the interface of a server's client."""
 
     llm: Any
+    """vLLM's engine; None after `close`."""
     loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+    """Runs the loop."""
     adapters: dict[str, Any] = field(default_factory=dict)
 
     def close(self) -> None:
-        """End vLLM's processes."""
+        """End vLLM's processes, and delete its engine, which would print a traceback at exit."""
+        if self.llm is None:
+            return
         self.llm.shutdown()
+        self.llm = None
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(CLOSE_SECONDS)
+        gc.collect()  # tasks of the loop and the engine refer to each other
 
     def healthy(self) -> bool:
         """Whether vLLM's processes are alive."""
-        return not self.llm.errored
+        return self.llm is not None and not self.llm.errored
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         work = self._work(path, dict(body or {}))

@@ -83,6 +83,28 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.out
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], ""),
+        (
+            ["cluster.trainers=6", "cluster.trainer_gpus=1", "cluster.engine_gpus=0.33"],
+            "With --ray: 6 trainer ranks, 6 engines, which need 12 CPUs and 8 GPUs.",
+        ),
+        (
+            [
+                "cluster.address=local", "cluster.trainer_gpus=1", "cluster.engine_gpus=2",
+                "cluster.scoring_actors=3", "scoring.workers=4",
+            ],
+            "On Ray: 1 engine, 3 scoring workers, which need 13 CPUs and 3 GPUs (1 for the "
+            "trainer).",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_run_needs_on_ray(settings: list[str], words: str) -> None:
+    assert plan_of(*settings).cluster == words
+
+
 def test_a_task_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--set", "task.name=jsonl", "--set", "task.train_file=nowhere.jsonl"]) == 0
     assert "cannot start: task: cannot read nowhere.jsonl" in capsys.readouterr().out

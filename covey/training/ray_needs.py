@@ -1,0 +1,56 @@
+"""The Ray actors of a run, and the CPUs and GPUs that they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from covey.cluster.ray_client import Actors, Need
+from covey.config import Config
+from covey.config.cluster_sections import Cluster
+
+
+def engine_need(config: Config) -> Need:
+    """Return the resources of an engine, or of a reference."""
+    return Need(cpus=config.cluster.engine_cpus, gpus=config.cluster.engine_gpus)
+
+
+def scoring_need(config: Config) -> Need:
+    """Return the resources of a scoring actor: a CPU for each of its processes."""
+    return Need(cpus=config.scoring.workers or 1)
+
+
+def actors_of_a_rank(config: Config) -> list[Actors]:
+    """Return the actors that each trainer rank starts."""
+    cluster, engine = config.cluster, engine_need(config)
+    return [
+        Actors(name="engines", count=cluster.engines, need=engine),
+        Actors(name="scoring workers", count=cluster.scoring_actors, need=scoring_need(config)),
+        Actors(name="references", count=int(cluster.reference_actor), need=engine),
+    ]
+
+
+def actors_of_a_run(config: Config) -> list[Actors]:
+    """Return all actors of a run; the trainer ranks are first, if Ray starts them."""
+    cluster, each = config.cluster, actors_of_a_rank(config)
+    if not cluster.trainers:
+        return each
+    rank = Need(cpus=cluster.trainer_cpus, gpus=cluster.trainer_gpus)
+    return [
+        Actors(name="trainer ranks", count=cluster.trainers, need=rank),
+        *(replace(actors, count=actors.count * cluster.trainers) for actors in each),
+    ]
+
+
+def needs_text(config: Config) -> str:
+    """Return what a run needs on Ray; empty if all settings of [cluster] are defaults."""
+    cluster = config.cluster
+    if cluster == Cluster():
+        return ""
+    actors = [one for one in actors_of_a_run(config) if one.count]
+    own = 0 if cluster.trainers else cluster.trainer_gpus
+    cpus = sum(one.count * one.need.cpus for one in actors)
+    gpus = own + sum(one.whole_gpus for one in actors)
+    kinds = ", ".join(one.text for one in actors) or "no actors"
+    trainer = f" ({own} for the trainer)" if own else ""
+    when = "On Ray" if cluster.address else "With --ray"
+    return f"{when}: {kinds}, which need {cpus:g} CPUs and {gpus:g} GPUs{trainer}."
