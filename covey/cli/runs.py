@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from covey.cli.run_health import check_command
 from covey.cli.run_report import report_command
 from covey.cli.run_verify import verify_command
-from covey.cli.screen import Screen, cell
+from covey.cli.screen import UNLIMITED, Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
 from covey.run.episodes import turn_lines
@@ -38,7 +38,6 @@ LEAST_FIRST = (
     "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
 )  # fmt: skip
 """Columns in the order in which a narrow terminal drops them."""
-UNLIMITED = 100_000
 SHOW = "show"
 
 
