@@ -1,7 +1,7 @@
 """Is a policy that ignores its prompts found: a constant answer, and a shortcut with few answers?
 
     python benchmarks/collapse.py                       # embedded model, a minute of CPU time each
-    python benchmarks/collapse.py --model smollm2       # letter_counting and gcd, on a GPU
+    python benchmarks/collapse.py --model smollm2 --jobs 2       # letter_counting and gcd, on a GPU
     python benchmarks/collapse.py --export prompts      # writes their prompts, with reasoning-gym
     python benchmarks/collapse.py --model smollm2 --prompts prompts    # where it is not installed
 
@@ -18,6 +18,9 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,7 +30,7 @@ from described import described
 
 import covey
 from covey.run.folder import RunFolder, settings_of
-from covey.run.health import Health
+from covey.run.health import Health, timeline
 from covey.run.history import BLOCK
 
 HERE = Path(__file__).parent
@@ -38,6 +41,9 @@ ANSWERS = range(50, 60)
 """Final answers of the embedded model's tasks: what it would answer at first, more or less."""
 CONSTANT, PLUS, MINUS = 52, 52, 57
 SMOLLM2_TASKS = ("letter_counting", "gcd")
+SPLITS = ("train", "held_out")
+TRAIN_SIZE = 20_000
+"""Training prompts of reasoning-gym's tasks; 50 steps use 12,800 of them."""
 Rows = list[dict[str, str]]
 
 
@@ -89,19 +95,23 @@ def embedded(name: str, folder: Path) -> RunFolder:
     return RunFolder(folder / name)
 
 
-def on_gpu(name: str, folder: Path, model: str, prompts: Path | None) -> RunFolder:
+def on_gpu(name: str, folder: Path, given: argparse.Namespace) -> RunFolder:
     """Train with the settings of chain_sum.toml on another task of reasoning-gym."""
     settings = smollm2_settings(name)
-    if prompts is not None:
-        files = {f"{s}_file": str(prompts / f"{name}-{s}.jsonl") for s in ("train", "held_out")}
+    if given.prompts is not None:
+        files = {f"{s}_file": str(given.prompts / f"{name}-{s}.jsonl") for s in SPLITS}
         settings["task"] = {"name": "jsonl", **files}
-    covey.train(settings, model=model, run=folder / name, quiet=True, **{"train.steps": 60})
+    settings["train"]["steps"] = given.steps
+    # chain_sum's learning rate falls over 330 steps, and so hardly at all over the first 50.
+    settings["optimizer"]["schedule"] = "constant"
+    covey.train(settings, model=given.model, run=folder / name, quiet=True)
     return RunFolder(folder / name)
 
 
 def smollm2_settings(name: str) -> dict[str, Any]:
     settings = tomllib.loads((HERE / "chain_sum.toml").read_text())
     settings["task"] = {**settings["task"], "name": f"reasoning_gym:{name}", "options": {}}
+    settings["task"]["train_size"] = TRAIN_SIZE
     return settings
 
 
@@ -111,7 +121,7 @@ def export(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in SMOLLM2_TASKS:
         task = task_of(resolve(covey.load_config(smollm2_settings(name))))
-        for split, found in (("train", task.train()), ("held_out", task.held_out())):
+        for split, found in zip(SPLITS, (task.train(), task.held_out()), strict=True):
             lines = [json.dumps({"question": p.text, "answer": p.target}) + "\n" for p in found]
             (folder / f"{name}-{split}.jsonl").write_text("".join(lines))
 
@@ -153,20 +163,31 @@ def judged(name: str, check: str, run: RunFolder) -> dict[str, Any]:
     )  # fmt: skip
     print(f"{'ok   ' if right else 'WRONG'} {name}: {check} happened {event}, found {found}")
     curves = {each: [row[each] for row in rows] for each in kept}
+    line = next((f.line() for f in timeline(rows, settings_of(run)) if f.name == check), "")
     evaluations = [
         {each: row.get(each) for each in ("step", "greedy", "best_constant", "distinct_answers")}
         for row in run.evaluations()
     ]
     return {
         "task": name, "check": check, "happened": event, "found": found, "right": right,
-        "curves": curves, "evaluations": evaluations,
+        "line": line, "curves": curves, "evaluations": evaluations,
     }  # fmt: skip
+
+
+def result_of(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Train on a task, and return when its check spoke."""
+    if given.model == "embedded":
+        torch.set_num_threads(1)
+        return judged(name, EMBEDDED[name][0], embedded(name, folder))
+    return judged(name, EXPECTED[name], on_gpu(name, folder, given))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tasks", nargs="*", help="Only these tasks.")
     parser.add_argument("--model", default="embedded")
+    parser.add_argument("--steps", type=int, default=50, help="Steps with another model.")
+    parser.add_argument("--jobs", type=int, default=1, help="Tasks at a time.")
     parser.add_argument("--prompts", type=Path, help="Folder that --export wrote.")
     parser.add_argument("--export", type=Path, help="Write the prompts there, and stop.")
     parser.add_argument("--out", type=Path)
@@ -174,23 +195,15 @@ def main() -> int:
     if given.export is not None:
         export(given.export)
         return 0
-    small = given.model == "embedded"
-    if small:
-        torch.set_num_threads(1)
-    expected = {name: check for name, (check, _, _) in EMBEDDED.items()} if small else EXPECTED
-    results = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for name in given.tasks or expected:
-            run = (
-                embedded(name, folder)
-                if small
-                else on_gpu(name, folder, given.model, given.prompts)
-            )
-            results.append(judged(name, expected[name], run))
+    tasks = given.tasks or [*(EMBEDDED if given.model == "embedded" else EXPECTED)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool,
+    ):
+        results = [*pool.map(partial(result_of, folder=Path(folder), given=given), tasks)]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     report = {"environment": described(0, device, torch.get_num_threads()), "results": results}
-    out = given.out or RESULTS / f"collapse-{Path(given.model).name}.json"
+    out = given.out or RESULTS / f"collapse-{'gpu' if device != 'cpu' else 'embedded'}.json"
     out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(result["right"] for result in results) else 1
 

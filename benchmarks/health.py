@@ -1,7 +1,10 @@
 """Do health checks stay silent on healthy runs, and name what fails in others?
 
-    python benchmarks/health.py --jobs 2    # four runs that are made to fail, then 20 healthy ones
-    python benchmarks/health.py failing     # only those four
+    python benchmarks/health.py --jobs 2    # six runs that are made to fail, then 20 healthy ones
+    python benchmarks/health.py failing     # only those six
+
+The thresholds of the health checks were chosen on "hackable reward"; the other two hackable rewards
+were written afterwards, and no threshold was changed for them.
 
 A run takes half a minute on one idle core.
 
@@ -65,6 +68,24 @@ class Hackable(Reward):
         return Score(reward=sum(parts.values()), success=bool(parts["correct"]), parts=parts)
 
 
+class Hurried(Reward):
+    """Correct answers, and a bonus for few characters: stopping at once pays more than working."""
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        parts = {"correct": float(is_correct(prompt, text)), "short": 2.0 - 0.1 * len(text)}
+        return Score(reward=sum(parts.values()), success=bool(parts["correct"]), parts=parts)
+
+
+class Tagged(Reward):
+    """Correct answers, and a bonus for every answer tag, right or wrong."""
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        answers = text.split("<answer>")[1:]
+        correct = len(answers) == 1 and is_correct(prompt, text)
+        parts = {"correct": float(correct), "tags": 0.5 * len(answers)}
+        return Score(reward=sum(parts.values()), success=correct, parts=parts)
+
+
 class Impossible(Reward):
     """Targets that no completion can contain."""
 
@@ -86,6 +107,8 @@ FAILING: dict[str, tuple[tuple[str, ...], dict[str, Any], Reward | None]] = {
         None,
     ),
     "hackable reward": (("parts_against",), {}, Hackable()),
+    "hackable by haste": (("parts_against",), {"seed": 7}, Hurried()),
+    "hackable by tags": (("parts_against",), {"seed": 11}, Tagged()),
     "impossible task": (("reward_flat", "no_signal"), {}, Impossible()),
     "no reference, drifting reward": (("parts_against", "length_explosion"), {}, Drifting()),
 }

@@ -20,7 +20,8 @@ from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
-from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.folder import RunFolder
+from covey.run.new_run import check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal

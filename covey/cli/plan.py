@@ -139,9 +139,10 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
-    """Print why the run cannot start: its task cannot be read, or vLLM or Ray is missing here."""
+    """Print why the run cannot start: its task cannot be read, or a package is missing here."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
+    from covey.models.four_bit import check_four_bit
 
     if facts.unreadable:
         console.print(f"cannot start: {facts.unreadable}\n", soft_wrap=True)
@@ -150,6 +151,8 @@ def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
             check_vllm(config)
         if config.cluster.address:
             check_ray()
+        if config.adapter.load_in_4bit:
+            check_four_bit()
     except CoveyError as error:
         console.print(f"cannot start: {error}\n", soft_wrap=True)
 

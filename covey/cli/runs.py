@@ -15,12 +15,12 @@ from typer.core import TyperGroup
 from covey.cli.run_health import check_command
 from covey.cli.run_report import report_command
 from covey.cli.run_verify import verify_command
-from covey.cli.screen import Screen, cell
+from covey.cli.screen import UNLIMITED, Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
 from covey.run.episodes import turn_lines
 from covey.run.estimate_text import estimate_text
-from covey.run.folder import RunFolder, list_runs, settings_of
+from covey.run.folder import FAILURE, RunFolder, list_runs, settings_of
 from covey.run.reward_changes import logged_change
 
 FORMS = {
@@ -38,7 +38,6 @@ LEAST_FIRST = (
     "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
 )  # fmt: skip
 """Columns in the order in which a narrow terminal drops them."""
-UNLIMITED = 100_000
 SHOW = "show"
 
 
@@ -113,7 +112,7 @@ def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[
     saved = run.checkpoints()
     if saved and steps and saved[-1][0] == steps[-1]["step"] and _is_over(settings, steps[-1]):
         return "done"
-    return "failed" if (run.path / "failure.txt").exists() else "stopped"
+    return "failed" if (run.path / FAILURE).exists() else "stopped"
 
 
 def _is_over(settings: Mapping[str, Any], last: Mapping[str, Any]) -> bool:

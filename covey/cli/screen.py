@@ -7,10 +7,15 @@ from typing import Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from covey.escape import printable
+
+UNLIMITED = 100_000
+"""A width in columns that no table needs."""
 
 
 class Screen(Console):
@@ -29,10 +34,44 @@ class Screen(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render text with control characters escaped; rich also calls this method for tables."""
+        """Render text with control characters escaped; rich also calls this method for tables.
+
+        A table whose words would be cut off is rendered as a list.
+        """
+        given = options or self.options
+        if isinstance(renderable, Table) and self._least_width(renderable) > given.max_width:
+            renderable = as_list(renderable)
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(printable(text), style)
+
+    def _least_width(self, table: Table) -> int:
+        """Return the width of a table with every word on one line."""
+        # Rich would limit the result to the width of the terminal.
+        return Measurement.get(self, self.options.update(width=UNLIMITED), table).minimum
+
+
+def as_list(table: Table) -> Text:
+    """Return the rows of a table as lines `heading: value`, for a narrow terminal.
+
+    >>> table = Table("arm", "final")
+    >>> table.add_row("grpo", "64.5%")
+    >>> as_list(table).plain
+    'arm: grpo\\n  final: 64.5%\\n'
+    """
+    lines = [Text(f"{table.title}", style="italic")] if table.title else []
+    columns = [(column.header, [*column.cells]) for column in table.columns]
+    for row in range(table.row_count):
+        for place, (heading, cells) in enumerate(columns):
+            name = f"{heading}: " if heading else ""
+            if str(cells[row]):
+                lines.append(Text(f"{'  ' if place else ''}{name}").append(_plain(cells[row])))
+    lines += [Text(f"{table.caption}", style="dim")] if table.caption else []
+    return Text("\n").join(lines).append("\n")
+
+
+def _plain(value: object) -> Text:
+    return value if isinstance(value, Text) else Text(str(value))
 
 
 def cell(text: object) -> Text:

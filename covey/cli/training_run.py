@@ -14,7 +14,8 @@ from covey.cli.screen import Screen, echo
 from covey.cli.startup import STARTING, tell_defaults, tell_notes, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
-from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.folder import RunFolder
+from covey.run.new_run import check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal

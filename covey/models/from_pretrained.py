@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 import transformers
 
-from covey.errors import ConfigError
+from covey.models.four_bit import check_four_bit
 
 NO_CODE = {"trust_remote_code": False}
 """Without `trust_remote_code = False`, transformers offers to run Python code that model files
@@ -40,11 +39,7 @@ def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> 
 
 def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Return the arguments that load linear layers in 4 bits, as QLoRA does."""
-    for package in ("bitsandbytes", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"config: adapter.load_in_4bit needs {package}: pip install bitsandbytes accelerate"
-            )
+    check_four_bit()
     settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

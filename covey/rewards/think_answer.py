@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from covey.rewards.robust import robust_factor
-from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.score import Score, check_option
+from covey.rewards.target import TargetReward
 from covey.rewards.text import only_tags
 from covey.types import Prompt
 
@@ -42,7 +43,7 @@ def same_answer(answer: str, target: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThinkAnswer(Reward):
+class ThinkAnswer(TargetReward):
     """The reward `correct` for a correct answer in the right format, plus `format` for the format.
 
     The format is a gate: without the format, no answer counts as correct. With `robust`, a correct
@@ -54,6 +55,7 @@ class ThinkAnswer(Reward):
     robust: bool = True
 
     def __post_init__(self) -> None:
+        TargetReward.__post_init__(self)
         check_option(
             self.correct >= 0 and self.format >= 0 and self.correct + self.format > 0,
             f"weights must be positive, not correct={self.correct}, format={self.format}",
@@ -68,11 +70,14 @@ class ThinkAnswer(Reward):
         """Score one completion."""
         answer = parse_think_answer(text)
         well_formed = answer is not None
-        success = answer is not None and same_answer(answer, prompt.target.strip())
+        target = prompt.target.strip()
+        success = answer is not None and target != "" and same_answer(answer, target)
+        missing = f"prompt {prompt.id!r} has no target"
+        correct = float(success) if target else self.neutral(missing, ()).reward
         # The factor is slow to compute, so it is computed only for correct completions.
         factor = robust_factor(text) if success and self.robust else 1.0
         return Score(
-            reward=self.correct * success * factor + self.format * well_formed,
+            reward=self.correct * correct * factor + self.format * well_formed,
             success=success,
-            parts={"correct": float(success), "format": float(well_formed), "robust": factor},
+            parts={"correct": correct, "format": float(well_formed), "robust": factor},
         )

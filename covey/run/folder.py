@@ -20,7 +20,6 @@ This module does not import torch, because the web page reads runs on machines w
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -54,6 +53,8 @@ SFT_KINDS = ("sft", "warmup")
 CHANGES = "changes.jsonl"
 """Name of the file with a line for each resume that changed settings. A line has the step, and each
 old and new value."""
+FAILURE = "failure.txt"
+"""Name of the file with the error that ended a run."""
 MOST_NAMED = 8
 """Maximum number of edited settings that a note names. The note only counts the settings beyond
 this number."""
@@ -68,7 +69,7 @@ class RunFolder:
     @staticmethod
     def create(path: Path, config_toml: str, environment: dict[str, Any]) -> RunFolder:
         """Create a run in a folder that does not exist or is empty."""
-        check_new_run(path)
+        check_free(path, f"choose another --run, or --resume {path}")
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             (path / "rollouts").mkdir(exist_ok=True)
@@ -248,11 +249,11 @@ class RunFolder:
     def write_failure(self, details: str) -> None:
         """Write the traceback of another process that ended the run to failure.txt."""
         if details:
-            write_text(self.path / "failure.txt", details)
+            write_text(self.path / FAILURE, details)
 
     def clear_failure(self) -> None:
         """Remove the failure.txt of an earlier attempt, because the run continues."""
-        (self.path / "failure.txt").unlink(missing_ok=True)
+        (self.path / FAILURE).unlink(missing_ok=True)
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
@@ -325,20 +326,6 @@ def _privileged(rollout: Rollout) -> dict[str, Any]:
     """Return the feedback of the reward and the teacher's prompt, if the rollout has them."""
     found = {"feedback": rollout.feedback, "teacher_prompt": rollout.teacher_prompt}
     return {name: value for name, value in found.items() if value}
-
-
-def check_new_run(path: Path, instead: str = "") -> None:
-    """Refuse a folder that has files, before a model is loaded; `instead` says what to do."""
-    instead = instead or f"choose another --run, or --resume {path}"
-    if (path / "config.toml").is_file() and not RunFolder(path).steps(lambda text: None):
-        instead += "; the run there has finished no step: delete the folder if the run has ended"
-    check_free(path, instead)
-
-
-def next_run_path(parent: Path, label: str) -> Path:
-    """Return the first of `label-1`, `label-2`, ... that does not exist."""
-    numbered = (parent / f"{label}-{number}" for number in itertools.count(1))
-    return next(path for path in numbered if not path.exists())
 
 
 def list_runs(parent: Path) -> list[RunFolder]:

@@ -16,6 +16,7 @@ from covey.environments import Factory
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
+from covey.models.gguf import find_gguf
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.model_path import adapter_base
@@ -326,7 +327,9 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
     if wanted.rank == 0:
         return model
     settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
-    return add_adapter(model, **settings, seed=config.seed, base=config.model.path)
+    # For a GGUF file or `smollm2`, the adapter names the imported folder, which peft can load.
+    base = config.model.path if find_gguf(config.model.path) is None else ""
+    return add_adapter(model, **settings, seed=config.seed, base=base)
 
 
 def policy_of(

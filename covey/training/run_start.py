@@ -12,7 +12,9 @@ from covey.config import Config, to_toml
 from covey.environments.registry import PASSED
 from covey.rewards.user import FUNCTIONS
 from covey.run.folder import RunFolder
+from covey.run.new_run import set_aside_failed
 from covey.run.provenance import describe_environment
+from covey.run.records import to_stderr
 from covey.run.resume import resume_command
 from covey.run.reward_changes import record_change
 from covey.tasks.dataset import NAME as DATASET
@@ -33,6 +35,8 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
             "notes": list(parts.notes),
             **more,
         }
+        if note := set_aside_failed(path):
+            to_stderr(note)
         run = RunFolder.create(path, to_toml(parts.config), environment)
         if not run.is_sft:
             record_change(run, **parts.config.reward_change.model_dump())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -11,12 +12,16 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.doctor.checkup import small
+from covey.analysis.doctor.checkup import _fitting, examine_run, small
+from covey.analysis.doctor.clock import Clock
 from covey.analysis.doctor.engine import engine_checks, weights_check
 from covey.analysis.doctor.gradient import gradient_checks
 from covey.analysis.doctor.machine import resume_checks, reward_checks, sandbox_check
 from covey.analysis.doctor.result import Result
 from covey.analysis.numerics.logp_variants import upcast
+from covey.analysis.plan.memory import forecast
+from covey.analysis.plan.model_shape import shape_of
+from covey.analysis.plan.task_facts import task_facts
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.engines.native.engine import NativeEngine
@@ -121,4 +126,52 @@ def test_a_broken_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         own(optimizer, weights, {name: value * 0 for name, value in moments.items()})
 
     monkeypatch.setattr(checkpoint, "_load_whole", forgets)
-    assert "resume" in failed(resume_checks(config_of(), tmp_path))
+    assert "resume" in failed(resume_checks(config_of(), tmp_path, forecast(config_of())))
+
+
+def test_a_checkup_without_time_says_what_it_skips() -> None:
+    """No model is loaded; the checks that need no training still run."""
+    said: list[str] = []
+    found = list(examine_run(config_of(), Clock(limit=0.0, say=said.append)))
+    assert [(r.name, r.passed) for r in found if r.figure.startswith("skipped: would take")] == [
+        ("engine, gradient", None),
+        ("resume, memory, time", None),
+    ]
+    assert "loading the model" not in said
+    assert {"reward: determinism", "sandbox"} <= {r.name for r in found if r.passed}
+
+
+def test_slow_gradients_are_skipped_one_by_one(parts: Parts) -> None:
+    """The first gradient is measured; the others are as slow, so the time is not enough."""
+    said: list[str] = []
+
+    def spend(text: str) -> None:
+        said.append(text)
+        clock.limit = 0.0
+
+    clock = Clock(limit=3600.0, say=spend)
+    found = list(gradient_checks(parts, groups_of(parts), clock))
+    assert [r.passed for r in found] == [None] * 5
+    assert all("skipped: would take" in r.figure for r in found)
+    assert said == ["gradient"]
+
+
+def test_less_time_gives_smaller_steps() -> None:
+    config = resolve(load_config("arithmetic", ["model.device=cpu"]))
+    facts, shape = task_facts(config), shape_of(config)
+
+    def tokens(limit: float) -> int:
+        sizes = _fitting(config, facts, shape, limit)[0].rollout
+        return sizes.prompts_per_step * sizes.group_size * sizes.max_tokens
+
+    assert tokens(math.inf) == 4 * 8 * 48
+    assert tokens(1e-9) == 2 * 2 * 8
+
+
+def test_progress_names_every_slow_check(tmp_path: Path, parts: Parts) -> None:
+    said: list[str] = []
+    clock = Clock(say=said.append)
+    groups = groups_of(parts)
+    made = [*engine_checks(parts, groups, clock), *gradient_checks(parts, groups, clock)]
+    names = [text.split(", about")[0] for text in said]
+    assert [result.name for result in made] == [name for name in names if name != "gradient"]

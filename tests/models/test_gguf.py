@@ -14,10 +14,12 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
+from covey.config import load_config
 from covey.errors import DiskError, ModelError
 from covey.models import gguf as importing
 from covey.models.gguf import cache_folder, find_gguf, import_gguf
 from covey.models.load_model import load_language_model
+from covey.training.build import load_model
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ["t h", "Ċ Ċ", "Ġ Ġ"]
@@ -245,6 +247,17 @@ def test_a_missing_package_error_says_how_to_install_it(
     file.write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"needs gguf: pip install 'covey\[gguf\]'"):
         load_language_model(str(file))
+
+
+def test_an_adapter_names_a_base_that_transformers_can_load(tmp_path: Path, cache: Path) -> None:
+    """Not the file or the name `smollm2`, which only Covey understands."""
+    file = write_gguf(tmp_path / "tiny.gguf", tiny())
+    config = load_config(None, [f"model.path={str(file)!r}", "adapter.rank=2", "model.device=cpu"])
+    adapter = load_model(config).adapter
+    assert adapter is not None
+    base = adapter.base_model_name_or_path
+    assert Path(base).parent == cache.resolve()
+    assert transformers.AutoModelForCausalLM.from_pretrained(base).config.model_type == "llama"
 
 
 def test_other_models_are_not_mistaken_for_gguf(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from covey.rewards.code import CodeTests
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.score import Reward, SkippedError
 from covey.rewards.text_match import ExactText, FuzzyText
+from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
 from covey.scoring.job import Job, score_job
 from covey.types import Prompt
@@ -25,7 +26,8 @@ LEAVES: dict[str, dict[str, Any]] = {
     "tool_call": {},
     "code_tests": {"unsafe": True},
 }
-CLASSES = {c.__name__: c for c in (MathAnswer, ExactText, FuzzyText, ToolCall, CodeTests)}
+TARGETED = (MathAnswer, ExactText, FuzzyText, ToolCall, CodeTests, ThinkAnswer)
+CLASSES = {c.__name__: c for c in TARGETED}
 
 
 def made(name: str, **options: Any) -> Reward:
@@ -61,6 +63,17 @@ def test_a_template_weighs_the_neutral_score_with_its_other_parts() -> None:
     assert mix(UNTARGETED, f"{thought}42").reward == pytest.approx(0.5 * 0.45 / 0.75)
     with pytest.raises(SkippedError):
         made("agent", without_target="none")(UNTARGETED, "42")
+
+
+def test_the_format_of_think_answer_counts_without_a_target() -> None:
+    formed = "<think>1+1=2</think><answer>2</answer>"
+    with pytest.raises(ValueError, match="'p' has no target"):
+        made("think_answer")(UNTARGETED, formed)
+    with pytest.raises(SkippedError):
+        made("think_answer", without_target="none")(UNTARGETED, formed)
+    reward = made("think_answer", without_target=0.5)
+    scores = [reward(UNTARGETED, text) for text in (formed, "2")]
+    assert [(s.reward, s.success) for s in scores] == [(0.55, False), (0.45, False)]  # 0.9, 0.1
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, "zero"])

@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covey.errors import CoveyError, DiskError, RunError
-from covey.run.folder import RunFolder, check_new_run, list_runs, next_run_path
+from covey.run.folder import RunFolder, list_runs
+from covey.run.new_run import check_new_run, next_run_path, set_aside_failed
 from covey.run.resume import put_aside_after, start_of
 from covey.types import Group, Prompt, Rollout
 
@@ -106,6 +108,31 @@ def test_the_folder_of_a_run_without_a_step_may_be_deleted(run: RunFolder) -> No
     (run.path / "steps.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunError, match=r"--resume \S+$"):
         check_new_run(run.path)
+
+
+def test_a_run_that_failed_before_its_first_step_is_set_aside(run: RunFolder) -> None:
+    """The name is free again, and nothing of the failed run is lost."""
+    (run.path / "failure.txt").write_text("ZeroDivisionError")
+    check_new_run(run.path)
+    assert run.path.exists()  # only the start of the new run moves it
+    aside = run.path.with_name(f"{run.path.name}-failed-1")
+    assert str(aside) in set_aside_failed(run.path)
+    assert (aside / "failure.txt").read_text() == "ZeroDivisionError"
+    assert RunFolder.create(run.path, "seed = 2\n", {}).steps() == []
+    assert set_aside_failed(run.path) == ""
+
+
+@pytest.mark.parametrize("kept", ["steps.jsonl", "checkpoints/000001", "lock"])
+def test_a_failed_run_with_progress_or_in_use_is_not_set_aside(run: RunFolder, kept: str) -> None:
+    (run.path / "failure.txt").write_text("error")
+    if kept == "steps.jsonl":
+        (run.path / kept).write_text('{"step": 1}\n')
+    elif kept != "lock":
+        (run.path / kept).mkdir()
+    with run.locked() if kept == "lock" else nullcontext():
+        assert set_aside_failed(run.path) == ""
+        with pytest.raises(RunError, match="already contains files"):
+            check_new_run(run.path)
 
 
 def test_a_run_cannot_be_made_twice(run: RunFolder) -> None:

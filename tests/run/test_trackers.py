@@ -112,7 +112,11 @@ def test_the_time_left_comes_from_all_steps_however_long_they_are(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    for width, shown in ((120, "reward 0.500  success 25.0%"), (60, "reward 0.500  25%")):
+    for width, shown in (
+        (120, "reward 0.500  success 25.0%"),
+        (60, "reward 0.500  25%"),
+        (40, "reward 0.500  25%"),
+    ):
         screen = Console(file=io.StringIO(), force_terminal=True, width=width)
         tracker = LiveTracker(run, screen)
         tracker.started(steps=11, done=0, rollouts=8)
@@ -121,4 +125,6 @@ def test_the_time_left_comes_from_all_steps_however_long_they_are(
         fields = tracker.progress.tasks[0].fields
         assert fields["left"] == "15:00"
         assert fields["summary"].startswith(shown)
+        tracker.progress.refresh()
+        assert shown in screen.file.getvalue()  # type: ignore[attr-defined]
         tracker.close()

@@ -94,6 +94,24 @@ def test_two_runs_are_overlaid_and_their_settings_compared(
     assert browser.problems() == []
 
 
+def test_axes_have_whole_steps_and_no_negative_share_of_zero(
+    browser: Browser, serve: Serve, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "runs/a", steps=1)
+    browser.open(serve(tmp_path / "runs").url)
+    script = """(async () => {
+      const { Chart, ticks } = await import("/chart.js");
+      const chart = new Chart({ title: "zero", percent: true });
+      chart.lines = [{ x: [1, 2, 3], y: [0, 0, 0] }];
+      const { y0, y1 } = chart.range();
+      return JSON.stringify([ticks(1, 3, 4, 1), ticks(1, 3, 4), ticks(y0, y1, 4)]);
+    })()"""
+    whole, parts, shares = json.loads(browser.run(script))
+    assert whole == [1, 2, 3]
+    assert parts == [1, 1.5, 2, 2.5, 3]
+    assert shares == [0, 0.5, 1]
+
+
 def test_health_is_checked_by_another_process(
     browser: Browser, serve: Serve, tmp_path: Path
 ) -> None:

@@ -5,30 +5,46 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from covey.analysis.doctor.engine import engine_checks, weights_check
+from covey.analysis.doctor.clock import Clock
+from covey.analysis.doctor.engine import ARRIVES, engine_checks, weights_check
 from covey.analysis.doctor.gradient import gradient_checks
 from covey.analysis.doctor.machine import PROMPTS, resume_checks, reward_checks, sandbox_check
 from covey.analysis.doctor.result import Result, results_of
+from covey.analysis.plan.fit import changed
+from covey.analysis.plan.forecast import Device
+from covey.analysis.plan.memory import forecast
+from covey.analysis.plan.model_shape import Shape, shape_of
+from covey.analysis.plan.run_time import RunTime, run_time
+from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config, parse_config
+from covey.environments.registry import NONE
+from covey.models.gguf import find_gguf, import_gguf
 from covey.rollout.source import SynchronousSource
 from covey.run.provenance import describe_environment
 from covey.run.trackers import Tracker
 from covey.training.build import Parts, assemble
 from covey.types import Group
 
-MOST = {"prompts_per_step": 4, "group_size": 8, "max_tokens": 48}
-"""Upper limits for the size of the training steps in `covey doctor`."""
+SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
+"""Largest sizes of the small steps: prompts, completions of each and tokens of each completion.
+
+The first size is taken whose checks are estimated to fit into `SHARE` of the time limit.
+"""
+SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
+"""How many rollouts and updates of a small step all checks take, without loading and saving."""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
-def small(config: Config) -> Config:
+def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
     """Return the same run with two small steps and without dropout."""
     data = config.model_dump()
-    data["rollout"] |= {name: min(data["rollout"][name], most) for name, most in MOST.items()}
+    most = dict(zip(("prompts_per_step", "group_size", "max_tokens"), size, strict=True))
+    data["rollout"] |= {name: min(data["rollout"][name], limit) for name, limit in most.items()}
     rows = data["rollout"]["prompts_per_step"] * data["rollout"]["group_size"]
     data["train"] |= {"steps": 2, "stop_after": {}, "stop_on": [], "patience": 0}
     data["train"]["mini_batches"] = min(data["train"]["mini_batches"], 2, rows)
@@ -39,25 +55,59 @@ def small(config: Config) -> Config:
     return parse_config(data)
 
 
-def examine_run(config: Config) -> Iterator[Result]:
+def examine_run(config: Config, clock: Clock | None = None) -> Iterator[Result]:
     """Check a resolved configuration; yield the result of each check as soon as it is done."""
-    short = small(config)
-    yield from results_of("training", lambda: _policy_checks(short))
+    clock = clock or Clock()
+    clock.say("reading model and data")
+    if (gguf := find_gguf(config.model.path)) is not None:
+        import_gguf(gguf)  # once, and not a part of the time that a load takes
+    facts, shape = task_facts(small(config)), shape_of(config)
+    short, estimate = _fitting(config, facts, shape, clock.limit)
+    if estimate is not None:
+        clock.pace.rollout, clock.pace.update = estimate.rollout, estimate.update
+    memory = forecast(short, facts=facts, shape=shape)
+    yield from results_of("training", lambda: _policy_checks(short, clock))
+    clock.say("reward")
     yield from results_of("reward: lab", lambda: reward_checks(short))
+    clock.say("sandbox")
     yield from results_of("sandbox", lambda: sandbox_check(short))
     with tempfile.TemporaryDirectory(prefix="covey-doctor-") as folder:
-        yield from results_of("resume", lambda: resume_checks(short, Path(folder)))
+        checks = partial(resume_checks, short, Path(folder), memory, clock)
+        yield from results_of("resume", checks)
     yield _versions(config)
 
 
-def _policy_checks(config: Config) -> Iterator[Result]:
+def _fitting(
+    config: Config, facts: TaskFacts, shape: Shape, limit: float
+) -> tuple[Config, RunTime | None]:
+    """Return the largest small run that fits into the limit, and its time if that is known."""
+    device, found = Device.here(config.model.device), None
+    for size in SIZES:
+        short = small(config, size)
+        # The number of turns is unknown: the estimate is for one turn.
+        time = run_time(changed(short, {"environment.name": NONE}), facts, shape, device)
+        found = None if isinstance(time, str) else time
+        if found is None or ROLLOUTS * found.rollout + UPDATES * found.update <= SHARE * limit:
+            break
+    return short, found
+
+
+def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
     """Check engine and gradient on the completions of one step; this changes the weights."""
-    with closing(assemble(config)) as parts:
-        groups = _groups(parts)
+    if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
+        yield skipped
+        return
+    clock.say("loading the model")
+    with clock.pace.measures("load"):
+        parts = assemble(config)
+    with closing(parts):
+        clock.say("generating completions")
+        with clock.pace.measures("rollout"):
+            groups = _groups(parts)
         try:
-            yield from results_of("engine", lambda: engine_checks(parts, groups))
-            yield from results_of("gradient", lambda: gradient_checks(parts, groups))
-            yield from results_of("engine: new weights", lambda: weights_check(parts, groups))
+            yield from results_of("engine", lambda: engine_checks(parts, groups, clock))
+            yield from results_of("gradient", lambda: gradient_checks(parts, groups, clock))
+            yield from results_of(ARRIVES, lambda: weights_check(parts, groups, clock))
         finally:
             parts.engine.close()
 

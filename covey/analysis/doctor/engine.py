@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from covey.analysis.doctor.clock import Clock
 from covey.analysis.doctor.result import Result
 from covey.analysis.numerics.gap import gap_of
 from covey.analysis.numerics.logp_variants import log_kept, trainer_logp
@@ -25,6 +26,8 @@ EXACT = 1e-3
 """The largest allowed difference of log-probs, in nats, between engine and trainer."""
 RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
+GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
+"""Names of two checks."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Allowed distance of a greedy token's logit below the highest logit; 0.5 for 16 bits."""
 
@@ -42,8 +45,12 @@ def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) ->
     return Result(name=name, passed=passed, figure=figure, remedy=remedy)
 
 
-def engine_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
+def engine_checks(
+    parts: Parts, groups: Sequence[Group], clock: Clock | None = None
+) -> Iterator[Result]:
     """Check log-probs and greedy text with the current weights."""
+    clock = clock or Clock()
+    clock.skips("engine: log-probs")
     yield logp_check(
         parts,
         groups,
@@ -51,25 +58,31 @@ def engine_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
         "the engine's log-probs differ from the policy's: `covey numerics` finds the cause; set "
         "train.old_logp = 'recompute' and objective.correction",
     )
-    yield _greedy(parts, groups)
+    yield clock.skips(GREEDY, clock.pace.rollout) or _greedy(parts, groups)
 
 
-def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
+def weights_check(
+    parts: Parts, groups: Sequence[Group], clock: Clock | None = None
+) -> Iterator[Result]:
     """Take an optimizer step, and check that the engine then generates with the new weights."""
-    policy, step = parts.policy, 2
+    clock = clock or Clock()
+    if skipped := clock.skips(ARRIVES, clock.pace.rollout + 2 * clock.pace.update):
+        yield skipped
+        return
+    policy, step, tokens = parts.policy, 2, parts.step_settings.micro_batch_tokens
     learner = parts.learner_at(State(beta=parts.objective.beta))
-    before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), 1)
+    before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), tokens)
     policy.optimizer.zero_grad()
     policy.model.model.train()
     # Any gradient will do; the gradient of the mean log-prob is never zero.
     torch.autograd.backward(policy.plain_logp(batch).logp[batch.mask].mean())
     policy.step(RATE)
-    moved = float((trainer_logp(policy, batch, 1) - before)[batch.mask].abs().max())
+    moved = float((trainer_logp(policy, batch, tokens) - before)[batch.mask].abs().max())
     rollouts = SynchronousSource(parts, Tracker()).groups(step, share=0.0)
     result = logp_check(
         parts,
         rollouts.collected.groups,
-        "engine: new weights",
+        ARRIVES,
         "the engine generates with old weights: check engine.kind, and the servers of vLLM",
     )
     yield replace(result, figure=f"{result.figure}, after a step that moved {moved:.1e}")
@@ -78,9 +91,8 @@ def weights_check(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
 @torch.no_grad()
 def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
     """Check that every greedy token has the highest probability in the model's forward pass."""
-    name = "engine: greedy text"
     if parts.interaction is not None:
-        return Result(name=name, passed=None, figure="not checked with an environment")
+        return Result(name=GREEDY, passed=None, figure="not checked with an environment")
     model = parts.policy.model
     made = generate(
         encode_prompts(model, [group.prompt for group in groups]),
@@ -98,7 +110,7 @@ def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
         wrong += int((chosen < logits.max(dim=1).values - near).sum())
         total += len(rollout.tokens)
     return Result(
-        name=name,
+        name=GREEDY,
         passed=wrong == 0,
         figure=f"{wrong} of {total} tokens are not the likeliest",
         remedy="the engine does not compute the same model: try engine.kind = 'native', or report "

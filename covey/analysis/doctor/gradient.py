@@ -7,12 +7,14 @@ Rewards are hashes of prompt id and sample, because equal rewards would give no 
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from covey.analysis.doctor.clock import Clock
 from covey.analysis.doctor.result import Result
 from covey.training.build import Parts
 from covey.training.checkpoint import State
@@ -28,6 +30,9 @@ REMEDY = (
     "denominators to its weights; set train.graphs = 'off' to rule out CUDA graphs, and otherwise "
     "report this result"
 )
+Gradient = Mapping[str, torch.Tensor]
+"""Gradients by the names of the parameters."""
+_ZERO = torch.zeros(())
 
 
 class _OfTwo(World):
@@ -39,33 +44,45 @@ class _OfTwo(World):
         self.rank = rank
 
 
-def gradient_checks(parts: Parts, groups: Sequence[Group]) -> Iterator[Result]:
+def gradient_checks(
+    parts: Parts, groups: Sequence[Group], clock: Clock | None = None
+) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum over separate completions."""
+    clock = clock or Clock()
     learner = parts.learner_at(State(beta=parts.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
+    if skipped := clock.skips("gradient", 2 * clock.pace.update):
+        yield skipped
+        return
     invented = [_invented(group) for group in groups]
     batch = _filled(learner, invented)
-    alone = _gradient(_with_tokens(learner, 1), batch)
+    with clock.pace.measures("update"):
+        alone = _copied(_gradient([_with_tokens(learner, 1)], batch))
     plain, halves = _unpacked(learner), _with_tokens(learner, _half(batch))
-    ways: dict[str, Callable[[], torch.Tensor | None]] = {
-        "micro-batches": lambda: _gradient(halves, batch),
-        "padding": lambda: _gradient(plain, batch),
-        "packing": lambda: _gradient(learner, batch) if learner.policy.model.packs else None,
-        "ranks": lambda: _of_ranks(halves, batch),
-        "order": lambda: _gradient(learner, _filled(learner, invented[::-1])),
+    ranks = [replace(halves, world=_OfTwo(rank)) for rank in (0, 1)]
+    ways: dict[str, Callable[[], Gradient | None]] = {
+        "micro-batches": lambda: _gradient([halves], batch),
+        "padding": lambda: _gradient([plain], batch),
+        "packing": lambda: _gradient([learner], batch) if learner.policy.model.packs else None,
+        "ranks": lambda: _gradient(ranks, batch),
+        "order": lambda: _gradient([learner], _filled(learner, invented[::-1])),
     }
-    size = float(alone.norm())
+    size = _distance(alone, {})
     exact = parts.policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
     for name, compute in ways.items():
+        if skipped := clock.skips(f"gradient: {name}", clock.pace.update):
+            yield skipped
+            continue
         found = compute()
         if found is None:
             yield Result(name=f"gradient: {name}", passed=None, figure="the model does not pack")
             continue
-        away = float((found - alone).norm()) / size if size else float(found.norm())
+        away = _distance(found, alone) / (size or 1.0)
         passed = size > 0 and away <= (TOLERANCE if exact else ROUNDED)
         figure = f"relative difference {away:.1e}" if size else "the gradient is zero"
         yield Result(name=f"gradient: {name}", passed=passed, figure=figure, remedy=REMEDY)
+    learner.policy.optimizer.zero_grad()
 
 
 def _invented(group: Group) -> Group:
@@ -92,28 +109,29 @@ def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
     return filled_mini_batch(learner, batch, totals)
 
 
-def _gradient(learner: Learner, batch: Batch) -> torch.Tensor:
-    """Return the gradient of all trained parameters as one float64 vector on the CPU."""
-    optimizer = learner.policy.optimizer
-    learner.policy.model.model.train()
+def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
+    """Return the accumulated gradient of some learners, such as the ranks of one model, by name.
+
+    The tensors belong to the optimizer and change with the next gradient.
+    """
+    optimizer = learners[0].policy.optimizer
     optimizer.zero_grad()
-    for _ in backward_passes(learner, batch):
-        pass
-    found = optimizer.gradients()
-    parts = [
-        torch.zeros_like(p) if found[n] is None else found[n]
-        for n, p in optimizer.parameters.items()
-    ]
-    whole = torch.cat(
-        [part.detach().double().cpu().flatten() for part in parts if part is not None]
-    )
-    optimizer.zero_grad()
-    return whole
+    for learner in learners:
+        learner.policy.model.model.train()
+        for _ in backward_passes(learner, batch):
+            pass
+    return {name: found for name, found in optimizer.gradients().items() if found is not None}
 
 
-def _of_ranks(learner: Learner, batch: Batch) -> torch.Tensor:
-    first, second = (_gradient(replace(learner, world=_OfTwo(rank)), batch) for rank in (0, 1))
-    return first + second
+def _copied(gradient: Gradient) -> Gradient:
+    return {name: each.detach().clone() for name, each in gradient.items()}
+
+
+def _distance(one: Gradient, other: Gradient) -> float:
+    """Return the norm of the difference; a parameter without a gradient counts as zero."""
+    names = {*one, *other}
+    away = (one.get(name, _ZERO) - other.get(name, _ZERO) for name in names)
+    return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in away))
 
 
 def _half(batch: Batch) -> int:

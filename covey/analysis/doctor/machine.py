@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from covey.analysis.doctor.clock import Clock
 from covey.analysis.doctor.result import Result
 from covey.analysis.lab.checks import Lab, examine
-from covey.analysis.plan.forecast import size_text
-from covey.analysis.plan.memory import forecast
+from covey.analysis.plan.forecast import Device, Forecast, size_text
 from covey.config import Config, to_toml
 from covey.rewards.identity import identity
 from covey.run.digests import DIGESTS_FILE
@@ -134,20 +134,26 @@ def _needs_sandbox(config: Config) -> bool:
     return False
 
 
-def resume_checks(config: Config, folder: Path) -> Iterator[Result]:
+def resume_checks(
+    config: Config, folder: Path, expected: Forecast, clock: Clock | None = None
+) -> Iterator[Result]:
     """Train two steps without a break, then with a resume in between; compare the checkpoints."""
+    clock = clock or Clock()
+    if skipped := clock.skips("resume, memory, time", clock.pace.resume):
+        yield skipped
+        return
     _reset_peak()
     whole = RunFolder.create(folder / "whole", to_toml(config), {})
     _trained(config, whole)
-    used = _memory_used(config)
+    used = _memory_used(expected.device)
     resumed = RunFolder(folder / "resumed")
-    shutil.copytree(whole.path, resumed.path)
-    shutil.rmtree(resumed.path / "checkpoints/000002")
+    last = f"{2:06d}"  # the checkpoint that the resumed run must write again
+    shutil.copytree(whole.path, resumed.path, ignore=shutil.ignore_patterns(last))
     lines = (resumed.path / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()
     (resumed.path / "checkpoints.jsonl").write_text(f"{lines[0]}\n", encoding="utf-8")
     _trained(config, resumed)
     yield _same_end(config, whole, resumed)
-    yield _memory(config, used)
+    yield _memory(expected, used)
     yield _time(whole)
 
 
@@ -179,14 +185,13 @@ def _same_end(config: Config, whole: RunFolder, resumed: RunFolder) -> Result:
     )
 
 
-def _memory_used(config: Config) -> int:
-    if forecast(config).device.kind == "cuda":
+def _memory_used(device: Device) -> int:
+    if device.kind == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _memory(config: Config, used: int) -> Result:
-    expected = forecast(config)
+def _memory(expected: Forecast, used: int) -> Result:
     bytes_expected = expected.tensors if expected.device.kind == "cuda" else expected.peak
     return Result(
         name="memory",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NARROW = 90
 """Minimum width of a terminal, in columns, for all numbers of a step."""
+BAR = 50
+"""Minimum width of a terminal, in columns, for a progress bar beside the numbers."""
 PLAIN_LOG_SECONDS = 5.0
 """Minimum seconds between two plain lines, except for the first and the last step."""
 
@@ -144,7 +146,7 @@ class LiveTracker(ConsoleTracker):
         super().__init__(run, console)
         self.progress = Progress(
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
-            BarColumn(bar_width=8),
+            *([BarColumn(bar_width=8)] if console.width >= BAR else []),
             TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True, ratio=1)),
             TextColumn("{task.fields[sampled]}", table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True, min_width=5)),

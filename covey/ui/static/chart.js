@@ -4,8 +4,8 @@ import { el, number, style } from "./dom.js";
 const PAD = { left: 52, right: 14, top: 8, bottom: 22 };
 const MOST_NAMED = 10;
 
-export function ticks(low, high, count) {
-  const rough = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(rough));
+export function ticks(low, high, count, least = 0) {
+  const rough = Math.max(least, (high - low) / Math.max(1, count)), power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) ?? power;
   const found = [];
   for (let n = Math.ceil(low / step); n * step <= high + 1e-9 * step; n += 1) found.push(n * step);
@@ -83,6 +83,7 @@ export class Chart {
     if (this.between) [x0, x1] = [Math.max(x0, this.between[0]), Math.min(x1, this.between[1])];
     if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
     const flat = y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)); // rounding errors of a smoothed constant are no range
+    if (flat && y1 === 0 && !this.log) return { x0, x1, y0: -0.06, y1: 1.06 }; // of a zero, only larger values are of interest
     const gap = flat ? Math.abs(y1) * 0.1 || 0.5 : 0.06 * (y1 - y0);
     return { x0, x1, y0: y0 - gap, y1: y1 + gap };
   }
@@ -120,7 +121,8 @@ export class Chart {
       g.fillText(this.shown(this.log ? 10 ** y : Number(y.toPrecision(12))), PAD.left - 6, p);
     }
     g.textAlign = "center"; g.textBaseline = "top";
-    for (const x of ticks(x0, x1, Math.max(2, this.inner().width / 90))) {
+    const whole = this.lines.every((line) => [line.x[0], line.x[line.x.length - 1]].every(Number.isInteger)); // there is no step 1.5
+    for (const x of ticks(x0, x1, Math.max(2, this.inner().width / 90), whole ? 1 : 0)) {
       g.fillText(x >= 1e5 ? number(x, 3) : Number(x.toPrecision(12)).toLocaleString("en"), this.px(x), this.size.height - PAD.bottom + 6);
     }
   }

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import count
 
+import numpy as np
 import pytest
 
 from covey.analysis.plan import layer_time
@@ -58,6 +59,17 @@ def test_what_no_model_covers_is_unknown() -> None:
         (config_of("environment.name=calculator"), GPU, "environment"),
     ):
         assert words in str(run_time(known, FACTS, shape_of(config_of()), device))
+
+
+def test_the_numbers_of_a_measured_layer_stay_finite() -> None:
+    """Wide layers and many layers must not overflow, or a plan would print numpy's warnings."""
+    shape = shape_like_1_5b()
+    layer = layer_time._Layer(shape)
+    x = np.ones((1, 4, shape.hidden), dtype=np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        for _ in range(3):
+            x = layer(x)
+    assert np.isfinite(x).all()
 
 
 @pytest.fixture

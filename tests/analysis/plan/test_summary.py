@@ -15,6 +15,7 @@ from covey.analysis.plan.task_facts import TaskFacts
 from covey.cli.main import run
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
+from covey.models import four_bit
 from covey.run.folder import RunFolder
 from covey.training.resolve import resolve, reward_of
 
@@ -108,6 +109,16 @@ def test_what_a_run_needs_on_ray(settings: list[str], words: str) -> None:
 def test_a_task_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--set", "task.name=jsonl", "--set", "task.train_file=nowhere.jsonl"]) == 0
     assert "cannot start: task: cannot read nowhere.jsonl" in capsys.readouterr().out
+
+
+def test_a_plan_names_the_missing_package_of_4_bit_weights(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(four_bit, "PACKAGES", ("no_such_package",))
+    shown = planned(
+        capsys, "arithmetic", "--set", "adapter.rank=8", "--set", "adapter.load_in_4bit=true"
+    )
+    assert "cannot start: config: adapter.load_in_4bit needs no_such_package" in shown
 
 
 def as_data(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""The time limit of a checkup: which check runs now, and which checks would take too long.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from covey.analysis.doctor.result import Result
+
+LIMIT = 110.0
+"""Seconds of a checkup; with the start of Python and the imports it stays below two minutes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """Seconds of the parts of a small training step; estimated first, measured when they ran."""
+
+    load: float = 0.0
+    """Building model, engine and task."""
+    rollout: float = 0.0
+    update: float = 0.0
+    """The gradient over all completions of a step."""
+
+    @contextmanager
+    def measures(self, part: str) -> Iterator[None]:
+        """Measure the seconds of one part."""
+        started = time.perf_counter()
+        yield
+        setattr(self, part, time.perf_counter() - started)
+
+    @property
+    def resume(self) -> float:
+        """Two runs with three steps in all; writing a checkpoint takes about as long as a load."""
+        return 3 * (self.rollout + self.update) + 5 * self.load
+
+
+@dataclass(slots=True, kw_only=True)
+class Clock:
+    """Announces each check, and skips a check that would not end within the limit."""
+
+    limit: float = math.inf
+    say: Callable[[str], None] = lambda text: None
+    pace: Pace = field(default_factory=Pace)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self.limit - (time.perf_counter() - self.started)
+
+    def skips(self, name: str, expected: float = 0.0) -> Result | None:
+        """Return the result of a check that is skipped; announce the check if it is not."""
+        left = max(0.0, self.left)
+        if expected <= left:
+            self.say(f"{name}{f', about {expected:.0f} s' if expected >= 1 else ''}")
+            return None
+        figure = f"skipped: would take {expected:.0f} s, and {left:.0f} s are left (--seconds)"
+        return Result(name=name, passed=None, figure=figure)
