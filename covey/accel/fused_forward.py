@@ -1,7 +1,7 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the model's own weights, and calls the module of each layer that has an
-adapter. Only the code between the matrix products differs from the model's code. The residual
+The fused forward pass uses the model's own weights. Only the code between the matrix products, and
+the order of a LoRA adapter's products, differ from the model's code. The residual
 stream is float32, as in the decoder. Norms read the residual stream and return the dtype of the
 weights. The results of matrix products are added to the residual stream. Layers with the same input
 are computed as one product if their parameters are fused. The gradient of a weight is added to a

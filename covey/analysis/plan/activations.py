@@ -45,8 +45,10 @@ class Saved:
 
 EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
 """Layers that run transformers' own code, one operation after another."""
-FUSED = Saved(norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=3, fused=True)
-"""Fused layers: norms keep their input and output, and SwiGLU products are recomputed."""
+FUSED = Saved(
+    norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=2, projections=0, fused=True
+)
+"""Fused layers: norms keep their input and output; SwiGLU and LoRA products are recomputed."""
 FLASH = replace(FUSED, output=0, flash=True)
 """Fused layers in bfloat16 with flash attention, which keeps the output projection's input."""
 
