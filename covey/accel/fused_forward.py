@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
+from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
 from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, swiglu_linear
 from covey.accel.fused_parameters import GradSink, sink_of
@@ -57,16 +58,20 @@ def fused_backbone(
     shared = packing.shared if isinstance(packing, VarlenRows) else None
     place = _Place(rope, packing, shared)
     delta: torch.Tensor | None = None
+    offload: ActivationOffload | None = getattr(model, "activation_offload", None)
+    recomputed = checkpoint if offload is None else offload.checkpoint
     for layer in model.layers:
         if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
             hidden = hidden if delta is None else hidden + delta
-            hidden, delta = checkpoint(
+            hidden, delta = recomputed(
                 _layer, layer, hidden, None, place, collect,
                 use_reentrant=False, preserve_rng_state=False, determinism_check="none",
                 context_fn=_first_and_again,
             )  # fmt: skip
         else:
             hidden, delta = _layer(layer, hidden, delta, place, collect)
+    if offload is not None:
+        offload.join()
     assert delta is not None, "a model has layers"
     return add_norm(hidden, delta, *gain(model.norm))[1]
 

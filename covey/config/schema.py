@@ -35,6 +35,9 @@ class Model(Section):
     """Device of the model: cpu, cuda, cuda:1, or auto."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
+    offload_activations: bool = False
+    """With gradient_checkpointing on a GPU, keep the inputs of layers in main memory: for long
+    sequences."""
     deterministic: bool = False
     """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
     reproducible."""
@@ -369,6 +372,11 @@ class Config(Section):
     def stale(self) -> bool:
         """Whether steps may train on rollouts that older weights generated."""
         return self.overlap.staleness > 0 or self.replay.groups > 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the inputs of checkpointed layers are kept in main memory."""
+        return self.model.gradient_checkpointing and self.model.offload_activations
 
     @property
     def records_passes(self) -> bool:

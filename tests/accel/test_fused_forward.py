@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
+from covey.accel import activation_offload
 from covey.accel import fused_forward as fused
+from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.fused_adapter import adapted
 from covey.accel.fused_forward import fused_backbone, is_llama_like
 from covey.accel.fused_parameters import fuse_adapters, fuse_parameters, fused_view
@@ -197,12 +199,16 @@ def test_the_fused_forward_supports_fully_trained_modules() -> None:
     assert_same_gradients(found, expected)
 
 
-def test_checkpointing_recomputes_and_changes_nothing() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpointing_recomputes_and_changes_nothing(
+    offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
     model = build("llama")
     model.model.train()
     batch = shared_batch()
     plain = gradients(model, both_ways(model, batch, flash=False)[0])
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model.model, offload=offload)
     calls = []
     original = fused._layer
 

@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import nn
 
+from covey.accel import activation_offload
+from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.head import Head, token_logp
 from covey.accel.packing import host_rows, pack, prompt_numbers
 from covey.embedded import CHECKPOINT
@@ -150,12 +152,15 @@ def test_head_matches_float64_logits(dtype: torch.dtype, softcap: float | None) 
         assert float((one.grad.double() - other.grad).norm() / other.grad.norm()) < limit
 
 
-def test_checkpointing_changes_nothing() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpointing_changes_nothing(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
     model, batch = build("llama"), shared_batch()
     model.model.train()
     plain = gradients(model, batch)
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert apart(gradients(model, batch), plain) < 5e-3
+    checkpoint_layers(model.model, offload=offload)
+    for _ in range(2):
+        assert apart(gradients(model, batch), plain) < 5e-3
 
 
 def test_an_adapter_takes_the_fast_path() -> None:
@@ -249,10 +254,14 @@ def collected(policy: Policy, parts: list[Batch]) -> tuple[dict[str, torch.Tenso
     return found, torch.cat(said)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "adapter"])
-def test_captured_passes_equal_eager_ones(kind: str) -> None:
-    model = build("llama" if kind == "adapter" else kind)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "adapter", "offloaded"])
+def test_captured_passes_equal_eager_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
+    model = build("llama" if kind in ("adapter", "offloaded") else kind)
     model = add_adapter(model, rank=4) if kind == "adapter" else model
+    if kind == "offloaded":
+        checkpoint_layers(model.model, offload=True)
+        model.model.train()
     batch = shared_batch()
     parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 2, 4], [1, 3, 5, 6], [7, 1])]
     with perturbed_adapter(model):

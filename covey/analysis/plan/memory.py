@@ -274,6 +274,7 @@ class _Run:
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""
+        layout += ", layer inputs in main memory" if config.offloads else ""
         by_reference = self._by_reference()
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
         by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
@@ -283,8 +284,9 @@ class _Run:
         chunk = self._logits(batch)
         head = chunk + self._head_gradient()
         kept = training_bytes(
-            shape, size, batch, device=device, checkpointing=checkpointing, head=head
-        )
+            shape, size, batch, device=device, checkpointing=checkpointing, head=head,
+            offload=config.offloads,
+        )  # fmt: skip
         passing = passing_bytes(shape, size, batch, device)
         return [
             Part(
