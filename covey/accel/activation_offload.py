@@ -124,7 +124,9 @@ class ActivationOffload:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied
 
 
 def _wait(device: torch.device, event: torch.cuda.Event | None) -> None:

@@ -23,12 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
+from covey.accel.attention_choice import flash_attention
 from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, swiglu_linear
 from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
 from covey.accel.positions import plain_positions
-from covey.accel.varlen_attention import KeyIndex, VarlenRows, flash_attention
+from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -151,8 +152,7 @@ def _unshared(
     """Return keys and values, one of each per packed token."""
     if place.shared is None:
         return key, value
-    shared = place.shared
-    first = shared.starts[shared.begin.long()] + shared.position
+    first = place.shared.first()
     return key.index_select(0, first), value.index_select(0, first)
 
 

@@ -63,7 +63,8 @@ def per_row(query, key, value, spans: VarlenRows, scale: float, window=None) -> 
     for (q0, k0), (q1, k1) in itertools.pairwise(bounds):
         q = query[q0:q1].transpose(0, 1)
         k, v = (t[k0:k1].transpose(0, 1).repeat_interleave(shared, 0) for t in (key, value))
-        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device)
+        seen = seen.tril(k1 - k0 - (q1 - q0))
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
         results.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(results)
@@ -272,6 +273,28 @@ def test_shared_prompts_are_collected_once() -> None:
         value = first.self_attn.v_proj(normed)
     monkey.undo()
     torch.testing.assert_close(collected[0][1].flatten(1), value, atol=1e-5, rtol=0)
+
+
+def test_rows_with_all_their_queries_give_the_same_attention() -> None:
+    """Attention that cuDNN computes: a query at every key position, of which one per token counts."""
+    spans = pack(HostRows.of(shared_batch()), CPU, varlen=True).packing
+    assert isinstance(spans, VarlenRows)
+    assert spans.shared is not None
+    torch.manual_seed(0)
+    places = len(spans.shared.tokens)
+    shapes = [(len(spans.shared.position), 4, 8), (places, 2, 8), (places, 2, 8)]
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected = per_row(*tensors, spans, 0.3)
+    whole = replace(spans, query_starts=spans.key_starts, longest_query=spans.longest_key)
+    rows = per_row(spans.gathered(tensors[0]), *tensors[1:], whole, 0.3)
+    found = spans.selected(rows)
+    torch.testing.assert_close(found, expected)
+    pull = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(rows, tensors, spans.scattered(pull)),
+        torch.autograd.grad(expected, tensors, pull),
+    )
+    assert torch.equal(spans.selected(spans.scattered(pull)), pull)
 
 
 def test_fused_weights_are_one_tensor_and_stay_parameters() -> None:

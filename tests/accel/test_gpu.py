@@ -12,6 +12,8 @@ from torch import nn
 
 from covey.accel import activation_offload
 from covey.accel.activation_offload import checkpoint_layers
+from covey.accel.attention_choice import ShapeClass, measured
+from covey.accel.attention_kernels import FLASH, KERNELS
 from covey.accel.head import Head, token_logp
 from covey.accel.packing import host_rows, pack, prompt_numbers
 from covey.embedded import CHECKPOINT
@@ -26,6 +28,7 @@ from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
 from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
+from tests.accel.test_fused_forward import per_row
 from tests.conftest import make_batch
 
 pytestmark = [
@@ -123,6 +126,41 @@ def test_flash_attention_equals_padded_attention() -> None:
         with torch.no_grad():
             outputs.append(packed_forward(model.backbone, packed)[packed.predictor].float())
     assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 0.02
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("heads", "size"), [((4, 2), 64), ((12, 2), 128)])
+def test_attention_kernels_agree_where_rows_share_prompts(
+    name: str, heads: tuple[int, int], size: int
+) -> None:
+    spans = pack(host_rows(shared_batch()), torch.device("cuda"), varlen=True).packing
+    assert spans.shared is not None
+    torch.manual_seed(1)
+    counts = (len(spans.shared.position), len(spans.shared.tokens), len(spans.shared.tokens))
+    exact = [
+        torch.randn(n, h, size, device="cuda", dtype=torch.float64).bfloat16().double()
+        for n, h in zip(counts, (*heads, heads[1]), strict=True)
+    ]
+    exact = [tensor.requires_grad_() for tensor in exact]
+    right = per_row(*exact, spans, size**-0.5)
+    pull = torch.randn_like(right)
+    expected = [right, *torch.autograd.grad(right, exact, pull)]
+    tensors = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    try:
+        attended = KERNELS[name](*tensors, spans, size**-0.5, None)
+    except ImportError:
+        pytest.skip("not installed")
+    found = [attended, *torch.autograd.grad(attended, tensors, pull.bfloat16())]
+    for ours, other in zip(found, expected, strict=True):
+        assert float((ours.double() - other).norm() / other.norm()) < 0.01
+
+
+def test_the_fastest_attention_kernel_is_chosen_once() -> None:
+    shape = ShapeClass(torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 2048)
+    choice = measured(shape)
+    assert FLASH in choice.seconds
+    assert choice.eager == min(choice.seconds, key=lambda name: choice.seconds[name][0])
+    assert choice.captured == min(choice.seconds, key=lambda name: choice.seconds[name][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
