@@ -30,6 +30,8 @@ import torch
 from speed_device import forget, peaks, seconds_of
 from speed_shapes import PEAK, Shape, flops, random_model, shapes, word_tokenizer
 
+from covey.accel.activation_offload import checkpoint_layers
+from covey.models.adapter import add_adapter
 from covey.models.load_model import wrap
 from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, with_advantage
@@ -46,6 +48,10 @@ class Setting:
 
     device: str = "cuda"
     checkpointing: bool = False
+    offload: bool = False
+    """Keep the inputs of checkpointed layers in main memory."""
+    rank: int = 0
+    """Of a LoRA adapter; 0: all weights are trained."""
     graphs: bool = True
     budget: int = 0
     """Packed tokens of a micro-batch; 0: the shape's own."""
@@ -66,7 +72,7 @@ class Setting:
 def make_policy(config: Any, setting: Setting) -> Policy:
     model = random_model(config, dtype=setting.dtype, device=setting.device)
     if setting.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, offload=setting.offload)
     return policy_for(model, setting)
 
 
@@ -75,6 +81,8 @@ def policy_for(model: Any, setting: Setting) -> Policy:
     whole = wrap(model, word_tokenizer(model.config.vocab_size), "made up")
     usual = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
     kind = partial(CompactAdamW, seed=0) if setting.state == "compact" else MasterAdamW
+    if setting.rank:
+        whole = add_adapter(whole, rank=setting.rank)
     optimizer = kind(model.named_parameters(), **usual)
     return Policy(
         model=whole,
@@ -170,6 +178,8 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     return {
         "shape": name,
         "checkpointing": setting.checkpointing,
+        "offload": setting.offload,
+        "rank": setting.rank,
         "state": setting.state,
         "budget": budget,
         "micro_batches": len(list(micro_batches(batch, budget))),
@@ -215,6 +225,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--graphs", choices=["off", "auto", "both"], default="auto")
     parser.add_argument("--state", choices=["float32", "compact"], default="float32")
+    parser.add_argument("--rank", type=int, default=0, help="of a LoRA adapter")
+    parser.add_argument("--offload", action="store_true", help="with --checkpointing yes")
     parser.add_argument("--budget", type=int, default=0, help="packed tokens; 0: the shape's own")
     parser.add_argument("--megabytes", type=float, default=512.0, help="for logits")
     parser.add_argument("--group", type=int, default=8)
@@ -242,6 +254,7 @@ def main() -> None:
                 device=arguments.device, checkpointing=checkpointing, graphs=graphs,
                 budget=arguments.budget, megabytes=arguments.megabytes, group=arguments.group,
                 repeat=arguments.repeat, profile=arguments.profile, state=arguments.state,
+                rank=arguments.rank, offload=arguments.offload,
             )  # fmt: skip
             result = run(name, shape, setting)
             print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)

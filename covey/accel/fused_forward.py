@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
 from covey.accel.attention_choice import flash_attention
+from covey.accel.attention_kernels import Kept
 from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, swiglu_linear
 from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
@@ -65,7 +66,7 @@ def fused_backbone(
         if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
             hidden = hidden if delta is None else hidden + delta
             hidden, delta = recomputed(
-                _layer, layer, hidden, None, place, collect,
+                _layer, layer, hidden, None, place, collect, [],
                 use_reentrant=False, preserve_rng_state=False, determinism_check="none",
                 context_fn=_first_and_again,
             )  # fmt: skip
@@ -94,14 +95,19 @@ def _layer(
     delta: torch.Tensor | None,
     place: _Place,
     collect: KeysAndValues | None,
+    kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream after attention, and the output of the MLP."""
+    """Return the residual stream after attention, and the output of the MLP.
+
+    A layer that is recomputed stores the result of attention in `kept`, the most expensive result
+    for its size, and takes it from there the second time.
+    """
     weight_and_eps = gain(layer.input_layernorm)
     if delta is None:
         normed = norm(hidden, *weight_and_eps)
     else:
         hidden, normed = add_norm(hidden, delta, *weight_and_eps)
-    attended = _attend(layer.self_attn, normed, place, collect)
+    attended = _attend(layer.self_attn, normed, place, collect, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
     mlp = layer.mlp
@@ -110,7 +116,11 @@ def _layer(
 
 
 def _attend(
-    module: Any, normed: torch.Tensor, place: _Place, collect: KeysAndValues | None
+    module: Any,
+    normed: torch.Tensor,
+    place: _Place,
+    collect: KeysAndValues | None,
+    kept: Kept | None,
 ) -> torch.Tensor:
     products = fused_linear([module.q_proj, module.k_proj, module.v_proj], normed)
     size = module.head_dim
@@ -122,7 +132,7 @@ def _attend(
     if collect is not None:
         collect.append(_unshared(key, value, place))
     if isinstance(place.packing, VarlenRows):
-        attended = flash_attention(query, key, value, place.packing, module.scaling)
+        attended = flash_attention(query, key, value, place.packing, module.scaling, kept=kept)
     else:
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         options = {"scaling": module.scaling, "dropout": 0.0}

@@ -50,6 +50,8 @@ class VarlenRows:
     longest_key: int
     shared: KeyIndex | None = None
     """None if no rows share a prompt; every token then has one key position."""
+    bounds: tuple[int, ...] | None = None
+    """The numbers in `key_starts`; None if a CUDA graph may replace the rows."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """Copy packed keys or values [N, K, D] to their key positions [R, K, D]."""

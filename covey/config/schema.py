@@ -374,11 +374,6 @@ class Config(Section):
         return self.overlap.staleness > 0 or self.replay.groups > 0
 
     @property
-    def offloads(self) -> bool:
-        """Whether the inputs of checkpointed layers are kept in main memory."""
-        return self.model.gradient_checkpointing and self.model.offload_activations
-
-    @property
     def records_passes(self) -> bool:
         """Whether training may use CUDA graphs. A resumed run captures new graphs, which may round
         differently.

@@ -55,7 +55,9 @@ def shared_batch() -> Batch:
     )
 
 
-def per_row(query, key, value, spans: VarlenRows, scale: float, window=None) -> torch.Tensor:
+def per_row(
+    query, key, value, spans: VarlenRows, scale: float, window=None, kept=None
+) -> torch.Tensor:
     """Flash attention's result, for devices without it."""
     shared = query.shape[1] // key.shape[1]
     results = []

@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
-from covey.accel import activation_offload
+from covey.accel import activation_offload, attention_choice
 from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.attention_choice import ShapeClass, measured
-from covey.accel.attention_kernels import FLASH, KERNELS
+from covey.accel.attention_kernels import CUDNN, FLASH, KERNELS, Inputs, attend
 from covey.accel.head import Head, token_logp
 from covey.accel.packing import host_rows, pack, prompt_numbers
 from covey.embedded import CHECKPOINT
@@ -146,21 +146,31 @@ def test_attention_kernels_agree_where_rows_share_prompts(
     pull = torch.randn_like(right)
     expected = [right, *torch.autograd.grad(right, exact, pull)]
     tensors = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
-    try:
-        attended = KERNELS[name](*tensors, spans, size**-0.5, None)
-    except ImportError:
-        pytest.skip("not installed")
+    attended = attend(KERNELS[name], *tensors, Inputs(spans, size**-0.5))
     found = [attended, *torch.autograd.grad(attended, tensors, pull.bfloat16())]
     for ours, other in zip(found, expected, strict=True):
         assert float((ours.double() - other).norm() / other.norm()) < 0.01
 
 
-def test_the_fastest_attention_kernel_is_chosen_once() -> None:
-    shape = ShapeClass(torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 2048)
+def test_the_fastest_attention_kernel_is_chosen() -> None:
+    shape = ShapeClass(torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 4096)
     choice = measured(shape)
     assert FLASH in choice.seconds
-    assert choice.eager == min(choice.seconds, key=lambda name: choice.seconds[name][0])
-    assert choice.captured == min(choice.seconds, key=lambda name: choice.seconds[name][1])
+    assert choice.name == min(choice.seconds, key=choice.seconds.__getitem__)
+
+
+def test_long_rows_run_eagerly_with_the_fastest_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows here are those of at least 16 tokens."""
+    model, batch = build("qwen2"), shared_batch()
+    policy = policy_of(model, graphs=True)
+    expected, values = collected(policy, [batch])
+    monkeypatch.setattr(attention_choice, "LONG", 16)
+    monkeypatch.setattr(attention_choice, "chosen", lambda *_: CUDNN)
+    for _ in range(4):
+        found, said = collected(policy, [batch])
+        assert apart(found, expected) < 0.02
+        torch.testing.assert_close(said, values, atol=0.05, rtol=0.02)
+    assert not policy.passes.captured()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

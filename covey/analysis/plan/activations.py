@@ -155,10 +155,10 @@ def training_bytes(
 ) -> int:
     """Return the bytes of activations in a forward and backward pass.
 
-    With gradient checkpointing, a layer keeps only its input, and one layer at a time is
-    recomputed. With `offload`, these inputs are in main memory, except those being used or copied.
-    `head` is the memory of the LM head, which is freed before the backward pass of
-    fused layers.
+    With gradient checkpointing, a layer keeps only its input and the result of flash attention, and
+    one layer at a time is recomputed. With `offload`, these inputs are in main memory, except those
+    being used or copied. `head` is the memory of the LM head, which is freed before the backward
+    pass of fused layers.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers
@@ -166,9 +166,12 @@ def training_bytes(
     ends = ends_bytes(shape, size, batch, kernels)
     if kernels.fused:
         stream = batch.tokens * shape.hidden * FLOAT
-        again = layer - stream if checkpointing else 0  # the first norm keeps the input itself
+        # The first norm keeps the layer's input itself, and the result of attention is kept.
+        attended = batch.tokens * (shape.query * size + shape.heads * FLOAT) * kernels.flash
+        again = layer - stream - attended if checkpointing else 0
         passing = max(0, again + _fused_backward(shape, size, batch) - head)
-        return (inputs * stream if checkpointing else shape.layers * layer) + ends + passing
+        kept = inputs * stream + shape.layers * attended if checkpointing else shape.layers * layer
+        return kept + ends + passing
     layers = shape.layers * layer
     if checkpointing:
         layers = layer + inputs * batch.tokens * shape.hidden * size

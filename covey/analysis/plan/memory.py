@@ -274,7 +274,8 @@ class _Run:
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""
-        layout += ", layer inputs in main memory" if config.offloads else ""
+        offload = checkpointing and config.model.offload_activations
+        layout += ", layer inputs in main memory" if offload else ""
         by_reference = self._by_reference()
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
         by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
@@ -285,7 +286,7 @@ class _Run:
         head = chunk + self._head_gradient()
         kept = training_bytes(
             shape, size, batch, device=device, checkpointing=checkpointing, head=head,
-            offload=config.offloads,
+            offload=offload,
         )  # fmt: skip
         passing = passing_bytes(shape, size, batch, device)
         return [
