@@ -109,7 +109,7 @@ def update_long(sizes: Sizes, report: Report) -> None:
         recomputed = ", layers recomputed" * setting.checkpointing
         offloaded = ", their inputs in main memory" * setting.offload
         report.row(
-            "update_long", who="covey", length=length, **row, **beside(predicted, sizes.device),
+            "update_long", who="covey", length=length, **{**row, **beside(predicted, sizes.device)},
             attention=attention_used(),
             ran=f"{completions} x {length} tokens, {setting.budget} in a micro-batch"
             f"{recomputed}{offloaded}",
@@ -137,4 +137,4 @@ def attention_used() -> str:
     """Return the attention kernels that were chosen for rows of each length."""
     from covey.accel.attention_choice import CHOICES
 
-    return ", ".join(f"{shape.length}: {choice.captured}" for shape, choice in CHOICES.items())
+    return ", ".join(f"{shape.length}: {choice.name}" for shape, choice in CHOICES.items())
