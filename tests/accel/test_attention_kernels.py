@@ -12,12 +12,22 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from covey.accel import attention_choice, attention_kernels
+from covey.accel import fused_forward as fused
+from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.attention_choice import FLASH3, ShapeClass, has_long_rows
 from covey.accel.attention_kernels import CUDNN, FLASH, KERNELS, Inputs, Kept, Kernel, attend
 from covey.accel.packing import pack
 from covey.accel.varlen_attention import VarlenRows
 from covey.types import HostRows
-from tests.accel.test_fused_forward import CPU, per_row, shared_batch
+from tests.accel.test_fused_forward import (
+    CPU,
+    assert_same_gradients,
+    both_ways,
+    gradients,
+    per_row,
+    shared_batch,
+)
+from tests.conftest import build
 
 SHAPE = ShapeClass(CPU, torch.float64, 4, 2, 8, 64)
 
@@ -133,6 +143,25 @@ def test_a_recomputed_layer_takes_the_kept_result() -> None:
     assert all(map(torch.equal, found, expected))
     assert calls[2:] == ["forward", "backward"]  # not a third forward pass
     assert kept == []
+
+
+def test_checkpointing_does_not_compute_attention_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    kernel = reference(calls)
+
+    def attention(query, key, value, spans, scale, kept=None):
+        return attend(kernel, query, key, value, Inputs(spans, scale), kept)
+
+    monkeypatch.setattr(fused, "flash_attention", attention)
+    model, batch = build("llama"), shared_batch()
+    model.model.train()
+    plain = gradients(model, both_ways(model, batch, flash=True)[0])
+    layers = len(model.backbone.layers)
+    assert sorted(calls) == ["backward"] * layers + ["forward"] * layers
+    checkpoint_layers(model.model, offload=False)
+    again = gradients(model, both_ways(model, batch, flash=True)[0])
+    assert sorted(calls) == ["backward"] * 2 * layers + ["forward"] * 2 * layers
+    assert_same_gradients(again, plain, tolerance=1e-6)
 
 
 def test_rows_are_long_on_average() -> None:
