@@ -139,7 +139,8 @@ def checkpoint_layers(model: Any, *, offload: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if not offload:
         return
-    model.base_model.activation_offload = offloaded = ActivationOffload()
-    for module in model.modules():
+    offloaded = ActivationOffload()
+    for module in model.modules():  # the backbone and its layers
         if getattr(module, "gradient_checkpointing", False):
+            module.activation_offload = offloaded
             module._gradient_checkpointing_func = partial(offloaded.checkpoint, use_reentrant=False)

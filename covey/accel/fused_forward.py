@@ -60,19 +60,9 @@ def fused_backbone(
     shared = packing.shared if isinstance(packing, VarlenRows) else None
     place = _Place(rope, packing, shared)
     delta: torch.Tensor | None = None
-    offload: ActivationOffload | None = getattr(model, "activation_offload", None)
-    recomputed = checkpoint if offload is None else offload.checkpoint
     for layer in model.layers:
-        if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
-            hidden = hidden if delta is None else hidden + delta
-            hidden, delta = recomputed(
-                _layer, layer, hidden, None, place, collect, [],
-                use_reentrant=False, preserve_rng_state=False, determinism_check="none",
-                context_fn=_first_and_again,
-            )  # fmt: skip
-        else:
-            hidden, delta = _layer(layer, hidden, delta, place, collect)
-    if offload is not None:
+        hidden, delta = fused_layer(layer, hidden, delta, place, collect)
+    if (offload := getattr(model, "activation_offload", None)) is not None:
         offload.join()
     assert delta is not None, "a model has layers"
     return add_norm(hidden, delta, *gain(model.norm))[1]
@@ -87,6 +77,26 @@ def is_llama_like(model: Any) -> bool:
         and plain_positions(model.config)
         and backbone.embed_tokens.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
+
+
+def fused_layer(
+    layer: Any,
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    place: _Place,
+    collect: KeysAndValues | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
+    if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
+        return _layer(layer, hidden, delta, place, collect)
+    offload: ActivationOffload | None = getattr(layer, "activation_offload", None)
+    recomputed = checkpoint if offload is None else offload.checkpoint
+    found: tuple[torch.Tensor, torch.Tensor] = recomputed(
+        _layer, layer, hidden if delta is None else hidden + delta, None, place, collect, [],
+        use_reentrant=False, preserve_rng_state=False, determinism_check="none",
+        context_fn=_first_and_again,
+    )  # fmt: skip
+    return found
 
 
 def _layer(
