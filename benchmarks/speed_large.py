@@ -97,7 +97,7 @@ def update_long(sizes: Sizes, report: Report) -> None:
         )  # fmt: skip
         setting = Setting(
             device=sizes.device, group=min(sizes.group, completions), repeat=sizes.long_repeat,
-            **changes,
+            warmup=1, **changes,
         )  # fmt: skip
         try:
             row = run("qwen2.5", shape, setting)

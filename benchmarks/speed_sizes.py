@@ -70,10 +70,10 @@ class Sizes:
     seven_prompts: int = 8
     seven_tokens: int = 512
     seven_warmup: int = 1
-    seven_steps: int = 3
+    seven_steps: int = 2
 
     long_updates: tuple[tuple[int, int, Mapping[str, Any]], ...] = (
-        (16, 8_192, {"budget": 16_384}),
+        (16, 8_192, {"budget": 32_768}),
         (4, 32_768, {"budget": 32_768, "checkpointing": True, "offload": True}),
     )
     """Completions, tokens of each with its prompt, and settings of update_gpu.py."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.accel.attention_kernels import FLASH, KERNELS, Inputs, Kept, attend
-from covey.accel.varlen_attention import VarlenRows
+from covey.accel.varlen_attention import Bounds, VarlenRows
 
 LONG = 2048
 """Rows are long if their mean length is at least this."""
@@ -67,15 +67,15 @@ def flash_attention(
     With `kept`, the result is stored in an empty list, or taken from a list that is not empty.
     """
     name = FLASH
-    if window is None and spans.bounds is not None and has_long_rows(spans.bounds):
+    if window is None and spans.bounds is not None and has_long_rows(spans.bounds.key):
         shape = (query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
         name = chosen(*shape, spans.longest_key)
     return attend(KERNELS[name], query, key, value, Inputs(spans, scale, window), kept)
 
 
-def has_long_rows(bounds: Sequence[int]) -> bool:
+def has_long_rows(key_bounds: Sequence[int]) -> bool:
     """Return whether the mean length of rows with these bounds is long."""
-    return bounds[-1] >= LONG * (len(bounds) - 1)
+    return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 
 def chosen(
@@ -137,14 +137,14 @@ class _Rows:
 
     def __init__(self, shape: ShapeClass) -> None:
         tokens = max(shape.length, TOKENS)
-        bounds = range(0, tokens + 1, shape.length)
+        bounds = tuple(range(0, tokens + 1, shape.length))
         starts = torch.tensor(bounds, device=shape.device, dtype=torch.int32)
         self.spans = VarlenRows(
             query_starts=starts,
             key_starts=starts,
             longest_query=shape.length,
             longest_key=shape.length,
-            bounds=tuple(bounds),
+            bounds=Bounds(bounds, bounds),
         )
         draw = torch.Generator(shape.device).manual_seed(0)
         self.tensors = [

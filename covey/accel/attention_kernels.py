@@ -2,10 +2,10 @@
 
 Attention is causal and aligned at the end of a row (varlen_attention.py). Flash attention computes
 all rows in one call and supports rows with fewer queries than keys. cuDNN's causal mask is aligned
-at the start of a row, so queries are copied to all key positions: the queries of a shared prompt
-then occur in every row of the prompt. Only one of these copies is read, and the gradient of the
-others is zero, so results and gradients do not change. Each row is one call. cuDNN's operator for
-rows of different lengths is not used: with torch 2.11 its backward pass reads invalid addresses.
+at the start of a row, so a row gets copies of the queries of its shared prompt, which belong to
+another row. The results of the copies are not read and their gradient is zero, so they change
+nothing. Rows of about the same length are one call. cuDNN's operator for rows of different lengths
+is not used, because with torch 2.11 it reads invalid addresses.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from covey.accel.varlen_attention import VarlenRows
 
@@ -125,63 +124,112 @@ def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
     return back
 
 
+class _Row(NamedTuple):
+    """A row's queries, among all packed tokens, and its keys, among all key positions."""
+
+    query: slice
+    key: slice
+
+    @property
+    def missing(self) -> int:
+        """The number of first tokens whose queries belong to another row."""
+        return _length(self.key) - _length(self.query)
+
+    @property
+    def padded(self) -> int:
+        return -(-_length(self.key) // STEP) * STEP
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+def _batches(inputs: Inputs) -> list[list[_Row]]:
+    """Return the rows, grouped by their padded length: each group is one call."""
+    bounds = inputs.spans.bounds
+    if inputs.window is not None or bounds is None:
+        raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
+    found: dict[int, list[_Row]] = {}
+    for query, key in zip(pairwise(bounds.query), pairwise(bounds.key), strict=True):
+        row = _Row(slice(*query), slice(*key))
+        found.setdefault(row.padded, []).append(row)
+    return list(found.values())
+
+
+def _key_rows(values: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
+    """Return keys or values [R, K, D] as padded rows [rows, K, S, D]."""
+    (first, *others), size = rows, rows[0].padded
+    if not others and _length(first.key) == size:
+        return values[first.key].transpose(0, 1)[None]
+    padded = values.new_empty(len(rows), size, *values.shape[1:])
+    for target, row in zip(padded, rows, strict=True):
+        target[: _length(row.key)] = values[row.key]
+        target[_length(row.key) :] = 0.0  # finite; no query of the row sees these keys
+    return padded.transpose(1, 2)
+
+
+def _query_rows(
+    values: torch.Tensor, rows: list[_Row], tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return values of queries [N, H, D] as padded rows [rows, H, S, D].
+
+    `tokens` gives the packed token of each key position, from which queries that belong to another
+    row are copied; without it, they are zero.
+    """
+    if not any(row.missing for row in rows):
+        return _key_rows(values, [row._replace(key=row.query) for row in rows])
+    padded = values.new_zeros(len(rows), rows[0].padded, *values.shape[1:])
+    for target, row in zip(padded, rows, strict=True):
+        target[row.missing : _length(row.key)] = values[row.query]
+        if row.missing and tokens is not None:
+            shared = tokens[row.key][: row.missing]
+            target[: row.missing] = values.index_select(0, shared)
+    return padded.transpose(1, 2)
+
+
 def _cudnn_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
 ) -> Found:
-    spans = inputs.spans
-    rows = spans.gathered(query)
-    attended = torch.empty_like(rows)
+    shared = inputs.spans.shared
+    attended = torch.empty_like(query)
     beside: list[torch.Tensor] = []
-    for row in _rows(inputs):
+    for rows in _batches(inputs):
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(_padded(t, row) for t in (rows, key, value)),
+            _query_rows(query, rows, None if shared is None else shared.tokens),
+            _key_rows(key, rows), _key_rows(value, rows),
             None, True, 0.0, True, False, scale=inputs.scale,
         )  # fmt: skip
-        attended[row] = _unpadded(found[0], row)
+        _write_queries(attended, found[0], rows)
         beside += [found[1], found[6], found[7]]
-    return spans.selected(attended), *beside
+    return attended, *beside
 
 
 def _cudnn_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
     query, key, value = tensors
-    spans = inputs.spans
-    inputs_of_row = (spans.scattered(grad), spans.gathered(query), key, value)
-    attended, *beside = spans.scattered(found[0]), *found[1:]
-    grads = tuple(torch.empty_like(t) for t in inputs_of_row[1:])
-    for number, row in enumerate(_rows(inputs)):
+    attended, *beside = found
+    shared = inputs.spans.shared
+    query_grad, key_grad, value_grad = (torch.empty_like(tensor) for tensor in tensors)
+    for number, rows in enumerate(_batches(inputs)):
         total, seed, offset = beside[3 * number : 3 * number + 3]
-        length = _padded_length(row)
+        size = rows[0].padded
         back = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(_padded(t, row) for t in (*inputs_of_row, attended)),
-            total, seed, offset, None, None, None, length, length, 0.0, True, scale=inputs.scale,
+            _query_rows(grad, rows),
+            _query_rows(query, rows, None if shared is None else shared.tokens),
+            _key_rows(key, rows), _key_rows(value, rows), _query_rows(attended, rows),
+            total, seed, offset, None, None, None, size, size, 0.0, True, scale=inputs.scale,
         )  # fmt: skip
-        for target, part in zip(grads, back, strict=True):
-            target[row] = _unpadded(part, row)
-    return spans.selected(grads[0]), *grads[1:]
+        _write_queries(query_grad, back[0], rows)
+        for target, part in ((key_grad, back[1]), (value_grad, back[2])):
+            for row, values in zip(rows, part.transpose(1, 2), strict=True):
+                target[row.key] = values[: _length(row.key)]
+    return query_grad, key_grad, value_grad
 
 
-def _rows(inputs: Inputs) -> list[slice]:
-    """Return the key positions of each row."""
-    if inputs.window is not None or inputs.spans.bounds is None:
-        raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
-    return [slice(begin, end) for begin, end in pairwise(inputs.spans.bounds)]
-
-
-def _padded_length(row: slice) -> int:
-    length: int = row.stop - row.start
-    return -(-length // STEP) * STEP
-
-
-def _padded(values: torch.Tensor, row: slice) -> torch.Tensor:
-    """Return one row of [R, heads, D] as [1, heads, S, D]; zeros after its end have no effect."""
-    missing = _padded_length(row) - (row.stop - row.start)
-    part = pad(values[row], (0, 0, 0, 0, 0, missing)) if missing else values[row]
-    return part.transpose(0, 1)[None]
-
-
-def _unpadded(values: torch.Tensor, row: slice) -> torch.Tensor:
-    """Return [1, heads, S, D] as a row [R, heads, D] without padding."""
-    return values[0].transpose(0, 1)[: row.stop - row.start]
+def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row]) -> None:
+    """Write the results [rows, H, S, D] of all queries to their packed tokens [N, H, D]."""
+    for row, values in zip(rows, padded.transpose(1, 2), strict=True):
+        target[row.query] = values[row.missing : _length(row.key)]
 
 
 FLASH = "flash attention"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from covey.accel.attention import PaddedRows
-from covey.accel.varlen_attention import KeyIndex, VarlenRows
+from covey.accel.varlen_attention import Bounds, KeyIndex, VarlenRows
 from covey.types import Batch, HostRows
 
 
@@ -154,7 +154,7 @@ def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
     """Pack a batch for flash attention: each prompt precedes the completion of its first row."""
     tables, longest = varlen_tables(host)
     shared = len(tables.tokens) > len(tables.input_ids)
-    bounds = tuple(tables.key_starts.tolist())
+    bounds = Bounds(tuple(tables.query_starts.tolist()), tuple(tables.key_starts.tolist()))
     tables = PackedTables._make(to_device(list(tables), device))
     return packed_batch(tables, longest, shared=shared, bounds=bounds)
 
@@ -164,7 +164,7 @@ def packed_batch(
     longest: MaxLengths,
     *,
     shared: bool,
-    bounds: tuple[int, ...] | None = None,
+    bounds: Bounds | None = None,
 ) -> PackedBatch:
     """Return the model's inputs; if `shared`, rows share prompts and keys are gathered."""
     return PackedBatch(

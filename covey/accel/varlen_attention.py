@@ -38,6 +38,13 @@ class KeyIndex(NamedTuple):
         return (self.starts[self.begin.long()] + self.position).long()
 
 
+class Bounds(NamedTuple):
+    """Offsets of each row's queries and keys, on the CPU."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenRows:
     """Offsets of each row's queries and keys (cu_seqlens), and the index of shared keys."""
@@ -50,20 +57,9 @@ class VarlenRows:
     longest_key: int
     shared: KeyIndex | None = None
     """None if no rows share a prompt; every token then has one key position."""
-    bounds: tuple[int, ...] | None = None
-    """The numbers in `key_starts`; None if a CUDA graph may replace the rows."""
+    bounds: Bounds | None = None
+    """The offsets on the CPU; None if a CUDA graph may replace the rows."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """Copy packed keys or values [N, K, D] to their key positions [R, K, D]."""
         return packed if self.shared is None else packed.index_select(0, self.shared.tokens)
-
-    def selected(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return one of the key positions [R, ...] of each packed token, [N, ...]."""
-        return rows if self.shared is None else rows.index_select(0, self.shared.first())
-
-    def scattered(self, packed: torch.Tensor) -> torch.Tensor:
-        """Copy packed values [N, ...] to one of their key positions; the others get zeros."""
-        if self.shared is None:
-            return packed
-        rows = packed.new_zeros(len(self.shared.tokens), *packed.shape[1:])
-        return rows.index_copy_(0, self.shared.first(), packed)

@@ -97,7 +97,7 @@ def rows_and_tensors() -> tuple[VarlenRows, list[torch.Tensor]]:
 
 
 @pytest.mark.usefixtures("_operators")
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("step", [1, 4, 64])
 def test_cudnns_rows_give_the_same_attention(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernels, "STEP", step)
     spans, tensors = rows_and_tensors()

@@ -277,28 +277,6 @@ def test_shared_prompts_are_collected_once() -> None:
     torch.testing.assert_close(collected[0][1].flatten(1), value, atol=1e-5, rtol=0)
 
 
-def test_rows_with_all_their_queries_give_the_same_attention() -> None:
-    """Attention that cuDNN computes: a query at every key position, of which one per token counts."""
-    spans = pack(HostRows.of(shared_batch()), CPU, varlen=True).packing
-    assert isinstance(spans, VarlenRows)
-    assert spans.shared is not None
-    torch.manual_seed(0)
-    places = len(spans.shared.tokens)
-    shapes = [(len(spans.shared.position), 4, 8), (places, 2, 8), (places, 2, 8)]
-    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    expected = per_row(*tensors, spans, 0.3)
-    whole = replace(spans, query_starts=spans.key_starts, longest_query=spans.longest_key)
-    rows = per_row(spans.gathered(tensors[0]), *tensors[1:], whole, 0.3)
-    found = spans.selected(rows)
-    torch.testing.assert_close(found, expected)
-    pull = torch.randn_like(expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(rows, tensors, spans.scattered(pull)),
-        torch.autograd.grad(expected, tensors, pull),
-    )
-    assert torch.equal(spans.selected(spans.scattered(pull)), pull)
-
-
 def test_fused_weights_are_one_tensor_and_stay_parameters() -> None:
     model = build("qwen2")
     before = {n: p.detach().clone() for n, p in model.model.named_parameters()}
