@@ -21,7 +21,7 @@ from covey.analysis.plan.model_shape import measure
 from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config, load_config
 
-RECIPES = {"full": "seven-b-full", "LoRA": "seven-b-lora"}
+RECIPES = {"LoRA": "seven-b-lora", "full": "seven-b-full"}
 ENGINE = ("KV cache", "prompt KV cache", "decode graph", "prefill", "sampling", "fused weights")
 """Parts of a forecast that an update without an engine does not allocate."""
 

@@ -78,7 +78,7 @@ class Sizes:
     )
     """Completions, tokens of each with its prompt, and settings of update_gpu.py."""
     long_prompt: int = 256
-    long_repeat: int = 2
+    long_repeat: int = 1
 
     @property
     def dtype_name(self) -> str:

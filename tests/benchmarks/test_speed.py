@@ -97,9 +97,9 @@ def test_large_models_and_long_sequences_have_a_forecast_of_their_memory() -> No
             measure(sizes, report)
     rows = [row for section in report.sections.values() for row in section["rows"]]
     assert not any("missing" in row for row in rows)
-    assert [row["who"] for row in rows] == ["full", "LoRA", "covey", "covey"]
+    assert [row["who"] for row in rows] == ["LoRA", "full", "covey", "covey"]
     assert all(row["forecast_gib"] >= 0 for row in rows)
-    full, lora, kept, recomputed = rows
+    lora, full, kept, recomputed = rows
     tokens = sizes.seven_prompts * sizes.group * sizes.seven_tokens
     assert full["sampled_per_s"] == pytest.approx(tokens / full["rollout"])
     assert lora["seconds"] > lora["update"] > 0
