@@ -68,7 +68,7 @@ class ActivationOffload:
     def join(self) -> None:
         """Make the device wait for the last copy; a CUDA graph of the forward pass ends so."""
         last = self._last()
-        if last is not None:
+        if last is not None and last.values is not None:  # else backward has taken it
             _wait(last.device, last.saved)
 
     def _pack(self, values: torch.Tensor) -> _Kept | torch.Tensor:
