@@ -137,12 +137,20 @@ def make_model(shape: Mapping[str, Any], folder: Path, *, weights: bool) -> None
 
 
 def random_model(
-    path: str, *, dtype: str, device: str, gradient_checkpointing: bool, template: Any
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    gradient_checkpointing: bool,
+    offload_activations: bool,
+    template: Any,
+    **_: Any,
 ) -> Any:
     """Stand in for load_language_model: make weights on the device instead of reading them."""
     import torch
     import transformers
 
+    from covey.accel.activation_offload import checkpoint_layers
     from covey.models.load_model import wrap
 
     kind = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -153,7 +161,7 @@ def random_model(
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
     model.tie_weights()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, offload=offload_activations)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     return wrap(model.eval(), tokenizer, name=path, template=template)
 

@@ -16,6 +16,8 @@ update      tokens per second, counting the prompt once per completion; MFU over
             `work` over the tokens processed: 6 flops per weight and token plus attention, against
             the 989 Tflop/s of the data sheet
 step        sampling, scoring and one update, beside TRL, each in a fresh process
+seven_b     whole steps of the recipes seven-b-full and seven-b-lora, and their forecast memory
+update_long updates on sequences of 8,192 and 32,768 tokens, and their forecast memory
 ragged      completions of 1 to 1,024 tokens with geometric lengths: refilling free slots against
             static batches that wait for their longest completion, on the same completions
 linear      16 to 2,048 completions at a time
@@ -63,6 +65,7 @@ def environment_of(device: str, megabytes: int) -> dict[str, Any]:
 def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None]]:
     """Return what measures each section."""
     from speed_checks import numerics, startup
+    from speed_large import seven_b, update_long
     from speed_sampler import linear, ragged, sampler
     from speed_step import seed_shape, step
     from speed_update import update
@@ -71,6 +74,8 @@ def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None
         "sampler": sampler,
         "update": update,
         "step": partial(step, own_process=own_process),
+        "seven_b": seven_b,
+        "update_long": update_long,
         "ragged": ragged,
         "linear": linear,
         "seed_shape": seed_shape,

@@ -25,6 +25,10 @@ SPEED = Column("tokens/s", "tokens_per_s", ",.0f")
 SECONDS = Column("seconds", "seconds", ".3f")
 RATIO = Column("covey is faster by", "ratio", ".1f")
 PEAKS = (Column("peak GiB", "peak_gib", ".1f"), Column("reserved GiB", "reserved_gib", ".1f"))
+FORECAST = (
+    Column("forecast GiB", "forecast_gib", ".1f"),
+    Column("forecast / peak", "forecast_ratio", ".3f"),
+)
 
 COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "sampler": (
@@ -40,6 +44,15 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         SHAPE, WHO, SECONDS, Column("fastest", "fastest", ".3f"),
         Column("rollout", "rollout", ".3f"), Column("update", "update", ".3f"), SPEED, *PEAKS,
         RATIO, RAN,
+    ),
+    "seven_b": (
+        SHAPE, WHO, SECONDS, Column("rollout", "rollout", ".3f"),
+        Column("tokens/s sampled", "sampled_per_s", ",.0f"), Column("update", "update", ".3f"),
+        Column("MFU of the update", "mfu", ".1%"), *PEAKS, *FORECAST, RAN,
+    ),
+    "update_long": (
+        SHAPE, WHO, Column("length", "length", ","), SPEED, Column("MFU", "mfu", ".1%"),
+        Column("work", "work", ".1%"), *PEAKS, *FORECAST, Column("attention", "attention"), RAN,
     ),
     "ragged": (
         SHAPE, WHO, COMPLETIONS, Column("slots", "slots"), Column("tokens", "tokens", ","),

@@ -65,6 +65,20 @@ def shapes() -> dict[str, Shape]:
     }  # fmt: skip
 
 
+def seven_billion() -> dict[str, Shape]:
+    """Qwen2.5-7B; the batch of its steps is that of its recipes."""
+    config = transformers.Qwen2Config(
+        vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, intermediate_size=18944, max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return {
+        "qwen2.5-7b": Shape(
+            config, completions=64, prompt=128, completion=512, budgets=(8_192, 8_192)
+        )
+    }
+
+
 def tiny_shapes() -> dict[str, Shape]:
     """The same families, small enough for a CPU and a test."""
     small = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from speed_shapes import Shape, shapes, tiny_shapes
+from speed_shapes import Shape, seven_billion, shapes, tiny_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,24 @@ class Sizes:
     updates: Mapping[str, tuple[Mapping[str, Any], ...]] = field(
         default_factory=lambda: {
             "smollm2": ({},),
-            "qwen2.5": ({}, {"checkpointing": True, "state": "compact"}),
+            "qwen2.5": ({}, {"checkpointing": True, "state": "compact"}, {"rank": 32}),
         }
     )
-    """Settings of update_gpu.py: fastest and, for the larger shape, smallest in memory."""
+    """Settings of update_gpu.py: fastest, smallest in memory, and LoRA."""
+
+    seven: Mapping[str, Shape] = field(default_factory=seven_billion)
+    seven_prompts: int = 8
+    seven_tokens: int = 512
+    seven_warmup: int = 1
+    seven_steps: int = 2
+
+    long_updates: tuple[tuple[int, int, Mapping[str, Any]], ...] = (
+        (16, 8_192, {"budget": 32_768}),
+        (4, 32_768, {"budget": 32_768, "checkpointing": True, "offload": True}),
+    )
+    """Completions, tokens of each with its prompt, and settings of update_gpu.py."""
+    long_prompt: int = 256
+    long_repeat: int = 1
 
     @property
     def dtype_name(self) -> str:
@@ -83,5 +97,8 @@ def sizes_for(device: str, **changes: Any) -> Sizes:
         "ragged_completions": 64, "ragged_slots": 8, "ragged_longest": 64, "ragged_mean": 12,
         "linear": (4, 8, 16), "seed_tokens": 12, "seed_steps": 2, "startup_completions": 16,
         "logp_completions": 8, "greedy_completions": 8, "greedy_tokens": 12,
+        "seven": {"qwen2.5-7b": tiny_shapes()["qwen2.5"]}, "seven_prompts": 2, "seven_tokens": 12,
+        "seven_steps": 1, "long_prompt": 8, "long_repeat": 1,
+        "long_updates": ((4, 64, {"budget": 128}), (2, 96, {"budget": 96, "checkpointing": True})),
     }  # fmt: skip
     return Sizes(device=device, dtype=torch.float32, shapes=tiny_shapes(), **{**tiny, **changes})

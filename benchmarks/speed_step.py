@@ -30,9 +30,11 @@ from speed_shapes import prompt_text, random_model, word_tokenizer
 from speed_sizes import Sizes
 from step_workers import PLAIN_TRL, Watch, stopwatch
 
+from covey.config import Config, load_config
 from covey.rewards.score import Score
 from covey.rollout.prompts import step_prompts
 from covey.tasks.task import Generated, chat_messages
+from covey.training.resolve import resolve
 from covey.trust import trust
 from covey.types import Prompt
 
@@ -110,25 +112,11 @@ class Stopwatch(Watch):
         self.marks.append(time.perf_counter())
 
 
-def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int, steps: int) -> Run:
-    """Train random weights with covey's own loop, without evaluation or checkpoints."""
-    from covey.config import load_config
-    from covey.models.load_model import wrap
-    from covey.run.folder import RunFolder
-    from covey.stopping import StopSignal
-    from covey.training import checkpoint
-    from covey.training.build import assemble
-    from covey.training.loop import train
-    from covey.training.resolve import resolve
-
+def run_config(
+    sizes: Sizes, name: str, overrides: Sequence[str], *, steps: int, recipe: str | None = None
+) -> Config:
+    """Return the settings of a run on random words, without evaluation or checkpoints."""
     shape = sizes.shapes[name]
-
-    def load(path: str, *, gradient_checkpointing: bool, **_: Any) -> Any:
-        model = random_model(shape.config, dtype=sizes.dtype, device=sizes.device)
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return wrap(model, word_tokenizer(shape.config.vocab_size), path)
-
     trust(["speed_step"])  # this module's own task
     always = (
         "model.path=made-up",
@@ -136,14 +124,37 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
         "task.name=speed_step:Words",
         f"task.words={sizes.prompt}",
         f"task.vocabulary={shape.config.vocab_size}",
-        f"train.steps={warmup + steps}",
-        f"train.micro_batch_tokens={shape.budgets[0]}",
+        f"train.steps={steps}",
         "train.logits_megabytes=512.0",
         "evaluate.every=0",
         "save.every=0",
         "save.rollouts=false",
     )
-    config = resolve(load_config(None, [*always, *overrides]))
+    if recipe is None:
+        always = (*always, f"train.micro_batch_tokens={shape.budgets[0]}")
+    return resolve(load_config(recipe, [*always, *overrides]))
+
+
+def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
+    """Train random weights with covey's own loop; the first steps are not timed."""
+    from covey.accel.activation_offload import checkpoint_layers
+    from covey.models.load_model import wrap
+    from covey.run.folder import RunFolder
+    from covey.stopping import StopSignal
+    from covey.training import checkpoint
+    from covey.training.build import assemble
+    from covey.training.loop import train
+
+    shape = sizes.shapes[name]
+
+    def load(
+        path: str, *, gradient_checkpointing: bool, offload_activations: bool, **_: Any
+    ) -> Any:
+        model = random_model(shape.config, dtype=sizes.dtype, device=sizes.device)
+        if gradient_checkpointing:
+            checkpoint_layers(model, offload=offload_activations)
+        return wrap(model, word_tokenizer(shape.config.vocab_size), path)
+
     watch = Stopwatch()
     started = time.perf_counter()
     with (
@@ -169,7 +180,8 @@ def step_covey(sizes: Sizes) -> dict[str, Any]:
         f"engine.max_concurrent={completions}",
         "objective.beta=0.0",
     )
-    run = covey_run(sizes, "smollm2", overrides, warmup=sizes.warmup, steps=sizes.steps)
+    config = run_config(sizes, "smollm2", overrides, steps=sizes.warmup + sizes.steps)
+    run = covey_run(sizes, "smollm2", config, warmup=sizes.warmup)
     written = {round(row["rollout/lengths"] * completions) for row in run.rows}
     assert written == {completions * sizes.tokens}, "a completion stopped early"
     return {
@@ -268,7 +280,8 @@ def seed_shape(sizes: Sizes, report: Report) -> None:
             f"rollout.max_tokens={sizes.seed_tokens}",
             f"engine.max_concurrent={completions}",
         )
-        run = covey_run(sizes, "qwen2.5", overrides, warmup=3, steps=sizes.seed_steps)
+        config = run_config(sizes, "qwen2.5", overrides, steps=3 + sizes.seed_steps)
+        run = covey_run(sizes, "qwen2.5", config, warmup=3)
         seconds = run.median("time/total")
         mean = statistics.fmean(row["time/total"] for row in run.rows)
         taken = (run.startup + SEED_STEPS * mean) / 60

@@ -52,6 +52,8 @@ def _covey(
     )
     ran += f", {row['micro_batches']} micro-batches"
     ran += ", activations recomputed" if setting.checkpointing else ""
+    ran += ", layer inputs in main memory" if setting.offload else ""
+    ran += f", LoRA of rank {setting.rank}" if setting.rank else ""
     ran += f", {setting.state} state"
     report.row("update", who="covey", **row, ran=ran)
     return float(row["tokens_per_s"])

@@ -1,7 +1,7 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the model's own weights, and calls the module of each layer that has an
-adapter. Only the code between the matrix products differs from the model's code. The residual
+The fused forward pass uses the model's own weights. Only the code between the matrix products, and
+the order of a LoRA adapter's products, differ from the model's code. The residual
 stream is float32, as in the decoder. Norms read the residual stream and return the dtype of the
 weights. The results of matrix products are added to the residual stream. Layers with the same input
 are computed as one product if their parameters are fused. The gradient of a weight is added to a
@@ -21,13 +21,16 @@ from torch import nn
 from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
+from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
+from covey.accel.attention_choice import flash_attention
+from covey.accel.attention_kernels import Kept
 from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, swiglu_linear
 from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
 from covey.accel.positions import plain_positions
-from covey.accel.varlen_attention import KeyIndex, VarlenRows, flash_attention
+from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -58,15 +61,9 @@ def fused_backbone(
     place = _Place(rope, packing, shared)
     delta: torch.Tensor | None = None
     for layer in model.layers:
-        if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
-            hidden = hidden if delta is None else hidden + delta
-            hidden, delta = checkpoint(
-                _layer, layer, hidden, None, place, collect,
-                use_reentrant=False, preserve_rng_state=False, determinism_check="none",
-                context_fn=_first_and_again,
-            )  # fmt: skip
-        else:
-            hidden, delta = _layer(layer, hidden, delta, place, collect)
+        hidden, delta = fused_layer(layer, hidden, delta, place, collect)
+    if (offload := getattr(model, "activation_offload", None)) is not None:
+        offload.join()
     assert delta is not None, "a model has layers"
     return add_norm(hidden, delta, *gain(model.norm))[1]
 
@@ -82,20 +79,45 @@ def is_llama_like(model: Any) -> bool:
     )
 
 
-def _layer(
+def fused_layer(
     layer: Any,
     hidden: torch.Tensor,
     delta: torch.Tensor | None,
     place: _Place,
     collect: KeysAndValues | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream after attention, and the output of the MLP."""
+    """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
+    if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
+        return _layer(layer, hidden, delta, place, collect)
+    offload: ActivationOffload | None = getattr(layer, "activation_offload", None)
+    recomputed = checkpoint if offload is None else offload.checkpoint
+    found: tuple[torch.Tensor, torch.Tensor] = recomputed(
+        _layer, layer, hidden if delta is None else hidden + delta, None, place, collect, [],
+        use_reentrant=False, preserve_rng_state=False, determinism_check="none",
+        context_fn=_first_and_again,
+    )  # fmt: skip
+    return found
+
+
+def _layer(
+    layer: Any,
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    place: _Place,
+    collect: KeysAndValues | None,
+    kept: Kept | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the residual stream after attention, and the output of the MLP.
+
+    A layer that is recomputed stores the result of attention in `kept`, the most expensive result
+    for its size, and takes it from there the second time.
+    """
     weight_and_eps = gain(layer.input_layernorm)
     if delta is None:
         normed = norm(hidden, *weight_and_eps)
     else:
         hidden, normed = add_norm(hidden, delta, *weight_and_eps)
-    attended = _attend(layer.self_attn, normed, place, collect)
+    attended = _attend(layer.self_attn, normed, place, collect, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
     mlp = layer.mlp
@@ -104,7 +126,11 @@ def _layer(
 
 
 def _attend(
-    module: Any, normed: torch.Tensor, place: _Place, collect: KeysAndValues | None
+    module: Any,
+    normed: torch.Tensor,
+    place: _Place,
+    collect: KeysAndValues | None,
+    kept: Kept | None,
 ) -> torch.Tensor:
     products = fused_linear([module.q_proj, module.k_proj, module.v_proj], normed)
     size = module.head_dim
@@ -116,7 +142,7 @@ def _attend(
     if collect is not None:
         collect.append(_unshared(key, value, place))
     if isinstance(place.packing, VarlenRows):
-        attended = flash_attention(query, key, value, place.packing, module.scaling)
+        attended = flash_attention(query, key, value, place.packing, module.scaling, kept=kept)
     else:
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         options = {"scaling": module.scaling, "dropout": 0.0}
@@ -146,8 +172,7 @@ def _unshared(
     """Return keys and values, one of each per packed token."""
     if place.shared is None:
         return key, value
-    shared = place.shared
-    first = shared.starts[shared.begin.long()] + shared.position
+    first = place.shared.first()
     return key.index_select(0, first), value.index_select(0, first)
 
 

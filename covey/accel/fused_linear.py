@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for all fused parameters.
 
-A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused. A layer
-that is not fused runs its own forward pass.
+The products of plain LoRA adapters are added to the fused product (fused_adapter.py). A layer that
+does anything else, such as dropout, is not fused and runs its own forward pass.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from covey.accel.fused_adapter import Adapted, LowRankProducts, adapted, product_grads
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.parity import is_silu
@@ -73,41 +74,51 @@ def skip_swiglu_output() -> Iterator[None]:
 class _Weights:
     """The fused weights of linear layers, and the sums to which their gradients are added."""
 
-    def __init__(self, modules: Sequence[nn.Linear], weight: torch.Tensor) -> None:
-        self.weights = [m.weight for m in modules]
+    def __init__(self, layers: Sequence[Adapted], weight: torch.Tensor) -> None:
+        linears = [layer.linear for layer in layers]
+        self.weights = [m.weight for m in linears]
         self.weight = weight
-        self.biases: list[torch.Tensor] = [m.bias for m in modules if m.bias is not None]
+        self.biases: list[torch.Tensor] = [m.bias for m in linears if m.bias is not None]
         bias = fused_view(self.biases) if self.biases else None
         # Biases are small, so a copy is cheap if they are not fused.
         self.bias = torch.cat([b.detach() for b in self.biases]) if self.biases else None
         self.bias = self.bias if bias is None else bias
+        self.low_rank = LowRankProducts(layers)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All weights, then all biases, which autograd receives as inputs."""
-        return [*self.weights, *self.biases]
+        """All weights, then all biases, then LoRA weights, which autograd receives as inputs."""
+        return [*self.weights, *self.biases, *self.low_rank.parameters]
+
+    def product(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of all layers, side by side."""
+        result = linear(values, self.weight, self.bias)
+        self.low_rank.add_to(result, values)
+        return result
+
+    def input_grad(self, grad: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient of the input, given `low_rank.inner_grad(grad)`."""
+        back = grad @ self.weight
+        self.low_rank.add_input_grad(back, inner)
+        return back
 
     def grads(
-        self, needed: Sequence[bool], grad: torch.Tensor, values: torch.Tensor
+        self,
+        needed: Sequence[bool],
+        grad: torch.Tensor,
+        values: torch.Tensor,
+        inner: torch.Tensor | None,
     ) -> list[torch.Tensor | None]:
         """Return the parameters' gradients; None for those added to a sink or not needed."""
-        count = len(self.weights)
+        count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[:count]):
-            found[:count] = _weight_grads(self.weights, grad, values)
-        if any(needed[count:]):
-            found[count:] = _bias_grads(self.biases, grad.sum(dim=0, dtype=torch.float32))
+            found[:count] = product_grads(self.weights, grad, values)
+        if any(needed[count:end]):
+            found[count:end] = _bias_grads(self.biases, grad.sum(dim=0, dtype=torch.float32))
+        if any(needed[end:]):
+            found[end:] = self.low_rank.grads(grad, inner, values)
         return [part if wanted else None for part, wanted in zip(found, needed, strict=True)]
-
-
-def _weight_grads(
-    weights: Sequence[torch.Tensor], grad: torch.Tensor, values: torch.Tensor
-) -> list[torch.Tensor | None]:
-    sink = sink_of(weights)
-    if sink is None:
-        return list((grad.t() @ values).split([len(w) for w in weights]))
-    sink.add_product(grad.t(), values)
-    return [None] * len(weights)
 
 
 def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[torch.Tensor | None]:
@@ -119,12 +130,13 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
 
 
 def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
-    """Return the fused weights of plain linear layers, or None if they are not fused."""
-    if any(type(m) is not nn.Linear or m._forward_hooks for m in modules):
+    """Return the fused weights of linear layers, or None if they are not fused."""
+    layers = [layer for module in modules if (layer := adapted(module)) is not None]
+    if len(layers) < len(modules):
         return None
-    weight = fused_view([m.weight for m in modules])
-    alike = len({m.bias is None for m in modules}) == 1
-    return _Weights(modules, weight) if weight is not None and alike else None
+    weight = fused_view([layer.linear.weight for layer in layers])
+    alike = len({layer.linear.bias is None for layer in layers}) == 1
+    return _Weights(layers, weight) if weight is not None and alike else None
 
 
 class _Product(torch.autograd.Function):
@@ -134,15 +146,16 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(values)
         ctx.weights = weights
-        return linear(values, weights.weight, weights.bias)
+        return weights.product(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = grads[0]
         (values,) = ctx.saved_tensors
         weights: _Weights = ctx.weights
-        back = grad @ weights.weight if ctx.needs_input_grad[0] else None
-        return back, None, *weights.grads(ctx.needs_input_grad[2:], grad, values)
+        inner = weights.low_rank.inner_grad(grad)
+        back = weights.input_grad(grad, inner) if ctx.needs_input_grad[0] else None
+        return back, None, *weights.grads(ctx.needs_input_grad[2:], grad, values, inner)
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -155,17 +168,19 @@ class _GatedProduct(torch.autograd.Function):
         ctx.weights = weights
         if _SKIPS.get():
             return gates[0].new_empty(len(gates[0]), len(weights.weight))
-        return linear(silu_mul(*_apart(gates)), weights.weight, weights.bias)
+        return weights.product(silu_mul(*_apart(gates)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gates, weights = ctx.saved_tensors, ctx.weights
         grad = grads[0]
-        values = grad @ weights.weight  # the product's gradient, later overwritten by the product
+        inner = weights.low_rank.inner_grad(grad)
+        # The product's gradient, later overwritten by the product.
+        values = weights.input_grad(grad, inner)
         both = silu_mul_backward(values, *_apart(gates), values)
         needed = ctx.needs_input_grad[2 + len(gates) :]
         back = (both,) if len(gates) == 1 else both.chunk(2, dim=1)
-        return None, None, *back, *weights.grads(needed, grad, values)
+        return None, None, *back, *weights.grads(needed, grad, values, inner)
 
 
 class _Gate(torch.autograd.Function):

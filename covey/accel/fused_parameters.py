@@ -7,7 +7,7 @@ addresses of parameters, which are always current, show whether they are fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,27 @@ FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "u
 @torch.no_grad()
 def fuse_parameters(backbone: nn.Module) -> None:
     """Fuse the weights of layers that read the same input."""
+    for modules in _groups(backbone):
+        if all(type(m) is nn.Linear for m in modules):
+            _join([m.weight for m in modules])
+            _join([m.bias for m in modules])
+
+
+@torch.no_grad()
+def fuse_adapters(backbone: nn.Module, name: str) -> None:
+    """Fuse the LoRA matrices A of layers that read the same input."""
+    for modules in _groups(backbone):
+        found = [m.lora_A[name] for m in modules if name in getattr(m, "lora_A", ())]
+        if found:
+            _join([m.weight for m in found])
+
+
+def _groups(backbone: nn.Module) -> Iterator[list[Any]]:
+    """Yield the layers that read the same input."""
     layers: Any = getattr(backbone, "layers", ())
     for layer in layers:
         for part, names in FUSED:
-            modules: list[Any] = [getattr(getattr(layer, part, None), name, None) for name in names]
-            if all(type(m) is nn.Linear for m in modules):
-                _join([m.weight for m in modules])
-                _join([m.bias for m in modules])
+            yield [getattr(getattr(layer, part, None), name, None) for name in names]
 
 
 def _join(parameters: Sequence[nn.Parameter | None]) -> None:

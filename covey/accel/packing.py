@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from covey.accel.attention import PaddedRows
-from covey.accel.varlen_attention import KeyIndex, VarlenRows
+from covey.accel.varlen_attention import Bounds, KeyIndex, VarlenRows
 from covey.types import Batch, HostRows
 
 
@@ -154,10 +154,18 @@ def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
     """Pack a batch for flash attention: each prompt precedes the completion of its first row."""
     tables, longest = varlen_tables(host)
     shared = len(tables.tokens) > len(tables.input_ids)
-    return packed_batch(PackedTables._make(to_device(list(tables), device)), longest, shared=shared)
+    bounds = Bounds(tuple(tables.query_starts.tolist()), tuple(tables.key_starts.tolist()))
+    tables = PackedTables._make(to_device(list(tables), device))
+    return packed_batch(tables, longest, shared=shared, bounds=bounds)
 
 
-def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> PackedBatch:
+def packed_batch(
+    tables: PackedTables,
+    longest: MaxLengths,
+    *,
+    shared: bool,
+    bounds: Bounds | None = None,
+) -> PackedBatch:
     """Return the model's inputs; if `shared`, rows share prompts and keys are gathered."""
     return PackedBatch(
         input_ids=tables.input_ids,
@@ -171,6 +179,7 @@ def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> 
             longest_query=longest.query,
             longest_key=longest.key,
             shared=KeyIndex._make(tables[-5:]) if shared else None,
+            bounds=bounds,
         ),
     )
 

@@ -9,7 +9,8 @@ parameters, and the gradient sums.
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
 capture. The second micro-batch runs on the bucket's own buffers, which compiles kernels. The third
 micro-batch is captured as a graph. Later micro-batches of the captured size, or slightly smaller,
-replay the graph. Without a CUDA device, passes run on the bucket's buffers and are not captured.
+replay the graph. Micro-batches of long rows run eagerly if that is faster (attention_choice.py).
+Without a CUDA device, passes run on the bucket's buffers and are not captured.
 
 All graphs share memory, mostly for activations. Therefore no other pass may run between a forward
 pass and its backward pass, and each forward pass has at most one backward pass.
@@ -27,9 +28,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from covey.accel.attention_choice import chosen_for, has_long_rows
+from covey.accel.attention_kernels import KERNELS
 from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
-from covey.accel.packing import PackedTables, varlen_tables
+from covey.accel.packing import MaxLengths, PackedTables, varlen_tables
 from covey.accel.static_buffers import Size, StaticBuffers
 from covey.types import HostRows
 
@@ -247,6 +250,8 @@ class TrainGraphs:
         if self.failed:
             return None
         tables, longest = varlen_tables(host)
+        if self._too_long(tables, longest):
+            return None
         one = self._pass_for(Size.of(tables, longest), backward)
         if one is None:
             return None
@@ -291,6 +296,14 @@ class TrainGraphs:
         elif bucket.ready.has_run and not bucket.ready.forward_graph and self._pool is not None:
             return self._capture(bucket.ready)
         return bucket.ready
+
+    def _too_long(self, tables: PackedTables, longest: MaxLengths) -> bool:
+        """Return whether attention of long rows is faster outside of a CUDA graph."""
+        if not has_long_rows(tables.key_starts.tolist()):
+            return False
+        model, dtype = self.model, self.model.head.linear.weight.dtype
+        name = chosen_for(model.model.config, model.device, dtype, longest.key)
+        return not KERNELS[name].captured
 
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
         """Return the key of the smallest captured bucket that fits, else of the exact size."""

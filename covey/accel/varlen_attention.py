@@ -1,25 +1,22 @@
-"""Variable-length attention without padding, with the flash attention kernels inside torch.
+"""The rows of packed tokens, for variable-length attention without padding.
 
 Every packed token has one query, in the row to which the token belongs. The queries of a shared
 prompt belong to the first row that uses the prompt. A row has a key for every token, so the keys of
 a shared prompt appear in several rows. Attention is causal and aligned at the end. The last query
 of a row sees all keys of the row, and the second-to-last query sees all keys but the last.
 
-This module calls torch's internal operators, because the public function for variable-length
-attention changes its arguments between versions of torch.
-
-Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
+Tensor shapes use N packed tokens, R key positions, K key-value heads and head size D.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
-"""Dtypes that the flash attention kernels support."""
+"""Dtypes that the kernels of variable-length attention support."""
 
 
 class KeyIndex(NamedTuple):
@@ -36,6 +33,17 @@ class KeyIndex(NamedTuple):
     position: torch.Tensor
     """[N] int32: a token's offset from its row's start."""
 
+    def first(self) -> torch.Tensor:
+        """Return [N] int64: a key position of each packed token."""
+        return (self.starts[self.begin.long()] + self.position).long()
+
+
+class Bounds(NamedTuple):
+    """Offsets of each row's queries and keys, on the CPU."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenRows:
@@ -49,53 +57,9 @@ class VarlenRows:
     longest_key: int
     shared: KeyIndex | None = None
     """None if no rows share a prompt; every token then has one key position."""
+    bounds: Bounds | None = None
+    """The offsets on the CPU; None if a CUDA graph may replace the rows."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """Copy packed keys or values [N, K, D] to their key positions [R, K, D]."""
         return packed if self.shared is None else packed.index_select(0, self.shared.tokens)
-
-
-class _Flash(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        spans: VarlenRows,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        limits = (spans.query_starts, spans.key_starts, spans.longest_query, spans.longest_key)
-        options = {"scale": scale}
-        if window is not None:
-            options |= {"window_size_left": window - 1, "window_size_right": 0}
-        attended, total, seed, unused, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *limits, 0.0, True, False, **options
-        )
-        ctx.save_for_backward(query, key, value, attended, total, seed, unused)
-        ctx.limits, ctx.options = limits, options
-        result: torch.Tensor = attended
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, attended, total, seed, unused = ctx.saved_tensors
-        found = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), query, key, value, attended, total, *ctx.limits, 0.0, True,
-            seed, unused, **ctx.options,
-        )  # fmt: skip
-        return *found, None, None, None
-
-
-def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: VarlenRows,
-    scale: float | None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D]."""
-    attended: torch.Tensor = _Flash.apply(query, key, value, spans, scale, window)
-    return attended

@@ -171,6 +171,12 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     import torch
 
     reporter.note(f"sampling: {parts.engine.info.backend}")
+    model = parts.policy.model
+    if model.flash:
+        from covey.accel.attention_choice import description
+
+        shape = (model.model.config, model.device, model.head.linear.weight.dtype)
+        reporter.note(f"training: {description(*shape, parts.config.rollout.max_tokens)}")
     environment = folder.environment()
     changed = edited_settings(folder, environment)
     if changed is not None:

@@ -26,6 +26,7 @@ OTHER_NAMES: Mapping[str, Names] = MappingProxyType(
         "model.gradient_checkpointing": Names(
             "gradient_checkpointing", "model.enable_gradient_checkpointing"
         ),
+        "model.offload_activations": Names(verl="model.enable_activation_offload"),
         "model.deterministic": Names("full_determinism"),
         "model.chat_options": Names("chat_template_kwargs", "data.apply_chat_template_kwargs"),
         "adapter.rank": Names("lora_r", "model.lora_rank"),

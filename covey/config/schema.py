@@ -35,6 +35,9 @@ class Model(Section):
     """Device of the model: cpu, cuda, cuda:1, or auto."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
+    offload_activations: bool = False
+    """With gradient_checkpointing on a GPU, keep the inputs of layers in main memory: for long
+    sequences."""
     deterministic: bool = False
     """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
     reproducible."""

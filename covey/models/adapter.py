@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from covey.accel.fused_parameters import fuse_adapters
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, ModelError, nearest
 
@@ -149,6 +150,8 @@ def _inject(model: LanguageModel, config: Any) -> LanguageModel:
     model.model.requires_grad_(False)
     for name, parameter in model.model.named_parameters():
         parameter.requires_grad_(".lora_" in name or f".modules_to_save.{NAME}." in name)
+    if model.fused:
+        fuse_adapters(model.backbone, NAME)
     return replace(model, adapter=config, head=replace(model.head, linear=_head(model, True)))
 
 

@@ -13,6 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.attention import NAME
 from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.head import Head
@@ -53,12 +54,14 @@ def load_language_model(
     dtype: str = "auto",
     device: str = "auto",
     gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
     template: Template = Template(),  # noqa: B008 - immutable
     four_bit: bool = False,
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
 
-    With `four_bit`, the weights of linear layers are kept in 4 bits and cannot be trained.
+    With `offload_activations`, the inputs of recomputed layers are kept in main memory. With
+    `four_bit`, the weights of linear layers are kept in 4 bits and cannot be trained.
     """
     where = device_of(device)
     wanted = _dtype(dtype, where)
@@ -78,7 +81,7 @@ def load_language_model(
     else:
         model.to(where)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, offload=offload_activations)
     return wrap(model, tokenizer, name=path, template=template)
 
 

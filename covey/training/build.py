@@ -291,6 +291,7 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
         dtype=config.model.dtype,
         device=device or config.model.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        offload_activations=config.model.offload_activations,
         template=template_of(config),
         four_bit=config.adapter.load_in_4bit,
     )

@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
+from covey.accel import activation_offload
 from covey.accel import fused_forward as fused
+from covey.accel.activation_offload import checkpoint_layers
+from covey.accel.fused_adapter import adapted
 from covey.accel.fused_forward import fused_backbone, is_llama_like
-from covey.accel.fused_parameters import fuse_parameters, fused_view
+from covey.accel.fused_parameters import fuse_adapters, fuse_parameters, fused_view
 from covey.accel.packing import pack, pack_prompts
 from covey.accel.varlen_attention import VarlenRows
-from covey.models.adapter import adapter_off, add_adapter, perturbed_adapter
+from covey.models.adapter import adapter_off, add_adapter, perturbed_adapter, set_dropout
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.training.checkpoint import save_policy
 from covey.training.optimizer import MasterAdamW
@@ -51,7 +55,9 @@ def shared_batch() -> Batch:
     )
 
 
-def per_row(query, key, value, spans: VarlenRows, scale: float, window=None) -> torch.Tensor:
+def per_row(
+    query, key, value, spans: VarlenRows, scale: float, window=None, kept=None
+) -> torch.Tensor:
     """Flash attention's result, for devices without it."""
     shared = query.shape[1] // key.shape[1]
     results = []
@@ -59,7 +65,8 @@ def per_row(query, key, value, spans: VarlenRows, scale: float, window=None) -> 
     for (q0, k0), (q1, k1) in itertools.pairwise(bounds):
         q = query[q0:q1].transpose(0, 1)
         k, v = (t[k0:k1].transpose(0, 1).repeat_interleave(shared, 0) for t in (key, value))
-        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device)
+        seen = seen.tril(k1 - k0 - (q1 - q0))
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
         results.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(results)
@@ -116,24 +123,71 @@ def test_hidden_states_and_gradients_are_as_exact_as_the_models_own(
         assert errors[0] < max(limit, 2 * errors[1]), name
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_the_fused_forward_supports_adapters(on: bool) -> None:
+def assert_same_gradients(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
+    assert set(found) == set(expected)
+    scale = max(float(g.abs().max()) for g in expected.values())
+    for name, grad in expected.items():
+        assert float((found[name] - grad).abs().max()) < tolerance * scale, name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("targets", "side_by_side"),
+    [(("q_proj", "down_proj"), False), (("all-linear",), False), (("all-linear",), True)],
+)
+def test_adapters_give_the_gradients_of_pefts_own_layers(
+    architecture: str, targets: tuple[str, ...], side_by_side: bool
+) -> None:
+    plain = build(architecture)
+    fuse_parameters(plain.backbone)
+    model = add_adapter(plain, rank=3, alpha=4, targets=targets, also_train=["norm"])
+    if side_by_side:
+        fuse_adapters(model.backbone, "default")
+    with perturbed_adapter(model):
+        ours, own = both_ways(model, shared_batch(), flash=False)
+        expected, found = gradients(model, own), gradients(model, ours)
+    assert_same_gradients(found, expected)
+    assert float((ours - own).detach().abs().max()) < 1e-5 * float(own.detach().abs().max())
+
+
+def test_an_adapter_that_is_turned_off_changes_nothing() -> None:
     plain = build("llama")
     fuse_parameters(plain.backbone)
-    model = add_adapter(plain, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
     batch = shared_batch()
-    with perturbed_adapter(model):
-        if on:
-            ours, own = both_ways(model, batch, flash=False)
-            expected, found = gradients(model, own), gradients(model, ours)
-            assert set(expected) == set(found)
-            scale = max(float(g.abs().max()) for g in expected.values())
-            for name, grad in expected.items():
-                assert float((found[name] - grad).abs().max()) < 1e-5 * scale, name
-        else:
-            with adapter_off(model) as off:
-                ours, own = both_ways(off, batch, flash=False)
-    assert float((ours - own).detach().abs().max()) < 1e-5 * float(own.detach().abs().max())
+    before = both_ways(plain, batch, flash=False)[0].detach()
+    model = add_adapter(plain, rank=2)
+    with perturbed_adapter(model), adapter_off(model) as off:
+        assert torch.equal(both_ways(off, batch, flash=False)[0], before)
+
+
+def test_frozen_weights_cost_no_gradient_products() -> None:
+    """A pass with an adapter takes the two products of each frozen weight, not three."""
+    model = build("llama")
+    fuse_parameters(model.backbone)
+    batch = shared_batch()
+
+    def flops() -> int:
+        with FlopCounterMode(display=False) as counter:
+            hidden = both_ways(model, batch, flash=False)[0]
+            gradients(model, hidden)
+        counts = counter.get_flop_counts()["Global"]
+        return sum(n for op, n in counts.items() if "mm" in str(op))
+
+    full = flops()
+    model = add_adapter(model, rank=1)
+    assert flops() < 0.8 * full
+
+
+def test_an_adapter_with_dropout_runs_pefts_own_layers() -> None:
+    model = add_adapter(build("llama"), rank=2)
+    layer = model.backbone.layers[0].mlp.down_proj
+    found = adapted(layer)
+    assert found is not None
+    assert found.low_rank is not None
+    set_dropout(model, 0.1)
+    assert adapted(layer) is None
 
 
 def test_the_fused_forward_supports_fully_trained_modules() -> None:
@@ -145,18 +199,19 @@ def test_the_fused_forward_supports_fully_trained_modules() -> None:
         ours, own = both_ways(model, shared_batch(), flash=False)
         torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-5)
         expected, found = gradients(model, own), gradients(model, ours)
-    assert set(expected) == set(found)
-    scale = max(float(g.abs().max()) for g in expected.values())
-    for name, grad in expected.items():
-        assert float((found[name] - grad).abs().max()) < 1e-5 * scale, name
+    assert_same_gradients(found, expected)
 
 
-def test_checkpointing_recomputes_and_changes_nothing() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpointing_recomputes_and_changes_nothing(
+    offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
     model = build("llama")
     model.model.train()
     batch = shared_batch()
     plain = gradients(model, both_ways(model, batch, flash=False)[0])
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model.model, offload=offload)
     calls = []
     original = fused._layer
 

@@ -10,6 +10,10 @@ import torch
 import transformers
 from torch import nn
 
+from covey.accel import activation_offload, attention_choice
+from covey.accel.activation_offload import checkpoint_layers
+from covey.accel.attention_choice import ShapeClass, measured
+from covey.accel.attention_kernels import CUDNN, FLASH, KERNELS, Inputs, attend
 from covey.accel.head import Head, token_logp
 from covey.accel.packing import host_rows, pack, prompt_numbers
 from covey.embedded import CHECKPOINT
@@ -24,6 +28,7 @@ from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
 from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
+from tests.accel.test_fused_forward import per_row
 from tests.conftest import make_batch
 
 pytestmark = [
@@ -123,6 +128,51 @@ def test_flash_attention_equals_padded_attention() -> None:
     assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 0.02
 
 
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("heads", "size"), [((4, 2), 64), ((12, 2), 128)])
+def test_attention_kernels_agree_where_rows_share_prompts(
+    name: str, heads: tuple[int, int], size: int
+) -> None:
+    spans = pack(host_rows(shared_batch()), torch.device("cuda"), varlen=True).packing
+    assert spans.shared is not None
+    torch.manual_seed(1)
+    counts = (len(spans.shared.position), len(spans.shared.tokens), len(spans.shared.tokens))
+    exact = [
+        torch.randn(n, h, size, device="cuda", dtype=torch.float64).bfloat16().double()
+        for n, h in zip(counts, (*heads, heads[1]), strict=True)
+    ]
+    exact = [tensor.requires_grad_() for tensor in exact]
+    right = per_row(*exact, spans, size**-0.5)
+    pull = torch.randn_like(right)
+    expected = [right, *torch.autograd.grad(right, exact, pull)]
+    tensors = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    attended = attend(KERNELS[name], *tensors, Inputs(spans, size**-0.5))
+    found = [attended, *torch.autograd.grad(attended, tensors, pull.bfloat16())]
+    for ours, other in zip(found, expected, strict=True):
+        assert float((ours.double() - other).norm() / other.norm()) < 0.01
+
+
+def test_the_fastest_attention_kernel_is_chosen() -> None:
+    shape = ShapeClass(torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 4096)
+    choice = measured(shape)
+    assert FLASH in choice.seconds
+    assert choice.name == min(choice.seconds, key=choice.seconds.__getitem__)
+
+
+def test_long_rows_run_eagerly_with_the_fastest_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows here are those of at least 16 tokens."""
+    model, batch = build("qwen2"), shared_batch()
+    policy = policy_of(model, graphs=True)
+    expected, values = collected(policy, [batch])
+    monkeypatch.setattr(attention_choice, "LONG", 16)
+    monkeypatch.setattr(attention_choice, "chosen", lambda *_: CUDNN)
+    for _ in range(4):
+        found, said = collected(policy, [batch])
+        assert apart(found, expected) < 0.02
+        torch.testing.assert_close(said, values, atol=0.05, rtol=0.02)
+    assert not policy.passes.captured()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_head_matches_float64_logits(dtype: torch.dtype, softcap: float | None) -> None:
@@ -150,12 +200,15 @@ def test_head_matches_float64_logits(dtype: torch.dtype, softcap: float | None) 
         assert float((one.grad.double() - other.grad).norm() / other.grad.norm()) < limit
 
 
-def test_checkpointing_changes_nothing() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpointing_changes_nothing(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
     model, batch = build("llama"), shared_batch()
     model.model.train()
     plain = gradients(model, batch)
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert apart(gradients(model, batch), plain) < 5e-3
+    checkpoint_layers(model.model, offload=offload)
+    for _ in range(2):
+        assert apart(gradients(model, batch), plain) < 5e-3
 
 
 def test_an_adapter_takes_the_fast_path() -> None:
@@ -249,10 +302,14 @@ def collected(policy: Policy, parts: list[Batch]) -> tuple[dict[str, torch.Tenso
     return found, torch.cat(said)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "adapter"])
-def test_captured_passes_equal_eager_ones(kind: str) -> None:
-    model = build("llama" if kind == "adapter" else kind)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "adapter", "offloaded"])
+def test_captured_passes_equal_eager_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
+    model = build("llama" if kind in ("adapter", "offloaded") else kind)
     model = add_adapter(model, rank=4) if kind == "adapter" else model
+    if kind == "offloaded":
+        checkpoint_layers(model.model, offload=True)
+        model.model.train()
     batch = shared_batch()
     parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 2, 4], [1, 3, 5, 6], [7, 1])]
     with perturbed_adapter(model):

@@ -85,6 +85,41 @@ def test_a_prompt_is_read_again_in_every_micro_batch_of_its_group() -> None:
         assert found["packed"] == seen
 
 
+def test_large_models_and_long_sequences_have_a_forecast_of_their_memory() -> None:
+    from speed_large import seven_b, update_long
+    from speed_report import Report
+    from speed_sizes import sizes_for
+
+    sizes = sizes_for("cpu")
+    report = Report(None, ENVIRONMENT, {})
+    for name, measure in (("seven_b", seven_b), ("update_long", update_long)):
+        with report.section(name):
+            measure(sizes, report)
+    rows = [row for section in report.sections.values() for row in section["rows"]]
+    assert not any("missing" in row for row in rows)
+    assert [row["who"] for row in rows] == ["LoRA", "full", "covey", "covey"]
+    assert all(row["forecast_gib"] >= 0 for row in rows)
+    lora, full, kept, recomputed = rows
+    tokens = sizes.seven_prompts * sizes.group * sizes.seven_tokens
+    assert full["sampled_per_s"] == pytest.approx(tokens / full["rollout"])
+    assert lora["seconds"] > lora["update"] > 0
+    assert (kept["length"], kept["tokens"], recomputed["tokens"]) == (64, 4 * 64, 2 * 96)
+
+
+def test_the_forecast_of_an_update_leaves_out_the_engine() -> None:
+    from speed_large import update_forecast
+    from speed_shapes import shapes
+    from update_gpu import Setting
+
+    shape = shapes()["qwen2.5"]
+    setting = Setting(checkpointing=True, state="compact", budget=8_192)
+    found = update_forecast(shape, setting)
+    # 12 bytes a parameter; 6,400 tokens: the layers' inputs in float32, and attention's results.
+    state = 12 * weights(shape.config)
+    inputs = 28 * 6_400 * (1_536 * 4 + 1_536 * 2 + 12 * 4)
+    assert state + inputs < found < 1.05 * (state + inputs)
+
+
 def test_a_result_names_no_folder_of_the_machine_that_it_is_from() -> None:
     from described import anywhere
 

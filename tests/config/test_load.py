@@ -42,6 +42,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
         "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:13"]),
         "gradient_checkpointing": st.booleans(),
+        "offload_activations": st.booleans(),
         "deterministic": st.booleans(),
         "template": text,
         "chat_options": st.dictionaries(text, st.booleans() | st.integers(0, 9) | text, max_size=3),

@@ -113,7 +113,10 @@ DIVISOR: dict[str, tuple[int, float, int, float]] = {
     "open-instruct-olmo2-13b-zero": (0, 1e-8, 1, 0.0),
 }
 # Recipes of our own, which no system has published.
-OWN = {"agent-calculator", "agent-python", "agent-search", "arithmetic", "demo", "opd-smollm2"}
+OWN = {
+    "agent-calculator", "agent-python", "agent-search", "arithmetic", "demo", "opd-smollm2",
+    "seven-b-full", "seven-b-lora",
+}  # fmt: skip
 NONE = "\N{EN DASH}"
 
 

@@ -17,6 +17,9 @@ from covey.analysis.plan.model_shape import Shape
 
 FLOAT = 4
 """The number of bytes of a float32."""
+ON_DEVICE = 2
+"""The number of layer inputs on the device while the others are offloaded to main memory: the input
+in use, and the one that is being copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,10 @@ class Saved:
 
 EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
 """Layers that run transformers' own code, one operation after another."""
-FUSED = Saved(norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=3, fused=True)
-"""Fused layers: norms keep their input and output, and SwiGLU products are recomputed."""
+FUSED = Saved(
+    norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=2, projections=0, fused=True
+)
+"""Fused layers: norms keep their input and output; SwiGLU and LoRA products are recomputed."""
 FLASH = replace(FUSED, output=0, flash=True)
 """Fused layers in bfloat16 with flash attention, which keeps the output projection's input."""
 
@@ -145,25 +150,31 @@ def training_bytes(
     *,
     device: str,
     checkpointing: bool = False,
+    offload: bool = False,
     head: int = 0,
 ) -> int:
     """Return the bytes of activations in a forward and backward pass.
 
-    With gradient checkpointing, a layer keeps only its input, and one layer at a time is
-    recomputed. `head` is the memory of the LM head, which is freed before the backward pass of
-    fused layers.
+    With gradient checkpointing, a layer keeps only its input and the result of flash attention, and
+    one layer at a time is recomputed. With `offload`, these inputs are in main memory, except those
+    being used or copied. `head` is the memory of the LM head, which is freed before the backward
+    pass of fused layers.
     """
     kernels = kernels_of(shape, size, device)
+    inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers
     layer = layer_bytes(shape, size, batch, kernels, device)
     ends = ends_bytes(shape, size, batch, kernels)
     if kernels.fused:
         stream = batch.tokens * shape.hidden * FLOAT
-        again = layer - stream if checkpointing else 0  # the first norm keeps the input itself
+        # The first norm keeps the layer's input itself, and the result of attention is kept.
+        attended = batch.tokens * (shape.query * size + shape.heads * FLOAT) * kernels.flash
+        again = layer - stream - attended if checkpointing else 0
         passing = max(0, again + _fused_backward(shape, size, batch) - head)
-        return shape.layers * (stream if checkpointing else layer) + ends + passing
+        kept = inputs * stream + shape.layers * attended if checkpointing else shape.layers * layer
+        return kept + ends + passing
     layers = shape.layers * layer
     if checkpointing:
-        layers = layer + shape.layers * batch.tokens * shape.hidden * size
+        layers = layer + inputs * batch.tokens * shape.hidden * size
     # When the backward pass reaches a layer's attention, the tensors of its MLP are already freed.
     freed = batch.tokens * kernels.inner * shape.inner * size
     passing = max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device) - freed)

@@ -12,6 +12,8 @@ from functools import lru_cache
 
 SHORT = 256
 """The most positions for which CPU attention is two batched products (accel/attention.py)."""
+LONG = 2048
+"""Rows of this mean length may train without CUDA graphs (accel/attention_choice.py)."""
 FUSED_BYTES = 64 * 2**20
 """Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384

@@ -99,7 +99,7 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
             "evaluate": True,
             "sft": True,
             "overlap": {"max_staleness"},
-            "model": {"gradient_checkpointing", "deterministic"},
+            "model": {"gradient_checkpointing", "offload_activations", "deterministic"},
             "filter": {"skip_zero_gradient"},
             "train": {"micro_batch_tokens", "logits_megabytes", "graphs"},
         }

@@ -115,6 +115,8 @@ def _changes(config: Config) -> Iterator[Settings]:
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
+    if not config.model.offload_activations:
+        yield {"model.gradient_checkpointing": True, "model.offload_activations": True}
     if config.reference.kind == "frozen" and "reference" in objective_of(config).needs:
         yield {"reference.kind": "offloaded"}
     if config.engine.max_concurrent > LEAST_CONCURRENT:

@@ -344,8 +344,15 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Rule about adapter settings without an adapter, or scoring settings without processes."""
+    """Rule about settings of an adapter, of scoring or of memory that nothing uses."""
     config = setup.config
+    if config.model.offload_activations and not config.model.gradient_checkpointing:
+        yield Said(
+            ("model.offload_activations", "model.gradient_checkpointing"),
+            title="model.offload_activations = true: no effect without gradient checkpointing",
+            why="Only the inputs of recomputed layers are kept in main memory.",
+            remedy="set model.gradient_checkpointing = true, or remove the setting",
+        )
     idle = changed(config.adapter, "alpha", "targets") if not config.adapter.rank else {}
     if idle:
         yield Said(

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 from covey.accel.head_chunks import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
 from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
-from covey.analysis.plan.engine_sizes import CHUNK_STEP, largest_micro_batch, padded_tokens
+from covey.analysis.plan.engine_sizes import (
+    CHUNK_STEP,
+    LONG,
+    largest_micro_batch,
+    padded_tokens,
+)
 from covey.analysis.plan.forecast import (
     ALWAYS,
     FRAMEWORK,
@@ -166,7 +171,9 @@ class _Run:
     @property
     def captured(self) -> bool:
         """Whether training passes are CUDA graphs, whose activations stay between steps."""
-        return self.gradient_sinks and self.shape.fuses and self.config.records_passes
+        # On current GPUs, long rows are faster without a graph.
+        recorded = self.config.records_passes and self.row_tokens - 1 < LONG
+        return self.gradient_sinks and self.shape.fuses and recorded
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
         """Return the largest forward pass within a token budget, if all rows have full length."""
@@ -274,6 +281,8 @@ class _Run:
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""
+        offload = checkpointing and config.model.offload_activations
+        layout += ", layer inputs in main memory" if offload else ""
         by_reference = self._by_reference()
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
         by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
@@ -283,8 +292,9 @@ class _Run:
         chunk = self._logits(batch)
         head = chunk + self._head_gradient()
         kept = training_bytes(
-            shape, size, batch, device=device, checkpointing=checkpointing, head=head
-        )
+            shape, size, batch, device=device, checkpointing=checkpointing, head=head,
+            offload=offload,
+        )  # fmt: skip
         passing = passing_bytes(shape, size, batch, device)
         return [
             Part(

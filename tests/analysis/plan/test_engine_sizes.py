@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.accel import attention, static_buffers
+from covey.accel import attention, attention_choice, static_buffers
 from covey.analysis.plan import engine_sizes as sizes
 from covey.engines.native import backend, llama_decoder, prefill, shared_prompt_cache
 from covey.models.micro_batches import balanced_parts
@@ -13,7 +13,7 @@ from tests.analysis.plan.test_memory import equal_rows
 
 
 def test_limits_are_those_of_their_modules() -> None:
-    assert attention.SHORT == sizes.SHORT
+    assert (attention.SHORT, attention_choice.LONG) == (sizes.SHORT, sizes.LONG)
     assert llama_decoder.FUSED_COPY_BYTES == sizes.FUSED_BYTES
     assert prefill.PREFILL_TOKENS == sizes.PREFILL_TOKENS
     assert (backend.CAPACITY_STEP, backend.SPARE_BYTES) == (sizes.CAPACITY_STEP, sizes.SPARE_BYTES)

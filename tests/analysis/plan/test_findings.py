@@ -116,6 +116,8 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "two answers": (["rollout.group_size=2"], "idle", "rollout.group_size = 2: every advantage is +-0.71",
                     ["rollout.group_size=2", "objective.name=dr_grpo"]),
     "adapter": (["adapter.alpha=16"], "idle", "adapter.alpha = 16: no effect", ["adapter.alpha=16", "adapter.rank=8"]),
+    "offload": (["model.offload_activations=true"], "idle", "model.offload_activations = true: no effect",
+                ["model.offload_activations=true", "model.gradient_checkpointing=true"]),
     "scoring": (["scoring.workers=3"], "idle", "scoring.workers = 3: no effect",
                 ["scoring.workers=3", "reward.name=code_tests"]),
     "no rate": (["optimizer.learning_rate=0"], "risk", "optimizer.learning_rate = 0: no weight changes", []),

@@ -19,7 +19,7 @@ from covey.analysis.plan import activations
 from covey.analysis.plan import forecast as forecasts
 from covey.analysis.plan.activations import Pass
 from covey.analysis.plan.fit import changed, memory_findings, settings_that_fit
-from covey.analysis.plan.forecast import ALWAYS, MICRO_BATCH_STEP, Device, Forecast
+from covey.analysis.plan.forecast import ALWAYS, MICRO_BATCH_STEP, Device, Forecast, Part
 from covey.analysis.plan.memory import ASSUMED_PROMPT, MARGIN, forecast
 from covey.analysis.plan.model_shape import measure, shape_of
 from covey.analysis.plan.task_facts import TaskFacts, task_facts
@@ -180,9 +180,13 @@ def test_the_shape_of_a_saved_adapter(tmp_path: Path) -> None:
     assert bytes_of(forecast(config_of(f"model.path={tmp_path}"), CPU), "reference") > 0
 
 
-def bytes_of(found: Forecast, name: str) -> int:
+def part_of(found: Forecast, name: str) -> Part:
     (part,) = [p for p in found.parts if p.name == name]
-    return part.bytes
+    return part
+
+
+def bytes_of(found: Forecast, name: str) -> int:
+    return part_of(found, name).bytes
 
 
 @pytest.mark.parametrize("budget", [1, 300, 1000, 100_000])
@@ -290,6 +294,34 @@ def test_checkpointing_and_smaller_chunks_take_less() -> None:
     on_cpu = forecast(config_of(*long, "model.dtype=bfloat16"), CPU)
     rows = 2**20 // (262 * 4 * LIVE_COPIES)
     assert bytes_of(on_cpu, "logits") == rows * 262 * 4 * LIVE_COPIES
+
+
+def test_offloaded_layer_inputs_are_not_on_the_gpu() -> None:
+    long = ("model.gradient_checkpointing=true", "rollout.max_tokens=400")
+    device, plain = (
+        forecast(config_of(*long, f"model.offload_activations={on}"), GPU, shape=deep)
+        for on in ("true", "false")
+        for deep in [replace(shape_of(config_of()), layers=30)]
+    )
+    tokens = int(part_of(plain, "activations").why.split()[0].replace(",", ""))
+    stream = 4 * tokens * shape_of(config_of()).hidden  # float32
+    assert bytes_of(plain, "activations") - bytes_of(device, "activations") == 28 * stream
+    assert "main memory" in part_of(device, "activations").why
+    on_cpu = [
+        bytes_of(forecast(config_of(*long, f"model.offload_activations={on}"), CPU), "activations")
+        for on in ("true", "false")
+    ]
+    assert on_cpu[0] == on_cpu[1]
+
+
+@pytest.mark.parametrize(("tokens", "phases"), [(2028, ALWAYS), (2029, ("update",))])
+def test_long_rows_train_without_a_graph_that_keeps_their_activations(
+    tokens: int, phases: tuple[str, ...]
+) -> None:
+    facts = TaskFacts(longest_prompt=20, measured=1, held_out=1)
+    shape = shape_of(config_of())
+    found = forecast(config_of(f"rollout.max_tokens={tokens}"), GPU, facts, shape)
+    assert part_of(found, "activations").phases == phases
 
 
 def test_the_suggested_micro_batch_is_the_largest_that_leaves_a_tenth() -> None:

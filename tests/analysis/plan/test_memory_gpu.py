@@ -70,7 +70,7 @@ def fused_bytes(model: LanguageModel, packed: Any) -> int:
 def test_a_fused_layer_keeps_what_autograd_saves(
     name: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attend(query: Any, key: Any, value: Any, *_: Any) -> torch.Tensor:
+    def attend(query: Any, key: Any, value: Any, *_: Any, kept: Any) -> torch.Tensor:
         return Attention.apply(query, key, value)
 
     monkeypatch.setattr(fused, "flash_attention", attend)

@@ -1,0 +1,146 @@
+"""Offloaded activations: the inputs of checkpointed layers wait in main memory for backward.
+
+Gradient checkpointing keeps the input of every layer, which for a long sequence is most of the
+memory of activations. With offloading, a second stream copies the input of a layer to pinned main
+memory while the layer runs. In the backward pass, the stream copies a layer's input back while the
+layer after it runs. So about three inputs are on the device at a time, whatever the number of
+layers. The copies are exact, so gradients do not change.
+
+All copies run on one stream in the order in which they were started. Therefore a host buffer can be
+used again as soon as Python has freed its activation, and the copies can be part of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+SMALLEST = 2**20
+"""Smaller tensors, in bytes, stay on the device."""
+
+
+class _Kept:
+    """An activation in main memory, which may also be on the device."""
+
+    def __init__(self, values: torch.Tensor, buffer: torch.Tensor, before: _Kept | None) -> None:
+        self.values: torch.Tensor | None = values
+        """The activation on the device; None while it is only in main memory."""
+        self.host = buffer[: values.nbytes].view(values.dtype).view(values.shape)
+        self.device = values.device
+        self.saved: torch.cuda.Event | None = None
+        """The end of the copy to main memory."""
+        self.loaded: torch.cuda.Event | None = None
+        """The end of the copy to the device."""
+        self.before: Callable[[], _Kept | None] = (
+            _nothing if before is None else weakref.ref(before)
+        )
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference to a freed object does."""
+
+
+class ActivationOffload:
+    """Runs checkpointed layers whose inputs are kept in main memory."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        """Host buffers that no activation uses."""
+        self._last: Callable[[], _Kept | None] = _nothing
+        """The activation that was offloaded last."""
+        self._stream: torch.cuda.Stream | None = None
+
+    def __deepcopy__(self, memo: Any) -> ActivationOffload:
+        """Return a new object: a copied model has its own activations."""
+        return ActivationOffload()
+
+    def checkpoint(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Run a function without saving its activations; offload its tensor arguments."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return checkpoint(function, *arguments, **options)
+
+    def join(self) -> None:
+        """Make the device wait for the last copy; a CUDA graph of the forward pass ends so."""
+        last = self._last()
+        if last is not None and last.values is not None:  # else backward has taken it
+            _wait(last.device, last.saved)
+
+    def _pack(self, values: torch.Tensor) -> _Kept | torch.Tensor:
+        if not values.is_floating_point() or values.nbytes < SMALLEST:
+            return values
+        last = self._last()
+        if last is not None and last.values is not None:
+            self.join()
+            last.values = None
+        values = values.detach().contiguous()
+        buffer = self._buffer(values)
+        kept = _Kept(values, buffer, last)
+        weakref.finalize(kept, self._free.append, buffer)
+        kept.saved = self._copy(values, kept.host, values.device)
+        self._last = weakref.ref(kept)
+        return kept
+
+    def _unpack(self, kept: _Kept | torch.Tensor) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        values = self._load(kept)
+        _wait(kept.device, kept.loaded)
+        kept.values = kept.loaded = None
+        before = kept.before()
+        if before is not None:
+            self._load(before)  # while the layer whose input is returned here runs
+        return values
+
+    def _load(self, kept: _Kept) -> torch.Tensor:
+        """Return the activation on the device; it is complete after the event `loaded`."""
+        if kept.values is None:
+            kept.values = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
+            kept.loaded = self._copy(kept.host, kept.values, kept.device)
+        return kept.values
+
+    def _buffer(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the smallest free buffer that is large enough, or a new one."""
+        sizes = [(free.nbytes, at) for at, free in enumerate(self._free)]
+        fitting = [(size, at) for size, at in sizes if size >= values.nbytes]
+        if fitting:
+            return self._free.pop(min(fitting)[1])
+        return torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=values.is_cuda)
+
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, device: torch.device
+    ) -> torch.cuda.Event | None:
+        """Copy after all work that the device has so far; return the end of the copy."""
+        if device.type != "cuda":
+            target.copy_(source)
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied
+
+
+def _wait(device: torch.device, event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+def checkpoint_layers(model: Any, *, offload: bool) -> None:
+    """Recompute the layers of a model in backward; `offload`: keep their inputs in main memory."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not offload:
+        return
+    offloaded = ActivationOffload()
+    for module in model.modules():  # the backbone and its layers
+        if getattr(module, "gradient_checkpointing", False):
+            module.activation_offload = offloaded
+            module._gradient_checkpointing_func = partial(offloaded.checkpoint, use_reentrant=False)

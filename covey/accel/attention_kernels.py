@@ -1,0 +1,244 @@
+"""Kernels for attention over packed rows: torch's flash attention and cuDNN's.
+
+Attention is causal and aligned at the end of a row (varlen_attention.py). Flash attention computes
+all rows in one call and supports rows with fewer queries than keys. cuDNN's causal mask is aligned
+at the start of a row, so a row gets copies of the queries of its shared prompt, which belong to
+another row. The results of the copies are not read and their gradient is zero, so they change
+nothing. Rows of about the same length are one call. cuDNN's operator for rows of different lengths
+is not used, because with torch 2.11 it reads invalid addresses.
+
+This module calls torch's internal operators, because the public function for variable-length
+attention changes its arguments between versions of torch, and returns no log-sum-exp.
+
+Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from covey.accel.varlen_attention import VarlenRows
+
+STEP = 256
+"""cuDNN's rows are padded to a multiple of this length, because it prepares each length anew."""
+
+Found = tuple[torch.Tensor, ...]
+"""The output of attention, and the tensors that its backward pass needs besides."""
+Kept = list[Found]
+"""Receives the result of a forward pass that will be recomputed; the recomputation takes it."""
+
+
+class Inputs(NamedTuple):
+    """Arguments of attention besides queries [N, H, D], keys and values [R, K, D]."""
+
+    spans: VarlenRows
+    scale: float | None
+    window: int | None = None
+
+
+class Kernel(NamedTuple):
+    """A forward and a backward pass of attention."""
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Inputs], Found]
+    backward: Callable[[torch.Tensor, Found, Found, Inputs], Found]
+    """From the output's gradient, (queries, keys, values) and the forward pass's result."""
+    captured: bool
+    """Whether the kernel can be part of a CUDA graph whose rows change."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kernel: Kernel,
+        inputs: Inputs,
+        kept: Kept | None,
+    ) -> torch.Tensor:
+        if kept:
+            found = kept.pop()
+        else:
+            found = kernel.forward(query, key, value, inputs)
+            if kept is not None:
+                kept.append((found[0].detach(), *found[1:]))
+        ctx.save_for_backward(query, key, value, *found)
+        ctx.kernel, ctx.inputs = kernel, inputs
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        tensors, found = saved[:3], saved[3:]
+        back = ctx.kernel.backward(grads[0].contiguous(), tensors, found, ctx.inputs)
+        return *back, None, None, None
+
+
+def attend(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: Inputs,
+    kept: Kept | None = None,
+) -> torch.Tensor:
+    """Return the output [N, H, D] of attention for queries [N, H, D], keys and values [R, K, D].
+
+    With `kept`, the result is stored in an empty list, or taken from a list that is not empty.
+    """
+    attended: torch.Tensor = _Attention.apply(query, key, value, kernel, inputs, kept)
+    return attended
+
+
+def _flash_limits(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    spans, window = inputs.spans, inputs.window
+    limits = (spans.query_starts, spans.key_starts, spans.longest_query, spans.longest_key)
+    options: dict[str, Any] = {"scale": inputs.scale}
+    if window is not None:
+        options |= {"window_size_left": window - 1, "window_size_right": 0}
+    return limits, options
+
+
+def _flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
+) -> Found:
+    limits, options = _flash_limits(inputs)
+    found: Found = torch.ops.aten._flash_attention_forward(
+        query, key, value, *limits, 0.0, True, False, **options
+    )
+    return found[:4]
+
+
+def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+    limits, options = _flash_limits(inputs)
+    attended, total, seed, unused = found
+    back: Found = torch.ops.aten._flash_attention_backward(
+        grad, *tensors, attended, total, *limits, 0.0, True, seed, unused, **options
+    )
+    return back
+
+
+class _Row(NamedTuple):
+    """A row's queries, among all packed tokens, and its keys, among all key positions."""
+
+    query: slice
+    key: slice
+
+    @property
+    def missing(self) -> int:
+        """The number of first tokens whose queries belong to another row."""
+        return _length(self.key) - _length(self.query)
+
+    @property
+    def padded(self) -> int:
+        return -(-_length(self.key) // STEP) * STEP
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+def _batches(inputs: Inputs) -> list[list[_Row]]:
+    """Return the rows, grouped by their padded length: each group is one call."""
+    bounds = inputs.spans.bounds
+    if inputs.window is not None or bounds is None:
+        raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
+    found: dict[int, list[_Row]] = {}
+    for query, key in zip(pairwise(bounds.query), pairwise(bounds.key), strict=True):
+        row = _Row(slice(*query), slice(*key))
+        found.setdefault(row.padded, []).append(row)
+    return list(found.values())
+
+
+def _key_rows(values: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
+    """Return keys or values [R, K, D] as padded rows [rows, K, S, D]."""
+    (first, *others), size = rows, rows[0].padded
+    if not others and _length(first.key) == size:
+        return values[first.key].transpose(0, 1)[None]
+    padded = values.new_empty(len(rows), size, *values.shape[1:])
+    for target, row in zip(padded, rows, strict=True):
+        target[: _length(row.key)] = values[row.key]
+        target[_length(row.key) :] = 0.0  # finite; no query of the row sees these keys
+    return padded.transpose(1, 2)
+
+
+def _query_rows(
+    values: torch.Tensor, rows: list[_Row], tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return values of queries [N, H, D] as padded rows [rows, H, S, D].
+
+    `tokens` gives the packed token of each key position, from which queries that belong to another
+    row are copied; without it, they are zero.
+    """
+    if not any(row.missing for row in rows):
+        return _key_rows(values, [row._replace(key=row.query) for row in rows])
+    padded = values.new_zeros(len(rows), rows[0].padded, *values.shape[1:])
+    for target, row in zip(padded, rows, strict=True):
+        target[row.missing : _length(row.key)] = values[row.query]
+        if row.missing and tokens is not None:
+            shared = tokens[row.key][: row.missing]
+            target[: row.missing] = values.index_select(0, shared)
+    return padded.transpose(1, 2)
+
+
+def _cudnn_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
+) -> Found:
+    shared = inputs.spans.shared
+    attended = torch.empty_like(query)
+    beside: list[torch.Tensor] = []
+    for rows in _batches(inputs):
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            _query_rows(query, rows, None if shared is None else shared.tokens),
+            _key_rows(key, rows), _key_rows(value, rows),
+            None, True, 0.0, True, False, scale=inputs.scale,
+        )  # fmt: skip
+        _write_queries(attended, found[0], rows)
+        beside += [found[1], found[6], found[7]]
+    return attended, *beside
+
+
+def _cudnn_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+    query, key, value = tensors
+    attended, *beside = found
+    shared = inputs.spans.shared
+    query_grad, key_grad, value_grad = (torch.empty_like(tensor) for tensor in tensors)
+    for number, rows in enumerate(_batches(inputs)):
+        total, seed, offset = beside[3 * number : 3 * number + 3]
+        size = rows[0].padded
+        back = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            _query_rows(grad, rows),
+            _query_rows(query, rows, None if shared is None else shared.tokens),
+            _key_rows(key, rows), _key_rows(value, rows), _query_rows(attended, rows),
+            total, seed, offset, None, None, None, size, size, 0.0, True, scale=inputs.scale,
+        )  # fmt: skip
+        _write_queries(query_grad, back[0], rows)
+        for target, part in ((key_grad, back[1]), (value_grad, back[2])):
+            for row, values in zip(rows, part.transpose(1, 2), strict=True):
+                target[row.key] = values[: _length(row.key)]
+    return query_grad, key_grad, value_grad
+
+
+def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row]) -> None:
+    """Write the results [rows, H, S, D] of all queries to their packed tokens [N, H, D]."""
+    for row, values in zip(rows, padded.transpose(1, 2), strict=True):
+        target[row.query] = values[row.missing : _length(row.key)]
+
+
+FLASH = "flash attention"
+CUDNN = "cuDNN"
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        FLASH: Kernel(_flash_forward, _flash_backward, captured=True),
+        CUDNN: Kernel(_cudnn_forward, _cudnn_backward, captured=False),
+    }
+)
+"""Name -> kernel. Flash attention supports all rows and, with torch's deterministic algorithms, is
+deterministic; which version of it torch runs is chosen in attention_choice.py."""
