@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows, flash_attention
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+
+LAYER_ENTRY = "covey_layer"
+"""Name of a method on the layers of a sharded model. The method is `fused_layer` between the hooks
+that gather and free the layer's weights."""
 
 
 class _Place(NamedTuple):
@@ -58,15 +63,8 @@ def fused_backbone(
     place = _Place(rope, packing, shared)
     delta: torch.Tensor | None = None
     for layer in model.layers:
-        if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
-            hidden = hidden if delta is None else hidden + delta
-            hidden, delta = checkpoint(
-                _layer, layer, hidden, None, place, collect,
-                use_reentrant=False, preserve_rng_state=False, determinism_check="none",
-                context_fn=_first_and_again,
-            )  # fmt: skip
-        else:
-            hidden, delta = _layer(layer, hidden, delta, place, collect)
+        run = getattr(layer, LAYER_ENTRY, None) or partial(fused_layer, layer)
+        hidden, delta = run(hidden, delta, place, collect)
     assert delta is not None, "a model has layers"
     return add_norm(hidden, delta, *gain(model.norm))[1]
 
@@ -80,6 +78,24 @@ def is_llama_like(model: Any) -> bool:
         and plain_positions(model.config)
         and backbone.embed_tokens.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
+
+
+def fused_layer(
+    layer: Any,
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    place: _Place,
+    collect: KeysAndValues | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
+    if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
+        return _layer(layer, hidden, delta, place, collect)
+    found: tuple[torch.Tensor, torch.Tensor] = checkpoint(
+        _layer, layer, hidden if delta is None else hidden + delta, None, place, collect,
+        use_reentrant=False, preserve_rng_state=False, determinism_check="none",
+        context_fn=_first_and_again,
+    )  # fmt: skip
+    return found
 
 
 def _layer(

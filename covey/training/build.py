@@ -35,10 +35,11 @@ from covey.training.critic import Critic, make_critic
 from covey.training.interaction import interaction_of, with_stops
 from covey.training.make_engine import check_engine, make_engine, ray_reference
 from covey.training.make_optimizer import adamw_of, optimizer_of
+from covey.training.optimizer import Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
 from covey.training.parallel.ranks import Ranks
-from covey.training.parallel.shard import shard_model
+from covey.training.parallel.shard import ShardedSums, shard_model, sums_of
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
@@ -345,8 +346,17 @@ def policy_of(
         # A CUDA graph would replay the random numbers (dropout) that were drawn at capture time.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
-        sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
+        sums=_sums(model, optimizer, world),
     )
+
+
+def _sums(
+    model: LanguageModel, optimizer: Optimizer, world: World
+) -> GradientSums | ShardedSums | None:
+    """Return what sums gradients over ranks at the end of an optimizer step, if anything does."""
+    if model.sharded:
+        return sums_of(model)
+    return GradientSums(world, optimizer) if isinstance(world, Ranks) else None
 
 
 def step_settings_of(

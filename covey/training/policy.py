@@ -13,7 +13,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.gradients import GradientSums
-from covey.training.parallel.shard import whole_tensor
+from covey.training.parallel.shard import ShardedSums, whole_tensor
 from covey.types import Batch
 
 
@@ -35,7 +35,7 @@ class Policy:
     """The CUDA graphs of forward and backward passes."""
     whole: LanguageModel | None = None
     """The engine's full copy of a sharded model, from which checkpoints are written."""
-    sums: GradientSums | None = None
+    sums: GradientSums | ShardedSums | None = None
     """The object that sums gradients over ranks. The value is None if gradients need no sum."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

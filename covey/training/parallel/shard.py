@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +35,12 @@ def shard_model(
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
         fully_shard,
-        register_fsdp_forward_method,
     )
 
     root, dtype = _copied_modules(model.model), model.head.linear.weight.dtype
     rounds = dtype not in (torch.float32, torch.float64)
-    options: dict[str, Any] = {"mesh": device_mesh(settings, world, model.device.type)}
+    mesh = device_mesh(settings, world, model.device.type)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not _keeps(root, mesh)}
     if rounds:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -50,15 +51,71 @@ def shard_model(
     for module in [*_blocks(root), root]:
         _make_masters(module, masters)
         fully_shard(module, **options)
-    for module in root.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
-            if model.device.type == "cpu":  # gloo has no operation that scales and sums
-                module.set_force_sum_reduction_for_comms(True)
-    setattr(root, ENTRY, types.MethodType(entry_method, root))
-    register_fsdp_forward_method(root, ENTRY)
+    for part in _sharded_parts(root):
+        part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
+        if model.device.type == "cpu":  # gloo has no operation that scales and sums
+            part.set_force_sum_reduction_for_comms(True)
+    _add_entry(root, ENTRY, entry_method)
+    if model.fused:
+        from covey.accel.fused_forward import LAYER_ENTRY, fused_layer  # needs Triton
+
+        for layer in _blocks(root):
+            _add_entry(layer, LAYER_ENTRY, fused_layer)
     head = replace(model.head, linear=_twin(model.model, root, model.head.linear))
-    return replace(model, model=root, head=head, fused=False, sharded=True)
+    return replace(model, model=root, head=head, sharded=True)
+
+
+def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
+    """Add a method to a sharded module; a call gathers the weights, as a forward pass does."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    setattr(module, name, types.MethodType(method, module))
+    register_fsdp_forward_method(module, name)
+
+
+def _keeps(root: Any, mesh: Any) -> bool:
+    """Return whether a trained model's weights stay gathered for a whole optimizer step.
+
+    On one rank, the sum of unsharded gradients is as large as the sharded gradients, so one
+    gather and one reduction per optimizer step cost only the memory of the gathered weights.
+    """
+    trained = any(parameter.requires_grad for parameter in root.parameters())
+    return trained and mesh.size(mesh.ndim - 1) == 1
+
+
+class ShardedSums:
+    """Sums gradients over ranks, once per optimizer step, for weights that stay gathered."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.root = model.model
+        self._sum_in_pass(False)
+
+    def expect(self) -> None:
+        """Sum gradients during the next backward pass, which is the last pass of the step."""
+        self._sum_in_pass(True)
+
+    def finish(self) -> None:
+        """Free the gathered weights, which the optimizer step makes obsolete."""
+        for part in _sharded_parts(self.root):
+            part.reshard()
+        self._sum_in_pass(False)
+
+    def _sum_in_pass(self, on: bool) -> None:
+        self.root.set_requires_gradient_sync(on)
+        self.root.set_reshard_after_backward(on)
+
+
+def _sharded_parts(root: Any) -> list[Any]:
+    """Return the blocks of a sharded model, and the model itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+def sums_of(model: LanguageModel) -> ShardedSums | None:
+    """Return what sums gradients once per step; None if every backward pass sums its gradients."""
+    mesh = next(p.device_mesh for p in model.model.parameters())
+    return ShardedSums(model) if _keeps(model.model, mesh) else None
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
