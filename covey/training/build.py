@@ -259,9 +259,7 @@ def critic_of(
         device = world.device(config.model.device)
         return load_model(config.model_copy(update={"model": section}), device)
 
-    critic = make_critic(
-        config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
-    )
+    critic = make_critic(config, policy=model, load=load, optimizer=partial(adamw_of, config))
     if not isinstance(world, Ranks):
         return critic
     return replace(critic, sums=GradientSums(world, critic.optimizer))

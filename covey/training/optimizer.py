@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from covey.accel.fused_parameters import attach_grad_sinks, set_grad_hook
-from covey.training.parallel.shard import whole_tensor
+from covey.models.sharded_tensors import whole_tensor
 
 
 class AdamWSettings(TypedDict):

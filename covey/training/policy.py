@@ -11,9 +11,10 @@ from covey.accel.packing import host_rows
 from covey.accel.train_graph import TrainGraphs, train_graphs_for
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
+from covey.models.sharded_tensors import whole_tensor
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.gradients import GradientSums
-from covey.training.parallel.shard import ShardedSums, whole_tensor
+from covey.training.parallel.shard import ShardedSums
 from covey.types import Batch
 
 

@@ -16,8 +16,9 @@ from covey.config.cluster_sections import Parallel
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
+from covey.models.sharded_tensors import whole_tensor
 from covey.training.parallel.join import joined_world
-from covey.training.parallel.shard import ShardedSums, shard_model, sums_of, whole_tensor
+from covey.training.parallel.shard import ShardedSums, shard_model, sums_of
 from covey.types import Batch
 from tests.accel.test_fused_forward import per_row, shared_batch
 from tests.conftest import build

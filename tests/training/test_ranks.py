@@ -15,6 +15,7 @@ from covey.config import Config, load_config
 from covey.config.algorithm_names import PAIRED
 from covey.config.cluster_sections import Parallel
 from covey.engines.native.engine import NativeEngine
+from covey.models.sharded_tensors import whole_tensor
 from covey.objective import ALGORITHMS
 from covey.reference import Reference
 from covey.rollout.episode import encode_prompts, generate
@@ -28,7 +29,6 @@ from covey.training.build import (
 )
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.join import joined_world
-from covey.training.parallel.shard import whole_tensor
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve, sampling_of, task_of

@@ -2,7 +2,8 @@
 
 A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores the
 engine's whole copy of the weights. During a pass, the weights of the current and the next block,
-the embedding, the head and the last norm are whole on every rank.
+the embedding, the head and the last norm are whole on every rank. With a single shard, all weights
+stay whole during an optimizer step.
 """
 
 from __future__ import annotations
@@ -17,17 +18,25 @@ the gradients of the previous block.
 """
 
 
-def sharded_parts(shape: Shape, size: int, shards: int, *, whole_copy: bool = True) -> list[Part]:
-    """Return the memory of weights and optimizer state on one rank, at `size` bytes per number."""
+def sharded_parts(shape: Shape, size: int, shards: int, moments: int) -> list[Part]:
+    """Return the memory of weights and optimizer state on one rank.
+
+    A weight takes `size` bytes in computations, and the moments of a trained parameter take
+    `moments` bytes.
+    """
     weights = shape.parameters + shape.added
+    gathered, which = weights, "all whole weights"
+    if shards > 1:
+        gathered = BLOCKS * block_parameters(shape) + end_parameters(shape)
+        which = f"whole weights of {BLOCKS} blocks, embedding and head"
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
     return [
-        Part("weights", weights * size * whole_copy, ALWAYS, "the engine's whole copy"),
+        Part("weights", weights * size, ALWAYS, "the engine's whole copy"),
         Part("sharded weights", -(-own // shards), ALWAYS, f"{what}, trained ones in float32"),
         Part(
             "moments",
-            -(-shape.trained * 2 * FLOAT // shards),
+            -(-shape.trained * moments // shards),
             ALWAYS,
             f"{what} of AdamW's two moments of {shape.trained:,} trained parameters",
         ),
@@ -37,12 +46,7 @@ def sharded_parts(shape: Shape, size: int, shards: int, *, whole_copy: bool = Tr
             ("update", "step"),
             f"{what}, float32",
         ),
-        Part(
-            "gathered",
-            (BLOCKS * block_parameters(shape) + end_parameters(shape)) * size,
-            ("prepare", "update"),
-            f"whole weights of {BLOCKS} blocks, embedding and head",
-        ),
+        Part("gathered", gathered * size, ("prepare", "update"), which),
         Part("gathered grad", _gradients(shape, size), ("update",), "of one block, whole"),
     ]
 

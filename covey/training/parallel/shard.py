@@ -51,7 +51,7 @@ def shard_model(
     for module in [*_blocks(root), root]:
         _make_masters(module, masters)
         fully_shard(module, **options)
-    for part in _sharded_parts(root):
+    for part in _sharded_parts(root) if world.size > 1 else ():
         part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
         if model.device.type == "cpu":  # gloo has no operation that scales and sums
             part.set_force_sum_reduction_for_comms(True)
@@ -135,23 +135,6 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
         return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
     shape = (world.size // size, size)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. All ranks must call this function, because it gathers the shards."""
-    gather = getattr(value, "full_tensor", None)
-    return value if gather is None else gather()
-
-
-def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a full tensor like another tensor, if the other tensor is sharded."""
-    if not hasattr(like, "full_tensor") or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    here = value.to(like.device, like.dtype)
-    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _copied_modules(root: Any) -> Any:
