@@ -110,6 +110,32 @@ def test_checkpoints_resume_on_any_number_of_ranks(tmp_path: Path) -> None:
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["moving", "renewed"])
+def test_hybrid_shards_with_a_compact_state_and_a_reference_that_moves(
+    kind: str, tmp_path: Path
+) -> None:
+    alone, hybrid = tmp_path / "alone", tmp_path / "hybrid"
+    settings = words(
+        "train.steps=3", "optimizer.state=compact", f"reference.kind={kind}", "reference.every=1",
+        "objective.beta=0.05",
+    )  # fmt: skip
+    assert covey(["train", *settings, "--run", str(alone)]) == 0
+    more = ["--set", "parallel.strategy=fsdp", "--set", "parallel.shard_ranks=2"]
+    trained(4, [*settings, *more, "--run", str(hybrid)], tmp_path / "logs")
+    assert rows(alone)[-1]["objective/kl"] > 0
+    for folder in (
+        hybrid,
+        resumed(hybrid, "two", 2, 2),
+        resumed(hybrid, "one", 1, 1, "ddp" if kind == "moving" else "fsdp"),
+        resumed(alone, "four", 4, 1, "fsdp"),
+    ):
+        assert_same_curves(folder, alone, 2e-5)
+        for mine, theirs in zip(rows(folder), rows(alone), strict=True):
+            assert mine["loss/policy_avg"] == pytest.approx(
+                theirs["loss/policy_avg"], rel=1e-6, abs=1e-6
+            )
+
+
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])
 def test_a_killed_rank_ends_all_and_the_run_resumes(size: int, victim: int, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -122,10 +122,11 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     """Return the device mesh.
 
     All ranks together, or each set of `shard_ranks` ranks, divide one copy of the model among them.
+    If there are fewer than `shard_ranks` ranks, all ranks divide one copy.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    size = settings.shard_ranks or world.size
+    size = min(settings.shard_ranks or world.size, world.size)
     if world.size % size:
         raise ConfigError(
             f"config: parallel.shard_ranks = {size} must be a divisor of the number of ranks, "
