@@ -150,10 +150,10 @@ def changed(model: LanguageModel, share: float) -> LanguageModel:
 def scored(rollout: Rollout) -> Rollout:
     """Give a rollout a reward that depends on its tokens, and one in eleven none.
 
-    All completions have the same length here, but only one in five counts as truncated.
+    All completions have the same length here, but only some count as truncated.
     """
     value = sum(rollout.tokens)
-    rollout = replace(rollout, finish="length" if value % 5 == 1 else "stop")
+    rollout = replace(rollout, finish="length" if value % 4 == 1 else "stop")
     if value % 11 == 0:
         return rollout
     if value % 5:  # a self-teacher reads more than the prompt
