@@ -137,7 +137,7 @@ def make_model(shape: Mapping[str, Any], folder: Path, *, weights: bool) -> None
 
 
 def random_model(
-    path: str, *, dtype: str, device: str, gradient_checkpointing: bool, template: Any
+    path: str, *, dtype: str, device: str, gradient_checkpointing: bool, template: Any, **_: Any
 ) -> Any:
     """Stand in for load_language_model: make weights on the device instead of reading them."""
     import torch

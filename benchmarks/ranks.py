@@ -173,7 +173,7 @@ def policy_of(kind: str, shape: Any, device: str, world: Any) -> Any:
     from covey.config.schema import Parallel
     from covey.models.load_model import wrap
     from covey.training.optimizer import MasterAdamW
-    from covey.training.parallel.shard import shard_model, sums_of
+    from covey.training.parallel.shard import gathered_steps, shard_model
     from covey.training.policy import Policy
 
     model = random_model(shape.config, dtype=Setting(device=device).dtype, device=device)
@@ -188,7 +188,7 @@ def policy_of(kind: str, shape: Any, device: str, world: Any) -> Any:
     )  # fmt: skip
     return Policy(
         model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=512.0,
-        graphs=kind == "graphs", sums=sums_of(model) if model.sharded else None,
+        graphs=kind == "graphs", sums=gathered_steps(model, world) if model.sharded else None,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from covey.training.optimizer import Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
 from covey.training.parallel.ranks import Ranks
-from covey.training.parallel.shard import ShardedSums, shard_model, sums_of
+from covey.training.parallel.shard import GatheredSteps, gathered_steps, shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
@@ -350,10 +350,10 @@ def policy_of(
 
 def _sums(
     model: LanguageModel, optimizer: Optimizer, world: World
-) -> GradientSums | ShardedSums | None:
+) -> GradientSums | GatheredSteps | None:
     """Return what sums gradients over ranks at the end of an optimizer step, if anything does."""
     if model.sharded:
-        return sums_of(model)
+        return gathered_steps(model, world)
     return GradientSums(world, optimizer) if isinstance(world, Ranks) else None
 
 

@@ -23,7 +23,13 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from covey.accel.fused_parameters import GradHolder, GradSink, attach_grad_sinks, fused_view
+from covey.accel.fused_parameters import (
+    GradHolder,
+    GradSink,
+    attach_grad_sinks,
+    fused_view,
+    grad_holder,
+)
 from covey.errors import ConfigError
 from covey.models.sharded_tensors import first_element, local_part, sharded_like, whole_tensor
 from covey.training.compact_step import CHUNK, Numbers, adamw, keys_of, numbers_of, split, whole
@@ -76,12 +82,12 @@ class CompactAdamW:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients accumulated since they were last cleared."""
-        return {name: _holder(p).grad for name, p in self.parameters.items()}
+        return {name: grad_holder(p).grad for name, p in self.parameters.items()}
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
         for parameter in self.parameters.values():
-            _holder(parameter).grad = None
+            grad_holder(parameter).grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the moments and step counts by parameter name."""
@@ -210,13 +216,6 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
         _Store(number, [name for _, name, _ in run], [p for _, _, p in run])
         for number, run in enumerate(ordered)
     ]
-
-
-def _holder(parameter: nn.Parameter) -> Any:
-    """Return the tensor whose `.grad` is used: the parameter, or its float32 master."""
-    sink: GradSink | None = getattr(parameter, "grad_sink", None)
-    part: int = getattr(parameter, "grad_part", 0)
-    return parameter if sink is None else sink.masters[part]
 
 
 def _step_for(device: torch.device) -> Step:

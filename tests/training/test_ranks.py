@@ -73,12 +73,14 @@ OLD = {"decoupled_ppo": ["train.old_logp=recompute"], **NEEDED}
 CORRECTS = ("objective.correction", "objective.veto")
 OF_RATIOS = (*CORRECTS, "objective.off_policy_limit")
 CASES = {
+    1: {name: everything(name) for name in ("grpo", "ppo", "dpo")} | SPECIAL,
     2: {name: everything(name) for name in HERE} | SPECIAL,
     4: {name: [f"objective.name={name}", *OLD.get(name, [])] for name in HERE} | SPECIAL,
 }
 """By the number of ranks."""
 BOTH = {"ddp": Parallel(strategy="ddp"), "fsdp": Parallel(strategy="fsdp")}
 STRATEGIES = {
+    1: {"fsdp": BOTH["fsdp"]},
     2: BOTH,
     4: {**BOTH, "hybrid": Parallel(strategy="fsdp", shard_ranks=2)},
 }
@@ -133,7 +135,8 @@ def sampled(config: Config) -> list[Group]:
     )
     groups = [replace(g, rollouts=tuple(map(scored, g.rollouts))) for g in groups]
     assert {r.finish for g in groups for r in g.rollouts} == {"length", "stop"}
-    return groups
+    first = next(g for g in groups if g.rollouts[0].reward != g.rollouts[1].reward)
+    return [first, *(g for g in groups if g is not first)]  # the first alone has a gradient
 
 
 def changed(model: LanguageModel, share: float) -> LanguageModel:
@@ -259,7 +262,7 @@ SHAPES: dict[str, Callable[[list[Group]], list[Group]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
     configs = {name: configured(*settings) for name, settings in CASES[size].items()}
     plain = configured("train.micro_batch_tokens=200")
@@ -271,11 +274,9 @@ def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
     shaped = {name: alone.outcome(plain, change(groups)) for name, change in SHAPES.items()}
     exact = alone.outcome(plain, groups, exact=True)
 
-    def work(rank: int) -> list[float]:
-        sums: list[float] = []
-        for strategy, parallel in STRATEGIES[size].items():
-            settings = plain.model_copy(update={"parallel": parallel})
-            with joined_world(settings) as world:
+    def work(strategy: str, parallel: Parallel) -> Callable[[int], list[float]]:
+        def as_rank(rank: int) -> list[float]:
+            with joined_world(plain.model_copy(update={"parallel": parallel})) as world:
                 ours = Trainer(world, parallel)
                 for name in configs:
                     found = ours.outcome(configs[name], groups)
@@ -284,8 +285,10 @@ def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
                     assert_close(ours.outcome(plain, change(groups)), shaped[name], 1e-6, name)
                 found = ours.outcome(plain, groups, exact=True)
                 assert_close(found, exact, 1e-12, "float64")
-                sums += [float(g.sum()) for g in found.gradients[0].values()]
-        return sums
+                return [float(g.sum()) for g in found.gradients[0].values()]
 
-    first, *others = run_ranks(size, work, tmp_path)
-    assert all(other == first for other in others)
+        return as_rank
+
+    for strategy, parallel in STRATEGIES[size].items():
+        first, *others = run_ranks(size, work(strategy, parallel), tmp_path / strategy)
+        assert all(other == first for other in others)

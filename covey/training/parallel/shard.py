@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from covey.accel.fused_parameters import GradHolder, attach_grad_sinks, grad_holder
 from covey.config.cluster_sections import Parallel
 from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
-from covey.models.logp import ENTRY, entry_method
+from covey.models.logp import ENTRY, LogProbs, batch_logp, entry_method
+from covey.models.sharded_tensors import sharded_like
 from covey.training.parallel.world import World
+from covey.types import Batch
 
 
 def shard_model(
@@ -40,7 +43,7 @@ def shard_model(
     root, dtype = _copied_modules(model.model), model.head.linear.weight.dtype
     rounds = dtype not in (torch.float32, torch.float64)
     mesh = device_mesh(settings, world, model.device.type)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not _keeps(root, mesh)}
+    options: dict[str, Any] = {"mesh": mesh}
     if rounds:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -55,14 +58,17 @@ def shard_model(
         part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
         if model.device.type == "cpu":  # gloo has no operation that scales and sums
             part.set_force_sum_reduction_for_comms(True)
+    head = replace(model.head, linear=_twin(model.model, root, model.head.linear))
+    found = replace(model, model=root, head=head, sharded=True)
+    if _stays_gathered(found):
+        return found
     _add_entry(root, ENTRY, entry_method)
     if model.fused:
         from covey.accel.fused_forward import LAYER_ENTRY, fused_layer  # needs Triton
 
         for layer in _blocks(root):
             _add_entry(layer, LAYER_ENTRY, fused_layer)
-    head = replace(model.head, linear=_twin(model.model, root, model.head.linear))
-    return replace(model, model=root, head=head, sharded=True)
+    return found
 
 
 def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
@@ -73,36 +79,57 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
     register_fsdp_forward_method(module, name)
 
 
-def _keeps(root: Any, mesh: Any) -> bool:
-    """Return whether a trained model's weights stay gathered for a whole optimizer step.
+def _stays_gathered(model: LanguageModel) -> bool:
+    """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    On one rank, the sum of unsharded gradients is as large as the sharded gradients, so one
-    gather and one reduction per optimizer step cost only the memory of the gathered weights.
+    With a single shard, gradients of whole weights take no more memory than sharded gradients. So
+    one gather and one reduction per optimizer step cost only the memory of the gathered weights.
     """
-    trained = any(parameter.requires_grad for parameter in root.parameters())
-    return trained and mesh.size(mesh.ndim - 1) == 1
+    parameters = list(model.model.parameters())
+    mesh = parameters[0].device_mesh
+    trained = any(parameter.requires_grad for parameter in parameters)
+    return model.fused and trained and mesh.size(mesh.ndim - 1) == 1
 
 
-class ShardedSums:
-    """Sums gradients over ranks, once per optimizer step, for weights that stay gathered."""
+class GatheredSteps:
+    """Weights that are gathered once per optimizer step; their gradients are summed once, too.
 
-    def __init__(self, model: LanguageModel) -> None:
-        self.root = model.model
-        self._sum_in_pass(False)
+    Passes run on the gathered weights without the hooks of FSDP2, and add the gradients of bfloat16
+    weights to float32 sums, as with an ordinary model.
+    """
+
+    def __init__(self, model: LanguageModel, world: World) -> None:
+        self.root, self.world = model.model, world
+        self.shards = {n: p for n, p in self.root.named_parameters() if p.requires_grad}
+        self.parts = _sharded_parts(self.root)
+        self.gathered: dict[str, nn.Parameter] = {}
+        setattr(self.root, ENTRY, self.logp)
+
+    def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
+        """Compute `batch_logp` on gathered weights."""
+        for part in self.parts:
+            part.unshard()
+        if not self.gathered:
+            whole = dict(self.root.named_parameters())
+            self.gathered = {name: whole[name] for name in self.shards}
+            rounded = [p for p in self.gathered.values() if p.dtype == torch.bfloat16]
+            attach_grad_sinks((parameter, GradHolder(parameter)) for parameter in rounded)
+        return batch_logp(replace(model, sharded=False), batch, **options)
 
     def expect(self) -> None:
-        """Sum gradients during the next backward pass, which is the last pass of the step."""
-        self._sum_in_pass(True)
+        """Do nothing: gradients are summed after the last pass."""
 
     def finish(self) -> None:
-        """Free the gathered weights, which the optimizer step makes obsolete."""
-        for part in _sharded_parts(self.root):
+        """Sum the gradients over ranks, and free the gathered weights."""
+        for name, parameter in self.gathered.items():
+            holder = grad_holder(parameter)
+            if holder.grad is not None:
+                if self.world.size > 1:
+                    self.world.sum_in_place(holder.grad)
+                self.shards[name].grad = sharded_like(holder.grad, self.shards[name])
+            holder.grad = None
+        for part in self.parts:
             part.reshard()
-        self._sum_in_pass(False)
-
-    def _sum_in_pass(self, on: bool) -> None:
-        self.root.set_requires_gradient_sync(on)
-        self.root.set_reshard_after_backward(on)
 
 
 def _sharded_parts(root: Any) -> list[Any]:
@@ -112,10 +139,9 @@ def _sharded_parts(root: Any) -> list[Any]:
     return [part for part in root.modules() if isinstance(part, FSDPModule)]
 
 
-def sums_of(model: LanguageModel) -> ShardedSums | None:
-    """Return what sums gradients once per step; None if every backward pass sums its gradients."""
-    mesh = next(p.device_mesh for p in model.model.parameters())
-    return ShardedSums(model) if _keeps(model.model, mesh) else None
+def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
+    """Return what gathers weights once per optimizer step; None if every pass gathers them."""
+    return GatheredSteps(model, world) if _stays_gathered(model) else None
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
