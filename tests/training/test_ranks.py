@@ -206,14 +206,18 @@ class Trainer:
         return Outcome(*training_step(learner, groups, 1)[1:2], policy.caught)
 
 
+def size_of(gradients: dict[str, torch.Tensor]) -> float:
+    return max(float(gradient.abs().max()) for gradient in gradients.values())
+
+
 def assert_close(found: Outcome, wanted: Outcome, most: float, what: str) -> None:
     assert len(found.gradients) == len(wanted.gradients) > 0, what
+    assert max(map(size_of, wanted.gradients)) > 1e-4, what
     for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
         assert mine.keys() == theirs.keys(), what
-        size = max(float(g.abs().max()) for g in theirs.values())
-        assert size > 1e-4, what
+        size = size_of(theirs)
         off = max(float((mine[n] - theirs[n]).abs().max()) for n in theirs)
-        assert off <= most * size, (what, off / size)
+        assert off <= most * size, (what, off, size)
     assert found.metrics.keys() == wanted.metrics.keys(), what
     for name, value in wanted.metrics.items():
         if name == "other/packed_ratio":  # of micro-batches, which each rank cuts for itself
