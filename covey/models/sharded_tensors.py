@@ -6,7 +6,7 @@ last dimension of a device mesh. Every function also accepts ordinary tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,18 @@ def first_element(value: torch.Tensor) -> int:
     ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     rows = -(-len(value) // ranks)  # all ranks but the last ones have this many
     return int(min(rank * rows, len(value)) * (value.numel() // len(value)))
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all elements; with sharded tensors, all ranks must call this function."""
+    norm = torch.nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
+    if not tensors or not hasattr(tensors[0], "full_tensor"):
+        return norm
+    mesh: Any = tensors[0].device_mesh  # type: ignore[attr-defined]
+    square = norm.square()
+    torch.distributed.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
+    return square.sqrt()
 
 
 def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

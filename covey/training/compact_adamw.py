@@ -31,7 +31,7 @@ from covey.accel.fused_parameters import (
     grad_holder,
 )
 from covey.errors import ConfigError
-from covey.models.sharded_tensors import first_element, local_part, sharded_like, whole_tensor
+from covey.models.sharded_tensors import first_element, local_part, sharded_like, total_norm
 from covey.training.compact_step import CHUNK, Numbers, adamw, keys_of, numbers_of, split, whole
 from covey.training.optimizer import AdamWSettings, Stepped
 
@@ -63,7 +63,7 @@ class CompactAdamW:
     def step(self, rate: float) -> Stepped:
         """Clip the gradients, take an optimizer step, and clear the gradients."""
         found = [(s, grad) for s in self.stores if (grad := s.gradient()) is not None]
-        norm = float(whole_tensor(torch.nn.utils.get_total_norm([grad for _, grad in found])))
+        norm = float(total_norm([grad for _, grad in found]))
         finite = math.isfinite(norm)
         if finite:
             # As in torch's clip_grad_norm_.

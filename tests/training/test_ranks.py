@@ -56,8 +56,8 @@ SPECIAL = {
     "skip rows": ["objective.name=grpo", "filter.skip_zero_gradient=true"],
     "offloaded": ["objective.beta=0.1", "reference.kind=offloaded"],
 }
-HERE = [name for name in ALGORITHMS if name not in ("gdpo", "opd", "gigpo")]
-"""Those that need no parts of a reward, no other model as teacher, and no turns."""
+HERE = [name for name in ALGORITHMS if name != "gigpo"]
+"""Those that need no turns."""
 TO_THE_ENGINE = ("scalerl", "bapo", "m2po")
 """They take ratios to the engine, and refuse corrections."""
 
@@ -68,13 +68,19 @@ def everything(name: str) -> list[str]:
     return [f"objective.name={name}", *NEEDED.get(name, []), *some]
 
 
-NEEDED = {"sdpo": ["teacher.policy=current"]}
+NEEDED = {
+    "sdpo": ["teacher.policy=current"],
+    "opd": ["teacher.path=embedded"],
+    "gdpo": ["objective.parts=['third', 'half']"],
+}
 OLD = {"decoupled_ppo": ["train.old_logp=recompute"], **NEEDED}
 CORRECTS = ("objective.correction", "objective.veto")
 OF_RATIOS = (*CORRECTS, "objective.off_policy_limit")
 CASES = {
     1: {name: everything(name) for name in ("grpo", "ppo", "dpo")} | SPECIAL,
-    2: {name: everything(name) for name in HERE} | SPECIAL,
+    2: {name: everything(name) for name in HERE}
+    | {f"{name}, adapter": [*everything(name), "adapter.rank=4"] for name in HERE}
+    | SPECIAL,
     4: {name: [f"objective.name={name}", *OLD.get(name, [])] for name in HERE} | SPECIAL,
 }
 """By the number of ranks."""
@@ -162,7 +168,8 @@ def scored(rollout: Rollout) -> Rollout:
     if value % 5:  # a self-teacher reads more than the prompt
         told = (*rollout.prompt_tokens, *rollout.tokens[: value % 7 + 1])
         rollout = replace(rollout, teacher_prompt=told)
-    return replace(rollout, reward=float(value % 3), success=value % 3 > 0)
+    parts = {"third": float(value % 3), "half": float(value % 2)}
+    return replace(rollout, reward=float(value % 3), success=value % 3 > 0, parts=parts)
 
 
 class Trainer:

@@ -64,15 +64,18 @@ def test_twenty_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
     settings = words(
         "train.steps=20", "filter.dynamic_sampling=true", "objective.beta=0.05", "save.every=0"
     )
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
     assert covey(["train", *settings, "--run", str(one)]) == 0
-    trained(2, [*settings, "--run", str(two)], tmp_path / "logs")
-    for mine, theirs in zip(*(RunFolder.open(f).rollouts(1) for f in (one, two)), strict=True):
-        # The engine works on half as many rows at once, which rounds logits in their last bits.
-        logps = zip(mine.pop("sampler_logp"), theirs.pop("sampler_logp"), strict=True)
-        assert max(abs(a - b) for a, b in logps) < 2e-5
-        assert mine == theirs
-    assert_same_curves(two, one, 1e-4)
+    for strategy in ("ddp", "fsdp"):
+        two = tmp_path / strategy
+        parallel = ["--set", f"parallel.strategy={strategy}"]
+        trained(2, [*settings, *parallel, "--run", str(two)], tmp_path / f"{strategy} logs")
+        for mine, theirs in zip(*(RunFolder.open(f).rollouts(1) for f in (one, two)), strict=True):
+            # The engine works on half as many rows at once, which rounds logits in their last bits.
+            logps = zip(mine.pop("sampler_logp"), theirs.pop("sampler_logp"), strict=True)
+            assert max(abs(a - b) for a, b in logps) < 2e-5
+            assert mine == theirs
+        assert_same_curves(two, one, 1e-4)
 
 
 def resumed(run: Path, name: str, size: int, step: int, strategy: str = "") -> Path:

@@ -226,7 +226,9 @@ class _Run:
         if "values" in self.objective.needs:
             others += critic_parts(self.config, shape, size, (master, moments))
         if self.sharded:
-            return [*sharded_parts(shape, size, self.shards, moments), *others]
+            stays = self.shards == 1 and self.on_gpu and shape.fuses
+            own = sharded_parts(shape, size, self.shards, moments, stays_gathered=stays)
+            return [*own, *others]
         return [
             Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
             Part(

@@ -2,8 +2,8 @@
 
 A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores the
 engine's whole copy of the weights. During a pass, the weights of the current and the next block,
-the embedding, the head and the last norm are whole on every rank. With a single shard, all weights
-stay whole during an optimizer step.
+the embedding, the head and the last norm are whole on every rank. If a single rank has all shards,
+fused passes use weights that are gathered once per optimizer step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ the gradients of the previous block.
 """
 
 
-def sharded_parts(shape: Shape, size: int, shards: int, moments: int) -> list[Part]:
+def sharded_parts(
+    shape: Shape, size: int, shards: int, moments: int, *, stays_gathered: bool = False
+) -> list[Part]:
     """Return the memory of weights and optimizer state on one rank.
 
     A weight takes `size` bytes in computations, and the moments of a trained parameter take
-    `moments` bytes.
+    `moments` bytes. With `stays_gathered`, all weights are whole during an optimizer step.
     """
     weights = shape.parameters + shape.added
-    gathered, which = weights, "all whole weights"
-    if shards > 1:
-        gathered = BLOCKS * block_parameters(shape) + end_parameters(shape)
-        which = f"whole weights of {BLOCKS} blocks, embedding and head"
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
-    return [
+    parts = [
         Part("weights", weights * size, ALWAYS, "the engine's whole copy"),
         Part("sharded weights", -(-own // shards), ALWAYS, f"{what}, trained ones in float32"),
         Part(
@@ -43,10 +41,21 @@ def sharded_parts(shape: Shape, size: int, shards: int, moments: int) -> list[Pa
         Part(
             "gradients",
             -(-shape.trained * FLOAT // shards),
-            ("update", "step"),
-            f"{what}, float32",
+            ALWAYS if stays_gathered else ("update", "step"),
+            f"{what}, float32" + ", kept until the next optimizer step" * stays_gathered,
         ),
-        Part("gathered", gathered * size, ("prepare", "update"), which),
+    ]
+    if stays_gathered:
+        return [*parts, Part("gathered", weights * size, ("prepare", "update"), "whole weights")]
+    gathered = BLOCKS * block_parameters(shape) + end_parameters(shape)
+    return [
+        *parts,
+        Part(
+            "gathered",
+            gathered * size,
+            ("prepare", "update"),
+            f"whole weights of {BLOCKS} blocks, embedding and head",
+        ),
         Part("gathered grad", _gradients(shape, size), ("update",), "of one block, whole"),
     ]
 
