@@ -19,6 +19,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.sharded_tensors import whole_tensor
 from covey.objective import ALGORITHMS
 from covey.reference import Reference
+from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate
 from covey.training.build import (
     critic_of,
@@ -92,6 +93,9 @@ STRATEGIES = {
     2: BOTH,
     4: {**BOTH, "hybrid": Parallel(strategy="fsdp", shard_ranks=2)},
 }
+
+
+Weights = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,3 +310,47 @@ def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
     for strategy, parallel in STRATEGIES[size].items():
         first, *others = run_ranks(size, work(strategy, parallel), tmp_path / strategy)
         assert all(other == first for other in others)
+
+
+def updated(world: World, config: Config, groups: Sequence[Group], dtype: torch.dtype) -> Weights:
+    """Take twenty optimizer steps with every option; return the weights."""
+    policy, objective = policy_of(config, build("gpt2", dtype), world), objective_of(config)
+    settings = step_settings_of(config, objective, sampling_of(config), exact_logp=True)
+    reference = FrozenReference(
+        model=changed(build("gpt2", dtype), 0.01), temperature=1.0, logits_megabytes=8.0
+    )
+    learner = Learner(
+        policy=policy, objective=objective, reference=reference, world=world,
+        settings=replace(settings, learning_rate=lambda _: 1e-3),
+    )  # fmt: skip
+    while policy.version < 20:
+        training_step(learner, groups, 1)
+    return {name: whole_tensor(w.detach()).clone() for name, w in policy.optimizer.masters.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_after_twenty_updates_only_weights_without_gradient_have_drifted(
+    strategy: str, tmp_path: Path
+) -> None:
+    """A bias of keys changes no attention, so AdamW scales the rounding of its gradient to steps."""
+    config = configured(*everything("grpo"))
+    groups = sampled(config)
+    both = (torch.float32, torch.float64)
+    one = [updated(World(), config, groups, dtype) for dtype in both]
+
+    def work(rank: int) -> list[Weights]:
+        own = config.model_copy(update={"parallel": BOTH[strategy]})
+        with joined_world(own) as world:
+            return [updated(world, own, groups, dtype) for dtype in both]
+
+    start = {name: p.detach() for name, p in build("gpt2").model.named_parameters()}
+    for two in run_ranks(2, work, tmp_path):
+        for mine, theirs, most in zip(two, one, (1e-6, 1e-12), strict=True):
+            for name, weight in theirs.items():
+                off = (mine[name] - weight).abs()
+                if most == 1e-6 and name.endswith("c_attn.bias"):
+                    query, key, value = off.chunk(3)
+                    assert float(key.max()) < 20 * 1e-3
+                    off = torch.cat([query, value])
+                assert float(off.max()) < most, name
+                assert float((weight - start[name]).abs().max()) > 1e-3
