@@ -35,11 +35,10 @@ from covey.training.critic import Critic, make_critic
 from covey.training.interaction import interaction_of, with_stops
 from covey.training.make_engine import check_engine, make_engine, ray_reference
 from covey.training.make_optimizer import adamw_of, optimizer_of
-from covey.training.optimizer import Optimizer
-from covey.training.parallel.gradients import GradientSums
+from covey.training.parallel.gradients import GradientSums, sums_of
 from covey.training.parallel.join import check_alike
 from covey.training.parallel.ranks import Ranks
-from covey.training.parallel.shard import GatheredSteps, gathered_steps, shard_model
+from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
@@ -344,17 +343,8 @@ def policy_of(
         # A CUDA graph would replay the random numbers (dropout) that were drawn at capture time.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
-        sums=_sums(model, optimizer, world),
+        sums=sums_of(model, optimizer, world),
     )
-
-
-def _sums(
-    model: LanguageModel, optimizer: Optimizer, world: World
-) -> GradientSums | GatheredSteps | None:
-    """Return what sums gradients over ranks at the end of an optimizer step, if anything does."""
-    if model.sharded:
-        return gathered_steps(model, world)
-    return GradientSums(world, optimizer) if isinstance(world, Ranks) else None
 
 
 def step_settings_of(
