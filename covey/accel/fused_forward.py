@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+
+LAYER_ENTRY = "covey_layer"
+"""Name of a method on the layers of a sharded model. The method is `fused_layer` between the hooks
+that gather and free the layer's weights."""
 
 
 class _Place(NamedTuple):
@@ -61,7 +66,8 @@ def fused_backbone(
     place = _Place(rope, packing, shared)
     delta: torch.Tensor | None = None
     for layer in model.layers:
-        hidden, delta = fused_layer(layer, hidden, delta, place, collect)
+        run = getattr(layer, LAYER_ENTRY, None) or partial(fused_layer, layer)
+        hidden, delta = run(hidden, delta, place, collect)
     if (offload := getattr(model, "activation_offload", None)) is not None:
         offload.join()
     assert delta is not None, "a model has layers"

@@ -31,8 +31,10 @@ def plain(module: Any) -> nn.Linear:
 def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Apply linear layers to the same input; return one fused result, or one result per layer."""
     weights = _fused_weights(modules)
+    if weights is None and len(modules) > 1:
+        return tuple(fused_linear([module], values)[0] for module in modules)
     if weights is None:
-        return tuple(module(values) for module in modules)
+        return (modules[0](values),)
     result: torch.Tensor = _Product.apply(values, weights, *weights.parameters)
     return (result,)
 

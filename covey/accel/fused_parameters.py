@@ -156,6 +156,13 @@ def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
     return sink if all(getattr(p, "grad_sink", None) is sink for p in parameters) else None
 
 
+def grad_holder(parameter: nn.Parameter) -> Any:
+    """Return the object whose `.grad` is used: the parameter, or what its sink adds to."""
+    sink: GradSink | None = getattr(parameter, "grad_sink", None)
+    part: int = getattr(parameter, "grad_part", 0)
+    return parameter if sink is None else sink.masters[part]
+
+
 def attach_grad_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
     """Attach gradient sinks to (parameter, master weight) pairs; fused parameters share a sink."""
     run: list[tuple[nn.Parameter, HoldsGrad]] = []

@@ -73,11 +73,6 @@ def _check_moving(policy: LanguageModel, kind: str) -> None:
             f"config: reference.kind = {kind!r} does not work with an adapter; set it to "
             "'adapter_off' or 'frozen'"
         )
-    if policy.sharded:
-        raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with parallel.strategy = 'fsdp'; set "
-            "reference.kind = 'frozen' or 'offloaded', or parallel.strategy = 'ddp'"
-        )
 
 
 def make_self_teacher(

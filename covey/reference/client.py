@@ -134,8 +134,10 @@ class ServerReference(Reference):
                 target[index.cpu(), : values.shape[1]] = values
         return LogProbs(*(values.to(device) for values in whole))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the URL and the digest of the reference weights."""
+        if not writes:
+            return
         record = {"url": self.address.url, "weights": self.weights}
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
 from covey.models.language_model import LanguageModel
+from covey.models.sharded_tensors import local_part, placed_like, whole_tensors
 from covey.reference.frozen import FrozenReference
 
 if TYPE_CHECKING:
@@ -56,13 +57,17 @@ class MovingReference(FrozenReference):
             return
         # Weights that are not trained stay equal in policy and reference.
         for name, master in policy.optimizer.masters.items():
-            self.weights[name].lerp_(master.to(self.weights[name].dtype), self.alpha)
+            weight = local_part(self.weights[name])
+            weight.lerp_(local_part(master).to(weight.dtype), self.alpha)
         self._round_to_parameters()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the reference's weights into the checkpoint, next to the policy's weights."""
+        whole = whole_tensors(self.weights, keep=writes)
+        if not writes:
+            return
         try:
-            save_file(self.weights, folder / self.file)
+            save_file(whole, folder / self.file)
         except SafetensorError as error:
             raise OSError(str(error)) from None  # a full disk: callers handle OSError
 
@@ -80,13 +85,14 @@ class MovingReference(FrozenReference):
                 raise RunError(
                     f"checkpoint {folder}: {self.file} has no tensor {name} of the right shape"
                 )
-            weight.copy_(saved[name])
+            weight.copy_(placed_like(saved[name], weight))
         self._round_to_parameters()
 
     def _round_to_parameters(self) -> None:
         for name, parameter in self.model.model.named_parameters():
-            if parameter.data_ptr() != self.weights[name].data_ptr():
-                parameter.copy_(self.weights[name])
+            own, weight = local_part(parameter), local_part(self.weights[name])
+            if own.data_ptr() != weight.data_ptr():
+                own.copy_(weight)
 
 
 def _masters(model: LanguageModel) -> dict[str, torch.Tensor]:

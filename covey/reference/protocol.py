@@ -39,8 +39,11 @@ class Reference:
     def after_step(self, policy: Policy) -> None:
         """Update the reference after an optimizer step of the policy, if it follows the policy."""
 
-    def save(self, folder: Path) -> None:
-        """Write the reference's state into a checkpoint."""
+    def save(self, folder: Path, *, writes: bool = True) -> None:
+        """Write the reference's state into a checkpoint.
+
+        All ranks call this method, because weights may be sharded; the rank with `writes` writes.
+        """
 
     def load(self, folder: Path) -> None:
         """Restore the reference's state from a checkpoint."""

@@ -37,7 +37,7 @@ from covey.training.critic import Critic, make_critic
 from covey.training.interaction import interaction_of, with_stops
 from covey.training.make_engine import check_engine, make_engine, ray_reference
 from covey.training.make_optimizer import adamw_of, optimizer_of
-from covey.training.parallel.gradients import GradientSums
+from covey.training.parallel.gradients import GradientSums, sums_of
 from covey.training.parallel.join import check_alike
 from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
@@ -260,9 +260,7 @@ def critic_of(
         device = world.device(config.model.device)
         return load_model(config.model_copy(update={"model": section}), device)
 
-    critic = make_critic(
-        config, policy=model, load=load, optimizer=partial(adamw_of, config, sharded=False)
-    )
+    critic = make_critic(config, policy=model, load=load, optimizer=partial(adamw_of, config))
     if not isinstance(world, Ranks):
         return critic
     return replace(critic, sums=GradientSums(world, critic.optimizer))
@@ -350,7 +348,7 @@ def policy_of(
         # A CUDA graph would replay the random numbers (dropout) that were drawn at capture time.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
-        sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
+        sums=sums_of(model, optimizer, world),
     )
 
 

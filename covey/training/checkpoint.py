@@ -29,6 +29,7 @@ from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.models.from_pretrained import read_pretrained
 from covey.models.language_model import LanguageModel
+from covey.models.sharded_tensors import placed_like, whole_tensors
 from covey.reference import Reference
 from covey.run.best import best_step
 from covey.run.folder import RunFolder
@@ -36,7 +37,6 @@ from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.budget import Used
 from covey.training.optimizer import Optimizer
-from covey.training.parallel.shard import placed_like, whole_tensor
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.sharded_state import has_state, load_state, save_state
@@ -85,8 +85,8 @@ def save(
             save_state(policy.optimizer, folder)
         if world.is_main or policy.whole is not None:
             save_policy(policy, folder, asdict(state), writes=world.is_main)
-        if reference is not None and world.is_main:
-            reference.save(folder)
+        if reference is not None:
+            reference.save(folder, writes=world.is_main)
         more(folder)
         world.barrier()
     if world.is_main:
@@ -156,7 +156,7 @@ def save_policy(
             if writes:
                 _write_model(policy.whole or policy.model, weights, folder)
         else:
-            masters = _whole(policy.optimizer.masters, keep=writes)
+            masters = whole_tensors(policy.optimizer.masters, keep=writes)
             if writes:
                 save_adapter(policy.model, masters, folder)
         if not writes:
@@ -183,25 +183,12 @@ def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.T
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
     # A tied weight has two names, but only one master copy.
     names = {id(p): n for n, p in policy.optimizer.parameters.items()}
-    found = _whole(policy.optimizer.masters, keep=keep)
+    found = whole_tensors(policy.optimizer.masters, keep=keep)
     rest = {name: value for name, value in state.items() if id(value) not in names}
-    whole = _whole(rest, keep=keep)
+    whole = whole_tensors(rest, keep=keep)
     if not keep:
         return {}
     return {n: whole[n] if n in rest else found[names[id(v)]] for n, v in state.items()}
-
-
-def _whole(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather full tensors, and return them in main memory; without `keep`, return {}.
-
-    Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for name, value in tensors.items():
-        whole = whole_tensor(value.detach())
-        if keep:
-            found[name] = whole.cpu()
-    return found
 
 
 def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:

@@ -7,8 +7,10 @@
     moments               8         4      compact: bfloat16, rounded at random (compact_step.py)
 
 Weights lose no precision, because the two 16-bit halves together are the exact float32 master. A
-float32 parameter stays in float32, and only its moments are compact. Random rounding depends only
-on (seed, storage, step, element), so a resumed run gives the same results.
+float32 parameter stays in float32, and only its moments are compact; so do the shards of a sharded
+model, which have no second copy of the weights. Random rounding depends only on (seed, storage,
+step, element), so a resumed run gives the same results. An element of a shard is counted in the
+whole parameter, so the number of ranks does not change the rounding.
 """
 
 from __future__ import annotations
@@ -21,8 +23,15 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from covey.accel.fused_parameters import GradHolder, GradSink, attach_grad_sinks, fused_view
+from covey.accel.fused_parameters import (
+    GradHolder,
+    GradSink,
+    attach_grad_sinks,
+    fused_view,
+    grad_holder,
+)
 from covey.errors import ConfigError
+from covey.models.sharded_tensors import first_element, local_part, sharded_like, total_norm
 from covey.training.compact_step import CHUNK, Numbers, adamw, keys_of, numbers_of, split, whole
 from covey.training.optimizer import AdamWSettings, Stepped
 
@@ -54,7 +63,7 @@ class CompactAdamW:
     def step(self, rate: float) -> Stepped:
         """Clip the gradients, take an optimizer step, and clear the gradients."""
         found = [(s, grad) for s in self.stores if (grad := s.gradient()) is not None]
-        norm = float(torch.nn.utils.get_total_norm([grad for _, grad in found]))
+        norm = float(total_norm([grad for _, grad in found]))
         finite = math.isfinite(norm)
         if finite:
             # As in torch's clip_grad_norm_.
@@ -73,12 +82,12 @@ class CompactAdamW:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients accumulated since they were last cleared."""
-        return {name: _holder(p).grad for name, p in self.parameters.items()}
+        return {name: grad_holder(p).grad for name, p in self.parameters.items()}
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
         for parameter in self.parameters.values():
-            _holder(parameter).grad = None
+            grad_holder(parameter).grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the moments and step counts by parameter name."""
@@ -87,7 +96,8 @@ class CompactAdamW:
             for name in store.names:
                 tensors[f"step.{name}"] = torch.tensor(float(store.steps))
                 for key in MOMENTS:
-                    tensors[f"{key}.{name}"] = self._kept[name][key].view(torch.bfloat16)
+                    moment = self._kept[name][key].view(torch.bfloat16)
+                    tensors[f"{key}.{name}"] = sharded_like(moment, self.parameters[name])
         return tensors
 
     @torch.no_grad()
@@ -101,7 +111,7 @@ class CompactAdamW:
                 parameter.copy_(weights[name])
             for key in MOMENTS:
                 if (value := state.get(f"{key}.{name}")) is not None:
-                    kept[key].view(torch.bfloat16).copy_(value)
+                    kept[key].view(torch.bfloat16).copy_(local_part(value))
         for store in self.stores:
             steps = [state.get(f"step.{name}") for name in store.names]
             store.steps = max((int(s) for s in steps if s is not None), default=0)
@@ -121,8 +131,11 @@ class _Store:
         self.moments = torch.zeros_like(blank), torch.zeros_like(blank)
 
     def weight(self) -> torch.Tensor:
-        """Return all parameters as one tensor; bfloat16 parameters are returned as int16 bits."""
-        found = fused_view(self.parameters)
+        """Return all parameters as one tensor; bfloat16 parameters are returned as int16 bits.
+
+        Of a sharded parameter, only this rank's rows are returned.
+        """
+        found = fused_view([local_part(parameter) for parameter in self.parameters])
         assert found is not None, "parameters were moved apart"
         return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
 
@@ -135,14 +148,17 @@ class _Store:
     def step(self, grad: torch.Tensor, numbers: Numbers, seed: int) -> None:
         """Take an optimizer step in place, on the device of the tensors."""
         first, second = self.moments
+        if not first.numel():  # a shard without rows
+            return
         with torch.no_grad():
             _step_for(grad.device)(
                 self.weight().view(-1),
                 None if self.low is None else self.low.view(-1),
-                grad.contiguous().view(-1),
+                local_part(grad).contiguous().view(-1),
                 (first.view(-1), second.view(-1)),
                 numbers,
                 keys_of(seed, self.number, self.steps),
+                first_element(self.parameters[0]),
             )
 
     def split(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -200,13 +216,6 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
         _Store(number, [name for _, name, _ in run], [p for _, _, p in run])
         for number, run in enumerate(ordered)
     ]
-
-
-def _holder(parameter: nn.Parameter) -> Any:
-    """Return the tensor whose `.grad` is used: the parameter, or its float32 master."""
-    sink: GradSink | None = getattr(parameter, "grad_sink", None)
-    part: int = getattr(parameter, "grad_part", 0)
-    return parameter if sink is None else sink.masters[part]
 
 
 def _step_for(device: torch.device) -> Step:

@@ -121,11 +121,13 @@ def adamw(
     moments: tuple[torch.Tensor, torch.Tensor],
     numbers: Numbers,
     keys: tuple[int, int],
+    first_index: int = 0,
 ) -> None:
     """Take an AdamW step in place on flat tensors.
 
     Moments are bfloat16 numbers, stored as int16 bits. With `low`, weights are two int16 halves;
-    without `low`, weights are float32. The step uses the moments before rounding.
+    without `low`, weights are float32. The step uses the moments before rounding. The random bits
+    of element i are those of number `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):
@@ -140,7 +142,7 @@ def adamw(
         root = square.double().sqrt_().float()
         move = mean / root.mul_(n.inverse_root).add_(n.eps)
         value.mul_(n.keep).sub_(move.mul_(n.size))
-        random = random_bits(start, len(value), keys, value.device)
+        random = random_bits(first_index + start, len(value), keys, value.device)
         first.copy_(rounded(mean, random & 0xFFFF))
         second.copy_(rounded(square, (random >> 16) & 0xFFFF))
         if low is not None:

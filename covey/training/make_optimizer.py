@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from torch import nn
 
 from covey.config import Config
-from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
@@ -15,12 +14,10 @@ from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 
 def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     """Build the optimizer of a model's trained parameters."""
-    return adamw_of(config, model.model.named_parameters(), sharded=model.sharded)
+    return adamw_of(config, model.model.named_parameters())
 
 
-def adamw_of(
-    config: Config, parameters: Iterable[tuple[str, nn.Parameter]], *, sharded: bool
-) -> Optimizer:
+def adamw_of(config: Config, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """Build an AdamW optimizer for named parameters."""
     settings = config.optimizer
     options: AdamWSettings = {
@@ -29,11 +26,6 @@ def adamw_of(
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
     }
-    if settings.state == "compact" and sharded:
-        raise ConfigError(
-            "config: optimizer.state = 'compact' does not work with parallel.strategy = 'fsdp', "
-            "which divides the state among ranks; set optimizer.state = 'float32'"
-        )
     if settings.state == "compact":
         return CompactAdamW(parameters, **options, seed=config.seed)
     return MasterAdamW(parameters, **options)

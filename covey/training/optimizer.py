@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from covey.accel.fused_parameters import attach_grad_sinks, set_grad_hook
-from covey.training.parallel.shard import whole_tensor
+from covey.models.sharded_tensors import local_part, sharded_like, total_norm
 
 
 class AdamWSettings(TypedDict):
@@ -80,10 +80,12 @@ class MasterAdamW:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self._masters = {name: _master(p) for name, p in self.parameters.items()}
+        # AdamW works on this rank's rows: operations on sharded tensors have a high overhead.
+        self._rows = {n: m if local_part(m) is m else _rows(m) for n, m in self._masters.items()}
         attach_grad_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
         self.max_grad_norm = max_grad_norm
         self.adamw = torch.optim.AdamW(
-            list(self._masters.values()),
+            list(self._rows.values()),
             lr=0.0,
             betas=betas,
             eps=eps,
@@ -93,10 +95,13 @@ class MasterAdamW:
 
     def step(self, rate: float) -> Stepped:
         """Clip the gradients, take an optimizer step, and clear the gradients."""
-        masters = list(self._masters.values())
-        norm = float(whole_tensor(torch.nn.utils.clip_grad_norm_(masters, self.max_grad_norm)))
+        total = total_norm([m.grad for m in self._masters.values() if m.grad is not None])
+        norm = float(total)
         finite = math.isfinite(norm)
         if finite:
+            self._share_rows()
+            rows = self._rows.values()
+            torch.nn.utils.clip_grads_with_norm_(rows, self.max_grad_norm, total)
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()
@@ -115,14 +120,18 @@ class MasterAdamW:
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        self.adamw.zero_grad()
+        for tensor in (*self._masters.values(), *self._rows.values()):
+            tensor.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the moments and step counts by parameter name."""
         tensors = {}
-        for name, master in self.masters.items():
-            for key, value in self.adamw.state[master].items():
-                tensors[f"{key}.{name}"] = value
+        for name, rows in self._rows.items():
+            for key, value in self.adamw.state[rows].items():
+                whole = key == "step"  # one number for all rows
+                tensors[f"{key}.{name}"] = (
+                    value if whole else sharded_like(value, self.masters[name])
+                )
         return tensors
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
@@ -133,10 +142,19 @@ class MasterAdamW:
         self._round_to_parameters()
         for tag, value in state.items():
             key, name = tag.split(".", 1)
-            master = self.masters[name]
+            rows = self._rows[name]
             # A compact state has bfloat16 moments.
-            dtype = value.dtype if key == "step" else master.dtype
-            self.adamw.state[master][key] = value.to(master.device, dtype)
+            dtype = value.dtype if key == "step" else rows.dtype
+            self.adamw.state[rows][key] = local_part(value).to(rows.device, dtype)
+
+    @torch.no_grad()
+    def _share_rows(self) -> None:
+        """Give this rank's rows of sharded masters their gradients."""
+        for name, rows in self._rows.items():
+            master = self._masters[name]
+            if rows is not master:
+                rows.data = local_part(master)  # torch may have moved the shards
+                rows.grad = None if master.grad is None else local_part(master.grad)
 
     def _round_to_parameters(self) -> None:
         pairs = self._rounded()
@@ -148,6 +166,11 @@ class MasterAdamW:
         """Return pairs of a parameter and its master, for parameters with a separate master."""
         pairs = ((p, self.masters[name]) for name, p in self.parameters.items())
         return [(parameter, master) for parameter, master in pairs if master is not parameter]
+
+
+def _rows(master: nn.Parameter) -> nn.Parameter:
+    """Return this rank's rows of a sharded parameter, in the same memory."""
+    return nn.Parameter(local_part(master.detach()))
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -11,9 +11,10 @@ from covey.accel.packing import host_rows
 from covey.accel.train_graph import TrainGraphs, train_graphs_for
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
+from covey.models.sharded_tensors import whole_tensor
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.gradients import GradientSums
-from covey.training.parallel.shard import whole_tensor
+from covey.training.parallel.shard import GatheredSteps
 from covey.types import Batch
 
 
@@ -35,7 +36,7 @@ class Policy:
     """The CUDA graphs of forward and backward passes."""
     whole: LanguageModel | None = None
     """The engine's full copy of a sharded model, from which checkpoints are written."""
-    sums: GradientSums | None = None
+    sums: GradientSums | GatheredSteps | None = None
     """The object that sums gradients over ranks. The value is None if gradients need no sum."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -101,9 +101,9 @@ class Reinforcement:
         if self.parts.critic is not None and self.parts.world.is_main:
             self.parts.critic.save(folder)
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
+        if self.parts.teacher is not None:
+            self.parts.teacher.save(folder, writes=self.parts.world.is_main)
         if self.parts.world.is_main:
-            if self.parts.teacher is not None:
-                self.parts.teacher.save(folder)
             write_in_flight(folder, held)
             self.choice.save(folder)
             self.replay.save(folder)

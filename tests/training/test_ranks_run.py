@@ -64,15 +64,18 @@ def test_twenty_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
     settings = words(
         "train.steps=20", "filter.dynamic_sampling=true", "objective.beta=0.05", "save.every=0"
     )
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
     assert covey(["train", *settings, "--run", str(one)]) == 0
-    trained(2, [*settings, "--run", str(two)], tmp_path / "logs")
-    for mine, theirs in zip(*(RunFolder.open(f).rollouts(1) for f in (one, two)), strict=True):
-        # The engine works on half as many rows at once, which rounds logits in their last bits.
-        logps = zip(mine.pop("sampler_logp"), theirs.pop("sampler_logp"), strict=True)
-        assert max(abs(a - b) for a, b in logps) < 2e-5
-        assert mine == theirs
-    assert_same_curves(two, one, 1e-4)
+    for strategy in ("ddp", "fsdp"):
+        two = tmp_path / strategy
+        parallel = ["--set", f"parallel.strategy={strategy}"]
+        trained(2, [*settings, *parallel, "--run", str(two)], tmp_path / f"{strategy} logs")
+        for mine, theirs in zip(*(RunFolder.open(f).rollouts(1) for f in (one, two)), strict=True):
+            # The engine works on half as many rows at once, which rounds logits in their last bits.
+            logps = zip(mine.pop("sampler_logp"), theirs.pop("sampler_logp"), strict=True)
+            assert max(abs(a - b) for a, b in logps) < 2e-5
+            assert mine == theirs
+        assert_same_curves(two, one, 1e-4)
 
 
 def resumed(run: Path, name: str, size: int, step: int, strategy: str = "") -> Path:
@@ -108,6 +111,32 @@ def test_checkpoints_resume_on_any_number_of_ranks(tmp_path: Path) -> None:
         for mine, theirs in zip(rows(folder), rows(whole), strict=True):
             for name in ("loss/policy_avg", "objective/scores"):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["moving", "renewed"])
+def test_hybrid_shards_with_a_compact_state_and_a_reference_that_moves(
+    kind: str, tmp_path: Path
+) -> None:
+    alone, hybrid = tmp_path / "alone", tmp_path / "hybrid"
+    settings = words(
+        "train.steps=3", "optimizer.state=compact", f"reference.kind={kind}", "reference.every=1",
+        "objective.beta=0.05",
+    )  # fmt: skip
+    assert covey(["train", *settings, "--run", str(alone)]) == 0
+    more = ["--set", "parallel.strategy=fsdp", "--set", "parallel.shard_ranks=2"]
+    trained(4, [*settings, *more, "--run", str(hybrid)], tmp_path / "logs")
+    assert rows(alone)[-1]["objective/kl"] > 0
+    for folder in (
+        hybrid,
+        resumed(hybrid, "two", 2, 2),
+        resumed(hybrid, "one", 1, 1, "ddp" if kind == "moving" else "fsdp"),
+        resumed(alone, "four", 4, 1, "fsdp"),
+    ):
+        assert_same_curves(folder, alone, 2e-5)
+        for mine, theirs in zip(rows(folder), rows(alone), strict=True):
+            assert mine["loss/policy_avg"] == pytest.approx(
+                theirs["loss/policy_avg"], rel=1e-6, abs=1e-6
+            )
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])

@@ -39,9 +39,9 @@ def _wide(bits):
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["key", "other_key"])
+@triton.jit(do_not_specialize=["key", "other_key", "first_index"])
 def _adamw(
-    weight, low, grad, first, second, count, key, other_key,
+    weight, low, grad, first, second, count, key, other_key, first_index,
     clip, beta1, rest1, beta2, rest2, keep, size, inverse_root, eps,
     halves: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,8 @@ def _adamw(
     square = _wide(tl.load(second + at, mask=inside, other=0)) * beta2 + (pull * pull) * rest2
     value = value * keep
     value = value - tl.div_rn(mean, tl.sqrt_rn(square) * inverse_root + eps) * size
-    random = _mixed(_mixed(at.to(tl.uint32) ^ key.to(tl.uint32)) ^ other_key.to(tl.uint32))
+    index = (at + first_index).to(tl.uint32)
+    random = _mixed(_mixed(index ^ key.to(tl.uint32)) ^ other_key.to(tl.uint32))
     tl.store(first + at, _rounded(mean, random & 0xFFFF).to(tl.int16), mask=inside)
     tl.store(second + at, _rounded(square, random >> 16).to(tl.int16), mask=inside)
     if halves:
@@ -77,10 +78,11 @@ def adamw(
     moments: tuple[torch.Tensor, torch.Tensor],
     numbers: tuple[float, ...],
     keys: tuple[int, int],
+    first_index: int = 0,
 ) -> None:
     """Take the same step as covey.training.compact_step.adamw, with the same arguments."""
     count = weight.numel()
     _adamw[(triton.cdiv(count, BLOCK),)](
-        weight, weight if low is None else low, grad, *moments, count, *keys, *numbers,
+        weight, weight if low is None else low, grad, *moments, count, *keys, first_index, *numbers,
         halves=low is not None, block=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -77,8 +77,7 @@ def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shap
     The result is None if the run fits with none of the tried numbers of devices. Sharding cannot
     always make a run fit, because the engine needs all weights on each device.
     """
-    changes = {"parallel.strategy": "fsdp", "optimizer.state": "float32"}
-    sharded = changed(config, changes)
+    sharded = changed(config, {"parallel.strategy": "fsdp"})
     for ranks in RANKS:
         found = forecast(sharded, device, facts, shape, ranks)
         if found.peak <= (1 - MARGIN) * device.memory:

@@ -9,7 +9,7 @@ sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from covey.accel.head_chunks import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
@@ -126,11 +126,6 @@ class _Run:
         """The number of ranks over which one model is sharded."""
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
-    @property
-    def trainer(self) -> Shape:
-        """The model's sizes in training; a sharded model is never fused."""
-        return replace(self.shape, fuses=False) if self.sharded else self.shape
-
     def share(self, count: int) -> int:
         """Return the largest number of `count` prompts or completions that one rank gets."""
         return -(-count // self.ranks)
@@ -232,12 +227,15 @@ class _Run:
         """Return the parts of memory that are always allocated, and sharded gradients."""
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
-        if self.sharded:
-            parts = sharded_parts(shape, size, self.shards)
-            return [*parts, reference_part(self, weights), *teacher_parts(self)]
         state = self.config.optimizer.state
         master, moments = STATE_BYTES[state]
-        critic = "values" in self.objective.needs
+        others = [reference_part(self, weights), *teacher_parts(self)]
+        if "values" in self.objective.needs:
+            others += critic_parts(self.config, shape, size, (master, moments))
+        if self.sharded:
+            stays = self.shards == 1 and self.on_gpu and shape.fuses
+            own = sharded_parts(shape, size, self.shards, moments, stays_gathered=stays)
+            return [*own, *others]
         return [
             Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
             Part(
@@ -252,9 +250,7 @@ class _Run:
                 ALWAYS,
                 f"AdamW's two moments of {shape.trained:,} trained parameters",
             ),
-            reference_part(self, weights),
-            *teacher_parts(self),
-            *(critic_parts(self.config, shape, size, (master, moments)) if critic else ()),
+            *others,
             *self._engine_copies(weights),
         ]
 
@@ -277,7 +273,7 @@ class _Run:
 
     def _pass_parts(self, batch: Pass) -> list[Part]:
         """Return the memory of forward passes, with gradient and without."""
-        shape, size, config, device = self.trainer, self.size, self.config, self.device.kind
+        shape, size, config, device = self.shape, self.size, self.config, self.device.kind
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""

@@ -77,10 +77,10 @@ def _self_teacher(run: RunFacts) -> list[Part]:
         return [Part("teacher", 0, ALWAYS, f"{teacher.policy}: the policy's own weights")]
     weights, phases = run.shape.parameters + run.shape.added, ALWAYS
     held, why = weights * run.size, f"{teacher.policy}: a second copy of the weights"
-    if run.sharded:
-        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
     if teacher.policy == "moving" and run.size < FLOAT:
         held, why = held + weights * FLOAT, f"{why}, also in float32"
+    if run.sharded:
+        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
     if teacher.offload and run.on_gpu:
         phases, why = ("prepare",), f"{why}, on the device only while it is used"
     return [Part("teacher", held, phases, why)]
@@ -91,8 +91,10 @@ def reference_part(run: RunFacts, weights: int) -> Part:
     kind, phases, held = run.config.reference.kind, ALWAYS, weights * run.size
     why = f"{kind}: a second copy of the weights"
     under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
+    if kind in ("moving", "renewed") and run.size < FLOAT:
+        held, why = held + weights * FLOAT, f"{why}, also in float32"
     if run.sharded:
-        held, why = -(-held // run.shards), f"{kind}: 1 of {run.shards} parts of a copy"
+        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
     if "reference" not in run.objective.needs:
         held, why = 0, "none: the objective has no penalty"
     elif kind == "server" or kind == "adapter_off" or under:
@@ -101,8 +103,6 @@ def reference_part(run: RunFacts, weights: int) -> Part:
         held, why = 0, "offloaded: in main memory, gathered block by block"
     elif kind == "offloaded" and run.on_gpu:
         phases, why = ("prepare",), "offloaded: a copy, on the device only while it is used"
-    elif kind in ("moving", "renewed") and run.size < FLOAT:
-        held, why = held + weights * FLOAT, f"{kind}: a copy of the weights, also in float32"
     return Part("reference", held, phases, why)
 
 

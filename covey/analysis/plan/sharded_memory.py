@@ -2,7 +2,8 @@
 
 A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores the
 engine's whole copy of the weights. During a pass, the weights of the current and the next block,
-the embedding, the head and the last norm are whole on every rank.
+the embedding, the head and the last norm are whole on every rank. If a single rank has all shards,
+fused passes use weights that are gathered once per optimizer step.
 """
 
 from __future__ import annotations
@@ -17,29 +18,41 @@ the gradients of the previous block.
 """
 
 
-def sharded_parts(shape: Shape, size: int, shards: int, *, whole_copy: bool = True) -> list[Part]:
-    """Return the memory of weights and optimizer state on one rank, at `size` bytes per number."""
+def sharded_parts(
+    shape: Shape, size: int, shards: int, moments: int, *, stays_gathered: bool = False
+) -> list[Part]:
+    """Return the memory of weights and optimizer state on one rank.
+
+    A weight takes `size` bytes in computations, and the moments of a trained parameter take
+    `moments` bytes. With `stays_gathered`, all weights are whole during an optimizer step.
+    """
     weights = shape.parameters + shape.added
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
-    return [
-        Part("weights", weights * size * whole_copy, ALWAYS, "the engine's whole copy"),
+    parts = [
+        Part("weights", weights * size, ALWAYS, "the engine's whole copy"),
         Part("sharded weights", -(-own // shards), ALWAYS, f"{what}, trained ones in float32"),
         Part(
             "moments",
-            -(-shape.trained * 2 * FLOAT // shards),
+            -(-shape.trained * moments // shards),
             ALWAYS,
             f"{what} of AdamW's two moments of {shape.trained:,} trained parameters",
         ),
         Part(
             "gradients",
             -(-shape.trained * FLOAT // shards),
-            ("update", "step"),
-            f"{what}, float32",
+            ALWAYS if stays_gathered else ("update", "step"),
+            f"{what}, float32" + ", kept until the next optimizer step" * stays_gathered,
         ),
+    ]
+    if stays_gathered:
+        return [*parts, Part("gathered", weights * size, ("prepare", "update"), "whole weights")]
+    gathered = BLOCKS * block_parameters(shape) + end_parameters(shape)
+    return [
+        *parts,
         Part(
             "gathered",
-            (BLOCKS * block_parameters(shape) + end_parameters(shape)) * size,
+            gathered * size,
             ("prepare", "update"),
             f"whole weights of {BLOCKS} blocks, embedding and head",
         ),

@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from covey.training.parallel.ranks import Ranks
+from covey.training.parallel.shard import GatheredSteps, gathered_steps
+
 if TYPE_CHECKING:
+    from covey.models.language_model import LanguageModel
     from covey.training.optimizer import Optimizer
-    from covey.training.parallel.ranks import Ranks
+    from covey.training.parallel.world import World
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -108,6 +112,18 @@ class GradientSums:
         """
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
+
+
+def sums_of(
+    model: LanguageModel, optimizer: Optimizer, world: World
+) -> GradientSums | GatheredSteps | None:
+    """Return what sums gradients at the end of an optimizer step; None if nothing has to.
+
+    The backward passes of a sharded model sum gradients, unless its weights stay gathered.
+    """
+    if model.sharded:
+        return gathered_steps(model, world)
+    return GradientSums(world, optimizer) if isinstance(world, Ranks) else None
 
 
 def _buckets(sizes: Sequence[tuple[str, int]]) -> list[_Bucket]:

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from covey.accel.fused_parameters import GradHolder, attach_grad_sinks, grad_holder
 from covey.config.cluster_sections import Parallel
 from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
-from covey.models.logp import ENTRY, entry_method
+from covey.models.logp import ENTRY, LogProbs, batch_logp, entry_method
+from covey.models.sharded_tensors import sharded_like
 from covey.training.parallel.world import World
+from covey.types import Batch
 
 
 def shard_model(
@@ -34,12 +38,12 @@ def shard_model(
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
         fully_shard,
-        register_fsdp_forward_method,
     )
 
     root, dtype = _copied_modules(model.model), model.head.linear.weight.dtype
     rounds = dtype not in (torch.float32, torch.float64)
-    options: dict[str, Any] = {"mesh": device_mesh(settings, world, model.device.type)}
+    mesh = device_mesh(settings, world, model.device.type)
+    options: dict[str, Any] = {"mesh": mesh}
     if rounds:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -50,25 +54,105 @@ def shard_model(
     for module in [*_blocks(root), root]:
         _make_masters(module, masters)
         fully_shard(module, **options)
-    for module in root.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
-            if model.device.type == "cpu":  # gloo has no operation that scales and sums
-                module.set_force_sum_reduction_for_comms(True)
-    setattr(root, ENTRY, types.MethodType(entry_method, root))
-    register_fsdp_forward_method(root, ENTRY)
+    for part in _sharded_parts(root) if world.size > 1 else ():
+        part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
+        if model.device.type == "cpu":  # gloo has no operation that scales and sums
+            part.set_force_sum_reduction_for_comms(True)
     head = replace(model.head, linear=_twin(model.model, root, model.head.linear))
-    return replace(model, model=root, head=head, fused=False, sharded=True)
+    found = replace(model, model=root, head=head, sharded=True)
+    if _stays_gathered(found):
+        return found
+    _add_entry(root, ENTRY, entry_method)
+    if model.fused:
+        from covey.accel.fused_forward import LAYER_ENTRY, fused_layer  # needs Triton
+
+        for layer in _blocks(root):
+            _add_entry(layer, LAYER_ENTRY, fused_layer)
+    return found
+
+
+def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
+    """Add a method to a sharded module; a call gathers the weights, as a forward pass does."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    setattr(module, name, types.MethodType(method, module))
+    register_fsdp_forward_method(module, name)
+
+
+def _stays_gathered(model: LanguageModel) -> bool:
+    """Return whether the weights of a trained model stay gathered for a whole optimizer step.
+
+    With a single shard, gradients of whole weights take no more memory than sharded gradients. So
+    one gather and one reduction per optimizer step cost only the memory of the gathered weights.
+    """
+    parameters = list(model.model.parameters())
+    mesh = parameters[0].device_mesh
+    trained = any(parameter.requires_grad for parameter in parameters)
+    return model.fused and trained and mesh.size(mesh.ndim - 1) == 1
+
+
+class GatheredSteps:
+    """Weights that are gathered once per optimizer step; their gradients are summed once, too.
+
+    Passes run on the gathered weights without the hooks of FSDP2, and add the gradients of bfloat16
+    weights to float32 sums, as with an ordinary model.
+    """
+
+    def __init__(self, model: LanguageModel, world: World) -> None:
+        self.root, self.world = model.model, world
+        self.shards = {n: p for n, p in self.root.named_parameters() if p.requires_grad}
+        self.parts = _sharded_parts(self.root)
+        self.gathered: dict[str, nn.Parameter] = {}
+        setattr(self.root, ENTRY, self.logp)
+
+    def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
+        """Compute `batch_logp` on gathered weights."""
+        for part in self.parts:
+            part.unshard()
+        if not self.gathered:
+            whole = dict(self.root.named_parameters())
+            self.gathered = {name: whole[name] for name in self.shards}
+            rounded = [p for p in self.gathered.values() if p.dtype == torch.bfloat16]
+            attach_grad_sinks((parameter, GradHolder(parameter)) for parameter in rounded)
+        return batch_logp(replace(model, sharded=False), batch, **options)
+
+    def expect(self) -> None:
+        """Do nothing: gradients are summed after the last pass."""
+
+    def finish(self) -> None:
+        """Sum the gradients over ranks, and free the gathered weights."""
+        for name, parameter in self.gathered.items():
+            holder = grad_holder(parameter)
+            if holder.grad is not None:
+                if self.world.size > 1:
+                    self.world.sum_in_place(holder.grad)
+                self.shards[name].grad = sharded_like(holder.grad, self.shards[name])
+            holder.grad = None
+        for part in self.parts:
+            part.reshard()
+
+
+def _sharded_parts(root: Any) -> list[Any]:
+    """Return the blocks of a sharded model, and the model itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
+    """Return what gathers weights once per optimizer step; None if every pass gathers them."""
+    return GatheredSteps(model, world) if _stays_gathered(model) else None
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     """Return the device mesh.
 
     All ranks together, or each set of `shard_ranks` ranks, divide one copy of the model among them.
+    If there are fewer than `shard_ranks` ranks, all ranks divide one copy.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    size = settings.shard_ranks or world.size
+    size = min(settings.shard_ranks or world.size, world.size)
     if world.size % size:
         raise ConfigError(
             f"config: parallel.shard_ranks = {size} must be a divisor of the number of ranks, "
@@ -78,23 +162,6 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
         return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
     shape = (world.size // size, size)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. All ranks must call this function, because it gathers the shards."""
-    gather = getattr(value, "full_tensor", None)
-    return value if gather is None else gather()
-
-
-def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a full tensor like another tensor, if the other tensor is sharded."""
-    if not hasattr(like, "full_tensor") or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    here = value.to(like.device, like.dtype)
-    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _copied_modules(root: Any) -> Any:

@@ -11,9 +11,9 @@ NUMBERS = numbers_of(SETTINGS, step=3, rate=1e-2, clip=0.37)
 
 
 @pytest.mark.parametrize("halves", [True, False])
-@pytest.mark.parametrize("count", [7, 5000])
+@pytest.mark.parametrize(("count", "first"), [(7, 0), (5000, 2**32 - 999)])
 def test_the_kernel_equals_torch_bit_for_bit(
-    device: torch.device, halves: bool, count: int
+    device: torch.device, halves: bool, count: int, first: int
 ) -> None:
     from covey.accel.kernels.adamw import adamw
 
@@ -26,7 +26,7 @@ def test_the_kernel_equals_torch_bit_for_bit(
     found = []
     for step in (plain.adamw, adamw):
         own = [None if t is None else t.to(device).clone() for t in (weight, low, *moments)]
-        step(own[0], own[1], grad.to(device), (own[2], own[3]), NUMBERS, keys_of(1, 2, 3))
+        step(own[0], own[1], grad.to(device), (own[2], own[3]), NUMBERS, keys_of(1, 2, 3), first)
         found.append([t.view(torch.int16) for t in own if t is not None])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

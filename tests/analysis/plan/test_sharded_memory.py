@@ -36,6 +36,29 @@ def test_sharded_state_takes_sixteen_bytes_a_parameter_over_all_ranks(ranks: int
     assert found["weights"] == 2 * count  # the engine's, whole
 
 
+def test_a_compact_state_takes_twelve_bytes_a_parameter_over_all_ranks() -> None:
+    config = config_of("parallel.strategy=fsdp", "optimizer.state=compact")
+    found = parts(forecast(config, GPU, ranks=2))
+    own = found["sharded weights"] + found["moments"] + found["gradients"]
+    assert own == pytest.approx(12 * shape_of(config).parameters / 2, abs=3)
+
+
+def test_weights_stay_gathered_on_a_single_rank_only() -> None:
+    config = config_of("parallel.strategy=fsdp")
+    one, two = (parts(forecast(config, GPU, ranks=ranks)) for ranks in (1, 2))
+    assert one["gathered"] == one["weights"]
+    assert "gathered grad" in two
+    assert "gathered grad" not in one
+
+
+def test_a_reference_that_moves_is_sharded() -> None:
+    settings = ("parallel.strategy=fsdp", "objective.beta=0.1", "reference.kind=moving")
+    count = shape_of(config_of()).parameters
+    for ranks in (1, 2):
+        held = parts(forecast(config_of(*settings), GPU, ranks=ranks))["reference"]
+        assert held == pytest.approx(6 * count / ranks, abs=1)
+
+
 def test_shard_ranks_decides_into_how_many_parts() -> None:
     whole = parts(forecast(config_of("parallel.strategy=fsdp"), GPU, ranks=2))
     hybrid = config_of("parallel.strategy=fsdp", "parallel.shard_ranks=2")

@@ -1,0 +1,83 @@
+"""Tensors that may be sharded over ranks: gather them, shard them, and access a rank's own rows.
+
+A sharded tensor is a DTensor of FSDP2: its rows (dimension 0) are divided among the ranks of the
+last dimension of a device mesh. Every function also accepts ordinary tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor. All ranks must call this function, because it gathers the shards."""
+    gather = getattr(value, "full_tensor", None)
+    return value if gather is None else gather()
+
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Gather full tensors, and return them in main memory; without `keep`, return {}.
+
+    Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        whole = whole_tensor(value.detach())
+        if keep:
+            found[name] = whole.cpu()
+    return found
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a sharded tensor, or the tensor itself; without a copy."""
+    gather = getattr(value, "to_local", None)
+    return value if gather is None else gather()
+
+
+def first_element(value: torch.Tensor) -> int:
+    """Return the index of this rank's first element in a sharded tensor; 0 for a whole tensor."""
+    if not hasattr(value, "full_tensor"):
+        return 0
+    mesh: Any = value.device_mesh  # type: ignore[attr-defined]
+    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    rows = -(-len(value) // ranks)  # all ranks but the last ones have this many
+    return int(min(rank * rows, len(value)) * (value.numel() // len(value)))
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all elements; with sharded tensors, all ranks must call this function."""
+    norm = torch.nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
+    if not tensors or not hasattr(tensors[0], "full_tensor"):
+        return norm
+    mesh: Any = tensors[0].device_mesh  # type: ignore[attr-defined]
+    square = norm.square()
+    torch.distributed.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
+    return square.sqrt()
+
+
+def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a sharded tensor of which `part` is this rank's rows, if `like` is sharded."""
+    if not hasattr(like, "full_tensor"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape,
+        stride=like.stride(),
+    )  # fmt: skip
+
+
+def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Shard a full tensor like another tensor, if the other tensor is sharded."""
+    if not hasattr(like, "full_tensor") or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    here = value.to(like.device, like.dtype)
+    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,124 @@
+"""The fused forward pass inside sharded blocks gives the gradients of the plain model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from covey.accel import fused_forward as fused
+from covey.accel.fused_parameters import GradHolder, attach_grad_sinks, grad_holder
+from covey.config import load_config
+from covey.config.cluster_sections import Parallel
+from covey.models.adapter import add_adapter
+from covey.models.language_model import LanguageModel
+from covey.models.logp import batch_logp
+from covey.models.sharded_tensors import whole_tensor
+from covey.training.parallel.join import joined_world
+from covey.training.parallel.shard import GatheredSteps, gathered_steps, shard_model
+from covey.types import Batch
+from tests.accel.test_fused_forward import per_row, shared_batch
+from tests.conftest import build
+from tests.training.ranks import run_ranks
+
+CONFIG = load_config("arithmetic", ["model.device=cpu", "parallel.strategy=fsdp"])
+CASES = ["llama", "qwen2", "qwen2 checkpointed", "llama adapter"]
+
+
+def model_of(case: str) -> LanguageModel:
+    model = build(case.split()[0])
+    if "adapter" in case:
+        model = add_adapter(model, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
+    if "checkpointed" in case:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.train()
+    return replace(model, packs=True, flash=True, fused=True)
+
+
+def gradients(
+    model: LanguageModel, passes: list[tuple[Batch, float]], sums: GatheredSteps | None = None
+) -> dict[str, torch.Tensor]:
+    """Run some passes without gradient, then those of one optimizer step."""
+    trained = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        batch_logp(model, passes[0][0])
+    for number, (batch, weight) in enumerate(passes, start=1):
+        if sums is not None and number == len(passes):
+            sums.expect()
+        logp, entropy = batch_logp(model, batch)
+        (weight * (logp.sum() + 0.1 * entropy.sum())).backward()
+    if sums is not None:
+        assert all(p.grad is None for p in trained.values())
+        sums.finish()
+    assert all(p.grad is not None for p in trained.values())
+    return {n: whole_tensor(p.grad).detach().clone() for n, p in trained.items()}
+
+
+def halves(batch: Batch) -> list[Batch]:
+    return [batch.rows(torch.arange(0, 3)), batch.rows(torch.arange(3, 6))]
+
+
+@pytest.mark.parametrize(("size", "shards"), [(1, 1), (2, 2), (2, 1)])
+def test_gradients_are_those_of_the_plain_model(
+    size: int, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "flash_attention", per_row)
+    first, second = halves(shared_batch())
+    wanted = {c: gradients(model_of(c), [(first, 1.0), (second, 2.0)]) for c in CASES}
+
+    def work(rank: int) -> dict[str, float]:
+        off = {}
+        with joined_world(CONFIG) as world:
+            for case in CASES:
+                parallel = Parallel(strategy="fsdp", shard_ranks=shards)
+                model = shard_model(model_of(case), parallel, world)
+                sums = gathered_steps(model, world)
+                assert (sums is not None) == (shards == 1)
+                # Each of two ranks has one of the passes.
+                passes = [(first, 1.0), (second, 2.0)][rank::size]
+                found = gradients(model, passes, sums)
+                assert found.keys() == wanted[case].keys()
+                most = max(float(g.abs().max()) for g in wanted[case].values())
+                off[case] = max(
+                    float((found[n] - g).abs().max()) / most for n, g in wanted[case].items()
+                )
+        return off
+
+    for off in run_ranks(size, work, tmp_path):
+        assert max(off.values()) < 1e-6, off
+
+
+def test_gradients_of_bfloat16_weights_are_float32_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "flash_attention", per_row)
+    passes = halves(shared_batch())
+
+    def bfloat16() -> LanguageModel:
+        return replace(build("llama", torch.bfloat16), packs=True, flash=True, fused=True)
+
+    plain = bfloat16()
+    attach_grad_sinks((p, GradHolder(p)) for p in plain.model.parameters())
+    for batch in passes:
+        batch_logp(plain, batch).logp.sum().backward()
+    wanted = {n: grad_holder(p).grad for n, p in plain.model.named_parameters()}
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        with joined_world(CONFIG) as world:
+            model = shard_model(bfloat16(), Parallel(strategy="fsdp"), world)
+            shards, steps = dict(model.model.named_parameters()), gathered_steps(model, world)
+            assert steps is not None
+            for batch in passes:
+                batch_logp(model, batch).logp.sum().backward()
+            steps.finish()
+            return {n: whole_tensor(p.grad).clone() for n, p in shards.items()}
+
+    (found,) = run_ranks(1, work, tmp_path)
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], grad), name
