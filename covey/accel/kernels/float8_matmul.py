@@ -20,6 +20,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from covey.accel.kernels.quantize import Quantized
 
 
+PARTIAL_SUMS = 2 * 264 * 128 * 256
+"""Room for two tiles of partial sums per Triton program."""
+TILES = 2**14
+"""The largest number of tiles of a split product."""
+
+
 class Tile(NamedTuple):
     """Sizes of a Triton program."""
 
@@ -97,33 +103,55 @@ def _product(
 
 
 class Workspace:
-    """Memory for partial sums, which every product of a device may use in turn."""
+    """Memory for partial sums, which the products of one decoder use in turn."""
 
-    def __init__(self, device: torch.device, numbers: int, tiles: int) -> None:
-        self.partial = torch.empty(numbers, device=device)
-        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial sums, and for every tile of a result the number of sums that have arrived."""
+        if self._memory is None:
+            sums = torch.empty(PARTIAL_SUMS, device=self.device)
+            self._memory = sums, torch.zeros(TILES, dtype=torch.int32, device=self.device)
+        return self._memory
 
 
-def float8_matmul(
+def float8_linear(
+    left: Quantized, right: Quantized, bias: torch.Tensor | None, workspace: Workspace
+) -> torch.Tensor:
+    """Return left @ right^T + bias [M, N] in bfloat16; `left` is [M, D] and `right` [N, D]."""
+    return torch._scaled_mm(
+        left.values,
+        right.values.t(),
+        scale_a=left.scales,
+        scale_b=right.scales.t(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def split_matmul(
     left: Quantized,
     right: Quantized,
     bias: torch.Tensor | None,
     tile: Tile,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Return left @ right^T + bias [M, N] in bfloat16; `left` is [M, D] and `right` [N, D]."""
+    """Return left @ right^T + bias [M, N] in bfloat16, with the inner dimension split."""
     rows, inner = left.values.shape
     columns = len(right.values)
     steps = triton.cdiv(inner, tile.inner)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    programs = min(tile.programs, tiles * steps)
-    share = triton.cdiv(tiles * steps, programs)
+    share = triton.cdiv(tiles * steps, min(tile.programs, tiles * steps))
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=left.values.device)
     _product[(triton.cdiv(tiles * steps, share),)](
         TensorDescriptor.from_tensor(left.values, [tile.rows, tile.inner]),
         TensorDescriptor.from_tensor(right.values, [tile.columns, tile.inner]),
-        left.scales, right.scales, out if bias is None else bias, out,
-        workspace.partial, workspace.arrived, rows, columns, steps, tiles, share,
+        left.scales, right.scales, out if bias is None else bias, out, *workspace.memory,
+        rows, columns, steps, tiles, share,
         block_rows=tile.rows, block_columns=tile.columns, block_inner=tile.inner,
         biased=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
