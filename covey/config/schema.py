@@ -181,8 +181,17 @@ class Engine(Section):
     """Settings of engine.kind = "vllm"."""
     device: Device = "auto"
     """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
+    dtype: Literal["model", "float8"] = "model"
+    """Dtype of the matrix products in the native engine's layers. float8: weights and activations
+    in 8 bits, which is faster for models of several billion parameters on GPUs since Ada and
+    Hopper; needs objective.correction, which is then token_truncate by default."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
+
+    @property
+    def rounds(self) -> str:
+        """The setting that makes the engine round to float8; empty if there is none."""
+        return next((name for name in ("dtype",) if getattr(self, name) == "float8"), "")
 
 
 class Scoring(Section):

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from covey.objective import Objective
 
 
-STALE_CORRECTION = "token_truncate"
-"""The default of objective.correction for rollouts that older weights sampled. The default is
-truncated importance sampling; with a recomputed old_logp, it is decoupled PPO."""
+CORRECTION = "token_truncate"
+"""The default of objective.correction for rollouts that older or float8 weights sampled. The
+default is truncated importance sampling; with a recomputed old_logp, it is decoupled PPO."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -217,13 +217,19 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
             "min_p, because the engine's log-probs are then those of a truncated distribution; set "
             "rollout.mask_replay = true"
         )
+    if resolved.engine.rounds and resolved.train.old_logp != "sampler" and not objective.corrects:
+        raise ConfigError(
+            f"config: with engine.{resolved.engine.rounds} = 'float8', completions come from "
+            "rounded weights; to correct for this, set objective.correction = "
+            f"{CORRECTION!r} or 'token_mask'"
+        )
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
     if resolved.stale and blind and not objective.corrects:
         staleness, groups = resolved.overlap.staleness, resolved.replay.groups
         cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
             f"config: with {cause}, completions come from older weights; to correct for this, "
-            f"set objective.correction = {STALE_CORRECTION!r}"
+            f"set objective.correction = {CORRECTION!r}"
         )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
@@ -250,9 +256,10 @@ def _objective_options(config: Config) -> dict[str, object]:
 
     section: Named = config.objective
     maker = algorithm(section.name, section.options)
-    corrected = config.stale and config.train.old_logp != "sampler"
+    off_policy = config.stale or config.engine.rounds
+    corrected = off_policy and config.train.old_logp != "sampler"
     if corrected and section.name not in PAIRED and "correction" not in section.options:
-        options = {**section.options, "correction": STALE_CORRECTION}
+        options = {**section.options, "correction": CORRECTION}
         section = Named.model_validate({"name": section.name, **options})
     return resolve_options(maker, section, "objective", _length_defaults(config))
 

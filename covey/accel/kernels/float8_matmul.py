@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from covey.accel.kernels.quantize import Quantized
 
-
 PARTIAL_SUMS = 2 * 264 * 128 * 256
 """Room for two tiles of partial sums per Triton program."""
 TILES = 2**14
