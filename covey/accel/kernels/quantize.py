@@ -44,32 +44,34 @@ class Quantized(NamedTuple):
 
 
 @triton.jit
-def _scale(largest, scales, row, top: tl.constexpr, least: tl.constexpr):
-    """Store the scale of a row with the given maximum, and return the factor of its numbers."""
+def _factor(largest, top: tl.constexpr, least: tl.constexpr):
+    """Return the factor of a row's numbers, and the row's scale, from its maximum."""
     largest = tl.maximum(largest, least)
-    tl.store(scales + row, largest / top)
-    return top / largest
+    return top / largest, largest / top
 
 
 @triton.jit
 def _rows(
-    values, result, scales, stride, size,
-    block: tl.constexpr, top: tl.constexpr, least: tl.constexpr,
+    values, result, scales, stride, count, size,
+    rows: tl.constexpr, block: tl.constexpr, top: tl.constexpr, least: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    line = values + row * stride
-    largest = tl.zeros((block,), tl.float32)
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    real = (row < count)[:, None]
+    largest = tl.zeros((rows, block), tl.float32)
     for start in range(0, size, block):
-        column = start + tl.arange(0, block)
-        x = tl.load(line + column, mask=column < size, other=0.0).to(tl.float32)
+        column = start + tl.arange(0, block)[None, :]
+        at = values + row[:, None] * stride + column
+        x = tl.load(at, mask=real & (column < size), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
-    factor = _scale(tl.max(largest, axis=0), scales, row, top, least)
+    factor, scale = _factor(tl.max(largest, axis=1), top, least)
+    tl.store(scales + row, scale, mask=row < count)
     # The second read comes from the L1 cache.
     for start in range(0, size, block):
-        column = start + tl.arange(0, block)
-        x = tl.load(line + column, mask=column < size, other=0.0).to(tl.float32)
-        small = (x * factor).to(result.dtype.element_ty)
-        tl.store(result + row * size + column, small, mask=column < size)
+        column = start + tl.arange(0, block)[None, :]
+        at = values + row[:, None] * stride + column
+        x = tl.load(at, mask=real & (column < size), other=0.0).to(tl.float32)
+        small = (x * factor[:, None]).to(result.dtype.element_ty)
+        tl.store(result + row[:, None] * size + column, small, mask=real & (column < size))
 
 
 @triton.jit
@@ -87,7 +89,8 @@ def _add_norm(
         tl.store(hidden + at, x, mask=inside)
     weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)) * weight
-    factor = _scale(tl.max(tl.abs(normed), axis=0), scales, row, top, least)
+    factor, scale = _factor(tl.max(tl.abs(normed), axis=0), top, least)
+    tl.store(scales + row, scale)
     small = (normed * factor).to(result.dtype.element_ty)
     tl.store(result + at, small, mask=inside)
 
@@ -105,7 +108,8 @@ def _silu_mul(
         g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(g * tl.sigmoid(g) * u))
-    factor = _scale(tl.max(largest, axis=0), scales, row, top, least)
+    factor, scale = _factor(tl.max(largest, axis=0), top, least)
+    tl.store(scales + row, scale)
     for start in range(0, size, block):
         column = start + tl.arange(0, block)
         inside = column < size
@@ -126,9 +130,10 @@ def quantize_rows(values: torch.Tensor, out: Quantized | None = None) -> Quantiz
     count, size = values.shape
     out = Quantized.empty(count, size, values.device) if out is None else out
     block, warps = _tile(size)
-    _rows[(count,)](
-        values, *out, values.stride(0), size, block=block, top=LARGEST, least=LEAST,
-        num_warps=warps,
+    rows = max(1, BLOCK // block)
+    _rows[(triton.cdiv(count, rows),)](
+        values, *out, values.stride(0), count, size, rows=rows, block=block, top=LARGEST,
+        least=LEAST, num_warps=8 if rows > 1 else warps,
     )  # fmt: skip
     return out
 

@@ -74,7 +74,7 @@ def test_the_engine_samples_with_float8_products_and_says_so() -> None:
     with torch.no_grad():
         logp = batch_logp(model, batch, temperature=1.0, logits_megabytes=64).logp
     gap = (logp - batch.sampler_logp)[batch.mask].abs()
-    assert 1e-5 < gap.mean() < 0.01
+    assert 0.01 < gap.mean() < 0.15
     exact = generate(
         questions(model), engine=NativeEngine(model), model=model, sampling=sampling, step=1
     )
