@@ -22,7 +22,7 @@ from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rewards import Reward
 from covey.scoring import Scorer
-from covey.training.check_float8 import check_float8
+from covey.training.float8 import check_float8
 from covey.training.policy import Policy
 
 Load = Callable[[Config], LanguageModel]

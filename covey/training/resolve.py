@@ -217,7 +217,11 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
             "min_p, because the engine's log-probs are then those of a truncated distribution; set "
             "rollout.mask_replay = true"
         )
-    if resolved.engine.rounds and resolved.train.old_logp != "sampler" and not objective.corrects:
+    if (
+        resolved.engine.rounds
+        and resolved.train.old_logp != "sampler"
+        and objective.correction is None
+    ):
         raise ConfigError(
             f"config: with engine.{resolved.engine.rounds} = 'float8', completions come from "
             "rounded weights; to correct for this, set objective.correction = "

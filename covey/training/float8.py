@@ -1,7 +1,8 @@
-"""Checks of an engine with float8 numbers, before the weights of a model are loaded."""
+"""Runs whose engine computes with float8 numbers: checks before the start, and what is lost."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,3 +66,16 @@ def _check_architecture(path: str, setting: str) -> None:
             f"{setting} needs a model with Llama's architecture, but {path} is a "
             f"{settings.model_type} model"
         ) from None
+
+
+def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
+    """Return in one line how far the engine's policy was from the trainer's in a step."""
+    gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
+    by = f"objective.correction = {config.objective.options.get('correction')!r}"
+    if config.train.old_logp == "sampler":
+        by = "the ratio to the engine's log-probs"
+    return (
+        f"engine.{config.engine.rounds} = 'float8': mean |logp - sampler_logp| {gap:.2g}, "
+        f"effective sample size {1 / (1 + chi2):.1%}; {by} corrects for this, and `covey numerics` "
+        "shows the causes"
+    )
