@@ -210,18 +210,14 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     if "sampler_as_old" in objective.needs:
         _check_ratios_to_engine(resolved, objective)
         return
-    truncates = truncates_unseen(resolved)
-    if resolved.train.old_logp == "sampler" and truncates:
+    truncates, from_sampler = truncates_unseen(resolved), resolved.train.old_logp == "sampler"
+    if from_sampler and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
             "min_p, because the engine's log-probs are then those of a truncated distribution; set "
             "rollout.mask_replay = true"
         )
-    if (
-        resolved.engine.rounds
-        and resolved.train.old_logp != "sampler"
-        and objective.correction is None
-    ):
+    if resolved.engine.rounds and not from_sampler and objective.correction is None:
         raise ConfigError(
             f"config: with engine.{resolved.engine.rounds} = 'float8', completions come from "
             "rounded weights; to correct for this, set objective.correction = "
@@ -235,7 +231,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
             f"config: with {cause}, completions come from older weights; to correct for this, "
             f"set objective.correction = {CORRECTION!r}"
         )
-    taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
+    taken = from_sampler and "old_entropy" not in objective.needs
     if taken and objective.corrects:
         raise ConfigError(
             "config: objective.correction and objective.veto compare the trainer's old_logp with "
