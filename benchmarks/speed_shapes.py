@@ -65,6 +65,18 @@ def shapes() -> dict[str, Shape]:
     }  # fmt: skip
 
 
+def large_shape() -> Shape:
+    """Qwen2.5-7B."""
+    return Shape(
+        transformers.Qwen2Config(
+            vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
+            num_key_value_heads=4, intermediate_size=18944, max_position_embeddings=32768,
+            tie_word_embeddings=False,
+        ),
+        completions=16, prompt=256, completion=768, budgets=(4_096, 8_192),
+    )  # fmt: skip
+
+
 def tiny_shapes() -> dict[str, Shape]:
     """The same families, small enough for a CPU and a test."""
     small = {

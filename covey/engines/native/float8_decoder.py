@@ -100,6 +100,7 @@ class Float8Decoder(FusedDecoder):
         workspace = Workspace(self.embedding.weight.device)
         self.products = [_Products(block, workspace) for block in self.blocks]
 
+    @torch.inference_mode()
     def begin(self, positions: int) -> None:
         """Compute the table of RoPE angles, and quantize the current weights in place."""
         super().begin(positions)
