@@ -18,11 +18,13 @@ from torch.nn.functional import embedding
 
 from covey.accel.fused_forward import gain
 from covey.accel.kernels.decode_attention import decode_attention
-from covey.accel.kernels.float8_matmul import Workspace, float8_linear
 from covey.accel.kernels.quantize import (
+    Product,
     Quantized,
     add_norm_quantized,
+    product,
     quantize_rows,
+    rescaled,
     silu_mul_quantized,
 )
 from covey.accel.kernels.rms_norm import add_norm_in_place
@@ -45,8 +47,8 @@ several products add up. A wrong scale or a wrong row changes the result by more
 class Float8Linear:
     """Linear layers with the same input as one float8 product."""
 
-    def __init__(self, layers: Sequence[Linear], workspace: Workspace) -> None:
-        self.layers, self.workspace = [each.layer for each in layers], workspace
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        self.layers = [each.layer for each in layers]
         first = self.layers[0].weight
         rows, size = sum(layer.out_features for layer in self.layers), first.shape[1]
         if rows % MULTIPLE or size % MULTIPLE:
@@ -70,23 +72,23 @@ class Float8Linear:
                 self.bias[at:end] = layer.bias.detach()
             at = end
 
-    def __call__(self, values: Quantized) -> torch.Tensor:
-        """Return W x + b in bfloat16, for all layers in one tensor."""
-        return float8_linear(values, self.weight, self.bias, self.workspace)
+    def __call__(self, values: Quantized) -> Product:
+        """Return W x + b of all layers, before its scales."""
+        return product(values, self.weight, self.bias)
 
 
 class _Products:
     """The four float8 products of one layer."""
 
-    def __init__(self, block: Block, workspace: Workspace) -> None:
-        self.qkv = Float8Linear(block.qkv.layers, workspace)
-        self.output = Float8Linear([block.output], workspace)
-        self.gate_up = Float8Linear(block.gate_up.layers, workspace)
-        self.down = Float8Linear([block.down], workspace)
+    def __init__(self, block: Block) -> None:
+        self.qkv = Float8Linear(block.qkv.layers)
+        self.output = Float8Linear([block.output])
+        self.gate_up = Float8Linear(block.gate_up.layers)
+        self.down = Float8Linear([block.down])
 
     def refresh(self) -> None:
-        for product in (self.qkv, self.output, self.gate_up, self.down):
-            product.refresh()
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            linear.refresh()
 
 
 class Float8Decoder(FusedDecoder):
@@ -97,8 +99,7 @@ class Float8Decoder(FusedDecoder):
         if any(block.adapted for block in self.blocks):
             raise UnsupportedModel("its adapter cannot be quantized")
         self.fuses = False  # the float8 copies are fused; the 16-bit weights are not used
-        workspace = Workspace(self.embedding.weight.device)
-        self.products = [_Products(block, workspace) for block in self.blocks]
+        self.products = [_Products(block) for block in self.blocks]
 
     @torch.inference_mode()
     def begin(self, positions: int) -> None:
@@ -114,7 +115,7 @@ class Float8Decoder(FusedDecoder):
         for number, (block, products) in enumerate(zip(self.blocks, self.products, strict=True)):
             normed = add_norm_quantized(hidden, delta, *gain(block.input_norm))
             attended = decode_attention(
-                products.qkv(normed),
+                rescaled(products.qkv(normed)),
                 cache.layer(number),
                 rope=self.rope,
                 scale=block.scaling,
@@ -122,6 +123,6 @@ class Float8Decoder(FusedDecoder):
             )
             delta = products.output(quantize_rows(attended))
             normed = add_norm_quantized(hidden, delta, *gain(block.post_norm))
-            gate, up = products.gate_up(normed).chunk(2, dim=1)
-            delta = products.down(silu_mul_quantized(gate, up))
-        return add_norm_in_place(hidden, delta, *gain(self.final_norm))
+            delta = products.down(silu_mul_quantized(products.gate_up(normed)))
+        assert delta is not None, "a model has layers"
+        return add_norm_in_place(hidden, rescaled(delta), *gain(self.final_norm))

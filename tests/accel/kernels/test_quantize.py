@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch.nn.functional import silu
+
+if TYPE_CHECKING:
+    from covey.accel.kernels.quantize import Product
 
 LARGEST = 448.0
 SIZES = [48, 5000]
@@ -62,16 +67,30 @@ def test_rows_may_be_part_of_a_larger_matrix_and_are_written_in_place(
     assert not room.values.float()[[0, 6]].any()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_norms_and_gates_are_quantized_without_rounding_in_between(
-    device: torch.device, size: int
-) -> None:
-    from covey.accel.kernels.quantize import add_norm_quantized, silu_mul_quantized
+def made(
+    count: int, outputs: int, device: torch.device, *, biased: bool
+) -> tuple[Product, torch.Tensor]:
+    """Return a product and the float32 numbers that it stands for."""
+    from covey.accel.kernels.quantize import product, quantize_rows
+
+    left, right = (quantize_rows(torch.randn(n, 64, device=device)) for n in (count, outputs))
+    bias = torch.randn(outputs, device=device).bfloat16() if biased else None
+    found = product(left, right, bias)
+    exact = left.dequantized() @ right.dequantized().t()
+    scaled = found.values.float() * left.scales * right.scales.t()
+    # The library rounds to bfloat16.
+    torch.testing.assert_close(scaled, exact, rtol=2**-8, atol=1e-3)
+    return found, scaled if bias is None else scaled + bias.float()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_norms_and_gates_read_scaled_products(device: torch.device, biased: bool) -> None:
+    from covey.accel.kernels.quantize import add_norm_quantized, rescaled, silu_mul_quantized
 
     torch.manual_seed(1)
-    hidden, delta = torch.randn(2, 4, size, device=device)
-    delta, gain = delta.bfloat16(), torch.randn(size, device=device).bfloat16()
-    total = hidden + delta.float()
+    hidden = torch.randn(5, 304, device=device)
+    delta, exact = made(5, 304, device, biased=biased)
+    gain, total = torch.randn(304, device=device).bfloat16(), hidden + exact
     normed = total * (total.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt() * gain.float()
     found = add_norm_quantized(hidden, delta, gain, 1e-6)
     torch.testing.assert_close(hidden, total)
@@ -80,9 +99,11 @@ def test_norms_and_gates_are_quantized_without_rounding_in_between(
     torch.testing.assert_close(hidden, total)
     check(again.values, again.scales, normed)
 
-    gate, up = torch.randn(4, 2 * size, device=device).mul(3).bfloat16().split(size, dim=1)
-    found = silu_mul_quantized(gate, up)
-    check(found.values, found.scales, silu(gate.float()) * up.float())
+    gates, exact = made(5, 304, device, biased=biased)
+    found = silu_mul_quantized(gates)
+    gate, up = exact.chunk(2, dim=1)
+    check(found.values, found.scales, silu(gate) * up)
+    torch.testing.assert_close(rescaled(gates).float(), exact, rtol=2**-7, atol=0.0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from the interpreter
@@ -94,23 +115,3 @@ def test_what_is_not_finite_stays_so(device: torch.device) -> None:
     found = quantize_rows(values).dequantized()
     assert found[:2].isnan().any(dim=1).all()
     assert found[2].isfinite().all()
-
-
-@pytest.mark.parametrize(("programs", "biased"), [(1, False), (5, True), (100, False)])
-def test_products_do_not_depend_on_how_they_are_split(
-    device: torch.device, programs: int, biased: bool
-) -> None:
-    from covey.accel.kernels.float8_matmul import Tile, Workspace, float8_linear, split_matmul
-    from covey.accel.kernels.quantize import quantize_rows
-
-    torch.manual_seed(2)
-    left, right = (quantize_rows(torch.randn(n, 256, device=device)) for n in (21, 304))
-    bias = torch.randn(304, device=device).bfloat16() if biased else None
-    expected = left.dequantized() @ right.dequantized().t() + (0.0 if bias is None else bias)
-    tile, workspace = Tile(16, 64, 32, programs, 4, 3), Workspace(device)
-    for _ in range(2):  # the second call finds the counters of the first
-        found = split_matmul(left, right, bias, tile, workspace)
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=0.05)
-    library = float8_linear(left, right, bias, workspace)
-    torch.testing.assert_close(library.float(), expected, rtol=1e-2, atol=0.05)
