@@ -21,15 +21,8 @@ LEAST_CAPABILITY = (8, 9)
 
 
 def check_float8(config: Config) -> None:
-    """Refuse float8 numbers that the engine, its device or its model does not support."""
+    """Refuse float8 numbers that the engine's device or its model does not support."""
     setting = f"config: engine.{config.engine.rounds} = 'float8'"
-    if config.engine.kind == "vllm":
-        raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
-    if config.adapter.rank:
-        raise ConfigError(
-            f"{setting} does not work with adapter.rank = {config.adapter.rank}: the layers of an "
-            "adapter are not quantized; leave one of the two out"
-        )
     if not config.cluster.engine_actors:  # whose devices are not those of this machine
         _check_device(config, setting)
     _check_architecture(config.model.path, setting)

@@ -69,6 +69,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
     check_overlap(resolved)
+    _check_float8(resolved)
     template_of(resolved)
     if "objective" in options:
         objective = objective_of(resolved)
@@ -79,6 +80,18 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         if "teacher" in objective.needs:
             _check_teacher(resolved, objective)
     return resolved
+
+
+def _check_float8(resolved: Config) -> None:
+    """Refuse float8 numbers in an engine that has none; devices are checked when a run starts."""
+    setting = f"config: engine.{resolved.engine.rounds} = 'float8'"
+    if resolved.engine.rounds and resolved.engine.kind == "vllm":
+        raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
+    if resolved.engine.rounds and resolved.adapter.rank:
+        raise ConfigError(
+            f"{setting} does not work with adapter.rank = {resolved.adapter.rank}, because layers "
+            "with an adapter are not quantized; leave one of the two out"
+        )
 
 
 def _check_teacher(resolved: Config, objective: Objective) -> None:

@@ -48,8 +48,9 @@ class Gpu:
 
 def test_devices_and_settings_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs an NVIDIA GPU, but the engine's device is cpu" in refused("model.device=cpu")
-    assert "not with vLLM" in refused("engine.kind=vllm")
-    assert "adapter.rank = 8" in refused("adapter.rank=8")
+    for setting, said in (("engine.kind=vllm", "not with vLLM"), ("adapter.rank=8", "rank = 8")):
+        with pytest.raises(ConfigError, match=said):
+            resolve(load_config("arithmetic", [FLOAT8, setting]))
     Gpu(monkeypatch, (8, 0))
     assert (
         "compute capability 8.9 (Ada), 9.0 (Hopper) or higher, but NVIDIA A100 has 8.0" in refused()
