@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from covey.analysis.numerics.measure_gaps import measure
 from covey.config import load_config
 from covey.errors import ConfigError
+from covey.run.folder import RunFolder
+from covey.stopping import StopSignal
+from covey.training.build import assemble
+from covey.training.checkpoint import State
 from covey.training.float8 import check_float8, lost_note
+from covey.training.loop import train
 from covey.training.resolve import resolve
 from tests.conftest import build
+from tests.trackers import Notes
 
 FLOAT8 = "engine.dtype=float8"
 
@@ -77,3 +84,37 @@ def test_a_run_says_what_was_lost() -> None:
     assert "objective.correction = 'token_truncate'" in said
     sampler = resolve(load_config("arithmetic", [FLOAT8, "train.old_logp=sampler"]))
     assert "the ratio to the engine's log-probs corrects" in lost_note(sampler, metrics)
+
+
+SMALL = [
+    FLOAT8, "train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2",
+    "rollout.max_tokens=4", "evaluate.every=0", "train.mini_batches=1", "engine.max_concurrent=4",
+    "task.train_size=9",
+]  # fmt: skip
+
+
+@pytest.fixture
+def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine run in Triton's interpreter, which a run would refuse."""
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("covey.training.make_engine.check_float8", lambda config: None)
+
+
+@pytest.mark.usefixtures("_anywhere")
+def test_a_run_measures_and_corrects_what_float8_rounds(tmp_path: Path) -> None:
+    parts, notes = assemble(resolve(load_config("arithmetic", SMALL))), Notes()
+    assert not parts.engine.info.exact_logp
+    assert not parts.step_settings.old_logp_from_sampler
+    state = State(beta=parts.objective.beta)
+    report = measure(parts, state, notes, updates=0, alone=1)
+    gaps = {cause.name: cause.gap.mean for cause in report.causes}
+    assert list(gaps).index("float8") == list(gaps).index("slots") + 1
+    assert gaps["kernel"] < 1e-5
+    assert 0.1 > gaps["float8"] > 3e-5
+    folder = RunFolder.create(tmp_path / "run", "", {})
+    train(parts, folder, [notes], StopSignal())
+    (row,) = folder.steps()
+    assert 3e-5 < row["debug/sampler_logp_diff_mean"] < 0.1
+    assert 0.9 < row["policy/correction_ess"] < 1
+    assert sum("mean |logp - sampler_logp|" in note for note in notes.notes) == 1
