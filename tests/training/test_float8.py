@@ -101,6 +101,7 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("covey.training.make_engine.check_float8", lambda config: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anywhere")
 def test_a_run_measures_and_corrects_what_float8_rounds(tmp_path: Path) -> None:
     parts, notes = assemble(resolve(load_config("arithmetic", SMALL))), Notes()
