@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import torch
 from speed_device import forget, peaks, seconds_of
 from speed_report import Report
 from speed_sampler import step_seconds, timed
@@ -17,6 +18,7 @@ from covey.models.load_model import wrap
 PRECISIONS = {"model": MODEL_PRECISION, "float8": Precision(products=True)}
 
 
+@torch.inference_mode()
 def float8(sizes: Sizes, report: Report) -> None:
     """Measure tokens per second, a decode step and its floor, and the time of quantization."""
     bandwidth = report.environment["copy_bytes_per_s"]
