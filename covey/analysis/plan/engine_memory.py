@@ -192,7 +192,7 @@ def _float8_parts(shape: Shape, config: Config) -> list[Part]:
         return []
     outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner
     numbers = shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
-    copies = shape.layers * (numbers + outputs * FLOAT)
+    copies = shape.layers * (numbers + outputs)
     why = "the weights of the layers in 8 bits, one scale per output"
     return [Part("float8 weights", copies, ALWAYS, why)]
 

@@ -1,8 +1,8 @@
 """Decode step of Llama-like models whose matrix products multiply float8 numbers.
 
 Float8 numbers take half the memory of 16-bit numbers, and tensor cores multiply them twice as fast.
-The weights of all products in the layers are quantized, with one scale per output, whenever the
-engine gets new weights. The kernel that makes the input of a product also quantizes it, with one
+The weights of all products in the layers are quantized, with one power of two per output, whenever
+the engine gets new weights. The kernel that makes the input of a product also quantizes it, with one
 scale per token. Embedding, norms, residual stream, attention and head keep their precision.
 
 The engine then samples from a slightly different policy than the trainer's, so a run needs a
@@ -21,9 +21,11 @@ from covey.accel.kernels.decode_attention import decode_attention
 from covey.accel.kernels.quantize import (
     Product,
     Quantized,
+    Weight,
     add_norm_quantized,
     product,
     quantize_rows,
+    quantize_weight,
     rescaled,
     silu_mul_quantized,
 )
@@ -57,7 +59,7 @@ class Float8Linear:
                 f"multiples of {MULTIPLE}"
             )
         # A captured graph contains the addresses of the copies.
-        self.weight = Quantized.empty(rows, size, first.device)
+        self.weight = Weight.empty(rows, size, first.device)
         biased = any(layer.bias is not None for layer in self.layers)
         self.bias = first.new_zeros(rows, dtype=torch.bfloat16) if biased else None
 
@@ -66,8 +68,7 @@ class Float8Linear:
         at = 0
         for layer in self.layers:
             end = at + layer.out_features
-            mine = Quantized(self.weight.values[at:end], self.weight.scales[at:end])
-            quantize_rows(layer.weight.detach(), mine)
+            quantize_weight(layer.weight.detach(), self.weight.rows(at, end))
             if self.bias is not None and layer.bias is not None:
                 self.bias[at:end] = layer.bias.detach()
             at = end

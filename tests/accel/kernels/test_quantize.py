@@ -54,16 +54,28 @@ def test_rows_are_rounded_by_their_own_scale(
     assert 0.02 < float((back - exact).norm() / exact.norm()) < 0.03
 
 
-def test_rows_may_be_part_of_a_larger_matrix_and_are_written_in_place(
-    device: torch.device,
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_scaled_by_powers_of_two_in_place(
+    device: torch.device, dtype: torch.dtype
 ) -> None:
-    from covey.accel.kernels.quantize import Quantized, quantize_rows
+    from covey.accel.kernels.quantize import Weight, quantize_weight
 
-    values = torch.randn(5, 96, device=device)
-    room = Quantized.empty(7, 32, device)
+    torch.manual_seed(0)
+    factors = torch.logspace(-4, 3, 5, device=device)[:, None]
+    values = (torch.randn(5, 96, device=device) * factors).to(dtype)
+    values[3] = 0
+    values[4, 40] = values[4, 32:64].abs().max() * 2
+    room = Weight.empty(7, 32, device)
     room.values.view(torch.uint8).zero_()
-    quantize_rows(values[:, 32:64], Quantized(room.values[1:6], room.scales[1:6]))
-    check(room.values[1:6], room.scales[1:6], values[:, 32:64])
+    quantize_weight(values[:, 32:64], room.rows(1, 6))
+    found, exact = room.rows(1, 6), values[:, 32:64].float()
+    largest = found.values.float().abs().amax(dim=1)
+    assert ((largest > 200) & (largest <= 448))[[0, 1, 2, 4]].all()
+    back = found.dequantized()
+    assert not back[3].any()
+    assert ((back - exact).abs() <= exact.abs() / 16 + largest.max() * 2**-9 * factors).all()
+    scaled = torch.ldexp(exact, -found.exponents[:, None].int())
+    assert torch.equal(found.values.float(), scaled.to(torch.float8_e4m3fn).float())
     assert not room.values.float()[[0, 6]].any()
 
 
@@ -71,13 +83,14 @@ def made(
     count: int, outputs: int, device: torch.device, *, biased: bool
 ) -> tuple[Product, torch.Tensor]:
     """Return a product and the float32 numbers that it stands for."""
-    from covey.accel.kernels.quantize import product, quantize_rows
+    from covey.accel.kernels.quantize import product, quantize_rows, quantize_weight
 
-    left, right = (quantize_rows(torch.randn(n, 64, device=device)) for n in (count, outputs))
+    left = quantize_rows(torch.randn(count, 64, device=device))
+    right = quantize_weight(torch.randn(outputs, 64, device=device))
     bias = torch.randn(outputs, device=device).bfloat16() if biased else None
     found = product(left, right, bias)
     exact = left.dequantized() @ right.dequantized().t()
-    scaled = found.values.float() * left.scales * right.scales.t()
+    scaled = torch.ldexp(found.values.float() * left.scales, right.exponents)
     # The library rounds to bfloat16.
     torch.testing.assert_close(scaled, exact, rtol=2**-8, atol=1e-3)
     return found, scaled if bias is None else scaled + bias.float()
@@ -108,10 +121,10 @@ def test_norms_and_gates_read_scaled_products(device: torch.device, biased: bool
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from the interpreter
 def test_what_is_not_finite_stays_so(device: torch.device) -> None:
-    from covey.accel.kernels.quantize import quantize_rows
+    from covey.accel.kernels.quantize import quantize_rows, quantize_weight
 
     values = torch.ones(3, 32, device=device)
     values[0, 5], values[1, 5] = float("nan"), float("inf")
-    found = quantize_rows(values).dequantized()
-    assert found[:2].isnan().any(dim=1).all()
-    assert found[2].isfinite().all()
+    for found in (quantize_rows(values).dequantized(), quantize_weight(values).dequantized()):
+        assert found[:2].isnan().any(dim=1).all()
+        assert found[2].isfinite().all()
