@@ -12,6 +12,8 @@ continues; speed_step.py says what TRL needs.
 
 sampler     tokens per second; one decode step at half length; its floor: weights, keys and values
             read once (a group's prompt once) at the measured copy bandwidth
+float8      the same for a model of 7B parameters, in each precision of the engine, and how long
+            the engine takes to prepare new weights
 update      tokens per second, counting the prompt once per completion; MFU over those tokens,
             `work` over the tokens processed: 6 flops per weight and token plus attention, against
             the 989 Tflop/s of the data sheet
@@ -65,6 +67,7 @@ def environment_of(device: str, megabytes: int) -> dict[str, Any]:
 def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None]]:
     """Return what measures each section."""
     from speed_checks import numerics, startup
+    from speed_float8 import float8
     from speed_large import seven_b, update_long
     from speed_sampler import linear, ragged, sampler
     from speed_step import seed_shape, step
@@ -72,6 +75,7 @@ def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None
 
     return {
         "sampler": sampler,
+        "float8": float8,
         "update": update,
         "step": partial(step, own_process=own_process),
         "seven_b": seven_b,

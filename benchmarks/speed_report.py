@@ -36,6 +36,12 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         Column("ms per step", "step_ms", ".2f"), Column("floor, ms", "floor_ms", ".2f"),
         Column("times floor", "times_floor", ".1f"), RATIO, RAN,
     ),
+    "float8": (
+        SHAPE, COMPLETIONS, Column("engine.dtype", "who"), SPEED,
+        Column("best", "best_tokens_per_s", ",.0f"), Column("ms per step", "step_ms", ".2f"),
+        Column("floor, ms", "floor_ms", ".2f"), Column("times floor", "times_floor", ".1f"),
+        Column("new weights, ms", "refresh_ms", ".1f"), *PEAKS, RAN,
+    ),
     "update": (
         SHAPE, WHO, SPEED, Column("MFU", "mfu", ".1%"), Column("work", "work", ".1%"), *PEAKS,
         RATIO, RAN,

@@ -54,6 +54,9 @@ class Sizes:
     seed_steps: int = 20
     startup_completions: int = 512
 
+    float8: tuple[int, ...] = (128, 512)
+    """Concurrent completions of the largest model."""
+
     logp_completions: int = 64
     greedy_completions: int = 32
     greedy_tokens: int = 64
@@ -96,6 +99,7 @@ def sizes_for(device: str, **changes: Any) -> Sizes:
         "plain_rows": {"smollm2": 4, "qwen2.5": 4}, "prompts": 2, "warmup": 1, "steps": 2,
         "ragged_completions": 64, "ragged_slots": 8, "ragged_longest": 64, "ragged_mean": 12,
         "linear": (4, 8, 16), "seed_tokens": 12, "seed_steps": 2, "startup_completions": 16,
+        "float8": (8,),
         "logp_completions": 8, "greedy_completions": 8, "greedy_tokens": 12,
         "seven": {"qwen2.5-7b": tiny_shapes()["qwen2.5"]}, "seven_prompts": 2, "seven_tokens": 12,
         "seven_steps": 1, "long_prompt": 8, "long_repeat": 1,

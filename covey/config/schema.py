@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from covey.config.cluster_sections import Cluster, Parallel, Vllm
+from covey.config.cluster_sections import Cluster, Parallel
 from covey.config.critic import Critic, Preferences
 from covey.config.data_sections import Curriculum, Replay
+from covey.config.engine import Engine
 from covey.config.environment import Environment
 from covey.config.reward_change import RewardChange
 from covey.config.section import Count, Device, Names, Positive, Section, Share
@@ -172,20 +173,6 @@ class Rollout(Section):
     and sampling use the same distribution."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
-
-
-class Engine(Section):
-    """[engine]"""
-
-    kind: Literal["native", "process", "vllm"] = "native"
-    """The engine: native (in the trainer's process, with the trainer's weights), process (the
-    native engine in another process, with a copy of the weights) or vllm (vLLM servers)."""
-    vllm: Vllm = Vllm()
-    """Settings of engine.kind = "vllm"."""
-    device: Device = "auto"
-    """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
-    max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
-    """Maximum number of completions generated at the same time."""
 
 
 class Scoring(Section):

@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from covey.config import parse_config
+from covey.engines.native.engine import NativeCopy
 from covey.engines.process.worker import main
-from covey.models.language_model import LanguageModel
 from covey.training.build import load_model
+from covey.training.make_engine import precision_of
 
 
-def _model(settings: Mapping[str, Any]) -> LanguageModel:
-    """Load the model of a configuration, on the engine's device."""
+def _engine(settings: Mapping[str, Any]) -> NativeCopy:
+    """Build the engine of a configuration, on the engine's device."""
     config = parse_config(settings)
     device = config.model.device if config.engine.device == "auto" else config.engine.device
     changed = config.model.model_copy(update={"device": device, "gradient_checkpointing": False})
-    return load_model(config.model_copy(update={"model": changed}))
+    model = load_model(config.model_copy(update={"model": changed}))
+    return NativeCopy(model, precision_of(config))
 
 
 if __name__ == "__main__":
-    main(_model)
+    main(_engine)

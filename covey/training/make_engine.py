@@ -11,6 +11,7 @@ import torch
 
 from covey.config import Config, parse_config
 from covey.engines.native.engine import NativeCopy, NativeEngine
+from covey.engines.native.precision import MODEL_PRECISION, Precision
 from covey.engines.process.engine import ProcessEngine
 from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine
@@ -21,6 +22,7 @@ from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rewards import Reward
 from covey.scoring import Scorer
+from covey.training.float8 import check_float8
 from covey.training.policy import Policy
 from covey.training.ray_needs import actors_of_a_rank, engine_need, scoring_need
 
@@ -30,6 +32,8 @@ Load = Callable[[Config], LanguageModel]
 
 def check_engine(config: Config) -> None:
     """Before a model is loaded, refuse an engine or a cluster that is not available."""
+    if config.engine.rounds:
+        check_float8(config)
     if config.engine.kind == "vllm":
         from covey.engines.vllm.check import check_vllm
 
@@ -49,7 +53,7 @@ def check_engine(config: Config) -> None:
 def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
     """Build the engine that generates for a policy."""
     if config.engine.kind == "native" and not config.cluster.engine_actors:
-        return native_engine(policy)
+        return native_engine(policy, precision_of(config))
     engine = _engine_elsewhere(config, policy, load)
     return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
 
@@ -69,12 +73,19 @@ def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
     return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
 
 
-def native_engine(policy: Policy) -> NativeEngine:
+def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> NativeEngine:
     """Return the engine in this process.
 
     If the policy is sharded, the engine has a full copy of the model.
     """
-    return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
+    if policy.whole is None:
+        return NativeEngine(policy.model, precision)
+    return NativeCopy(policy.whole, precision)
+
+
+def precision_of(config: Config) -> Precision:
+    """Return the precision of the native engine."""
+    return Precision(products=config.engine.dtype == "float8")
 
 
 def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
@@ -106,7 +117,7 @@ def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
     """Build the engine inside a Ray actor."""
     config = parse_config(settings)
     if config.engine.kind != "vllm":
-        return NativeCopy(load(config))
+        return NativeCopy(load(config), precision_of(config))
     from covey.engines.vllm.build import vllm_engine
 
     # The server uses the GPU. The actor needs a model only for the tokenizer and the probe.

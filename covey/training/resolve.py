@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from covey.objective import Objective
 
 
-STALE_CORRECTION = "token_truncate"
-"""The default of objective.correction for rollouts that older weights sampled. The default is
-truncated importance sampling; with a recomputed old_logp, it is decoupled PPO."""
+CORRECTION = "token_truncate"
+"""The default of objective.correction for rollouts that older or float8 weights sampled. The
+default is truncated importance sampling; with a recomputed old_logp, it is decoupled PPO."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -69,6 +69,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
     check_overlap(resolved)
+    _check_float8(resolved)
     template_of(resolved)
     if "objective" in options:
         objective = objective_of(resolved)
@@ -79,6 +80,18 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         if "teacher" in objective.needs:
             _check_teacher(resolved, objective)
     return resolved
+
+
+def _check_float8(resolved: Config) -> None:
+    """Refuse float8 numbers in an engine that has none; devices are checked when a run starts."""
+    setting = f"config: engine.{resolved.engine.rounds} = 'float8'"
+    if resolved.engine.rounds and resolved.engine.kind == "vllm":
+        raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
+    if resolved.engine.rounds and resolved.adapter.rank:
+        raise ConfigError(
+            f"{setting} does not work with adapter.rank = {resolved.adapter.rank}, because layers "
+            "with an adapter are not quantized; leave one of the two out"
+        )
 
 
 def _check_teacher(resolved: Config, objective: Objective) -> None:
@@ -210,12 +223,18 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     if "sampler_as_old" in objective.needs:
         _check_ratios_to_engine(resolved, objective)
         return
-    truncates = truncates_unseen(resolved)
-    if resolved.train.old_logp == "sampler" and truncates:
+    truncates, from_sampler = truncates_unseen(resolved), resolved.train.old_logp == "sampler"
+    if from_sampler and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
             "min_p, because the engine's log-probs are then those of a truncated distribution; set "
             "rollout.mask_replay = true"
+        )
+    if resolved.engine.rounds and not from_sampler and objective.correction is None:
+        raise ConfigError(
+            f"config: with engine.{resolved.engine.rounds} = 'float8', completions come from "
+            "rounded weights; to correct for this, set objective.correction = "
+            f"{CORRECTION!r} or 'token_mask'"
         )
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
     if resolved.stale and blind and not objective.corrects:
@@ -223,9 +242,9 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
         cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
             f"config: with {cause}, completions come from older weights; to correct for this, "
-            f"set objective.correction = {STALE_CORRECTION!r}"
+            f"set objective.correction = {CORRECTION!r}"
         )
-    taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
+    taken = from_sampler and "old_entropy" not in objective.needs
     if taken and objective.corrects:
         raise ConfigError(
             "config: objective.correction and objective.veto compare the trainer's old_logp with "
@@ -250,9 +269,10 @@ def _objective_options(config: Config) -> dict[str, object]:
 
     section: Named = config.objective
     maker = algorithm(section.name, section.options)
-    corrected = config.stale and config.train.old_logp != "sampler"
+    off_policy = config.stale or config.engine.rounds
+    corrected = off_policy and config.train.old_logp != "sampler"
     if corrected and section.name not in PAIRED and "correction" not in section.options:
-        options = {**section.options, "correction": STALE_CORRECTION}
+        options = {**section.options, "correction": CORRECTION}
         section = Named.model_validate({"name": section.name, **options})
     return resolve_options(maker, section, "objective", _length_defaults(config))
 

@@ -27,6 +27,7 @@ from covey.scoring.baselines import REMEDY
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
+from covey.training.float8 import lost_note
 from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
 from covey.training.preferences import PairSource
 from covey.training.report import mean_advantages
@@ -157,6 +158,8 @@ class Reinforcement:
         if parts.world.is_main:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
+        if state.step == 1 and parts.config.engine.rounds and parts.step_settings.sampled:
+            log.note(lost_note(parts.config, metrics))
 
     def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
         """Log the events that happened during generation; return the metrics of restarts."""

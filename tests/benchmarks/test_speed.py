@@ -214,6 +214,29 @@ def test_all_memory_is_there_before_refilled_slots_are_timed(
     assert kept == [True, True]  # graphs hold its addresses, and would be recorded again
 
 
+def test_float8_halves_the_bytes_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    import speed_float8
+    from speed_report import Report
+    from speed_shapes import tiny_shapes
+    from speed_sizes import sizes_for
+
+    # A step alone is only timed with a captured graph, or with a cache for whole sequences.
+    monkeypatch.setattr(speed_float8, "step_seconds", lambda *arguments: 1e-3)
+    sizes, report = sizes_for("cpu", tokens=3, float8=(4,)), Report.at(None, ENVIRONMENT)
+    with report.section("float8"):
+        speed_float8.float8(sizes, report)
+    plain, small = report.sections["float8"]["rows"]
+    assert (plain["who"], small["who"]) == ("model", "float8")
+    assert plain["tokens"] == small["tokens"] == 4 * 3
+    config = tiny_shapes()["qwen2.5"].config
+    layers = weights(config) - 512 * 32 - 32  # without the embedding, which is the head, and a norm
+    less = layers * (1 - 1 / 4)  # 8 of 32 bits
+    bandwidth = ENVIRONMENT["copy_bytes_per_s"]
+    assert plain["floor_ms"] - small["floor_ms"] == pytest.approx(1e3 * 4 * less / bandwidth)
+    assert small["refresh_ms"] > 0
+
+
 def test_a_step_is_the_whole_loop_and_every_token_is_counted() -> None:
     from speed_sizes import sizes_for
     from speed_step import step_covey

@@ -116,6 +116,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "gigabytes": st.floats(0.25, 1e6),
     },
     "engine": {
+        "dtype": st.sampled_from(["model", "float8"]),
         "kind": st.sampled_from(["native", "process", "vllm"]),
         "device": st.sampled_from(["auto", "cpu", "cuda:1"]),
         "max_concurrent": st.integers(1, 10**6),

@@ -208,7 +208,10 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         policy=policy_of(config, model),
         objective=objective,
         settings=step_settings_of(
-            config, objective, sampling_of(config), exact_logp=has_exact_logp(model)
+            config,
+            objective,
+            sampling_of(config),
+            exact_logp=has_exact_logp(model) and not config.engine.rounds,
         ),
         reference=reference_of(config, model, objective),
         teacher=teacher_of(config, model, objective),

@@ -47,6 +47,12 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
             "to the token where rounding makes them diverge",
             advice="rounding without bias; many slots do no harm",
         ),
+        "float8": Words(
+            title="float8",
+            what="the engine in the model's precision, against the engine with float8 numbers; up "
+            "to the token where rounding makes them diverge",
+            advice='objective.correction corrects for it; engine.dtype = "model" removes it',
+        ),
         "truncation": Words(
             title="truncation",
             what="the distribution truncated by top-k, top-p and min-p, against the whole one",

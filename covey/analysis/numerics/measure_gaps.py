@@ -4,8 +4,9 @@
     precision    trainer                            - the same in float32
     micro_batch  trainer, in micro-batches          - each completion alone
     slots        engine, one slot                   - many slots
+    float8       engine, in the model's precision   - with float8 numbers, if it has any
     truncation   log-prob of the whole distribution - of the truncated one
-    kernel       trainer, alone                     - engine, one slot, without truncation
+    kernel       trainer, alone                     - engine, one slot, not truncated, no float8
     staleness    trainer, after optimizer steps     - before
 
 Each line compares two log-probs whose computations differ in only one thing. The differences need
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from covey.analysis.numerics.causes import TOTAL, Cause
+from covey.analysis.numerics.causes import CAUSES, TOTAL, Cause
 from covey.analysis.numerics.gap import ClipRange, Gap, gap_of
 from covey.analysis.numerics.logp_variants import (
     alone_logp,
@@ -32,6 +33,7 @@ from covey.analysis.numerics.logp_variants import (
     wide_logp,
 )
 from covey.config import Config
+from covey.engines.protocol import Engine
 from covey.objective.compose import function_of
 from covey.objective.ratio import one, token
 from covey.objective.surrogate import geometric_clipped, trust_mask
@@ -42,6 +44,7 @@ from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.collate import collate
+from covey.training.make_engine import native_engine
 from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Batch, Group
 
@@ -85,16 +88,18 @@ def measure(
     groups = rollouts.selected.groups or rollouts.collected.groups
     clip = clip_range(parts)
     few = _first(groups, alone)
-    solo = _generated_alone(parts, few, state.step + 1)
-    found = {
-        **_over_all(parts, groups, few, clip),
-        **_over_solo(parts, few, solo, clip),
-    }
+    solo = _generated_alone(parts, parts.engine, few, state.step + 1)
+    found = {**_over_all(parts, groups, few, clip), "slots": _prefix_gap(parts, solo, few, clip)}
+    plain = solo
+    if parts.config.engine.rounds:
+        plain = _generated_alone(parts, native_engine(parts.policy), few, state.step + 1)
+        found["float8"] = _prefix_gap(parts, plain, solo, clip)
+    found["kernel"] = _kernel_gap(parts, plain, clip)
     stale, notes = _stale(parts, groups, state, updates, clip)
     if not _clips_ratios(parts):
         name = parts.config.objective.name
         notes = (*notes, f"outside: {name} has no clip range of ratios; grpo's is used")
-    order = (TOTAL, "precision", "micro_batch", "slots", "truncation", "kernel")
+    order = [name for name in CAUSES if name in found]
     weight = parts.policy.model.head.linear.weight
     return Report(
         model=parts.config.model.path,
@@ -138,12 +143,12 @@ def _first(groups: Sequence[Group], completions: int) -> list[Group]:
     return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
 
 
-def _generated_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]:
+def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: int) -> list[Group]:
     """Generate the same completions one at a time, with the same random numbers."""
     model = parts.policy.model
     return generate(
         encode_prompts(model, [group.prompt for group in few]),
-        engine=parts.engine,
+        engine=engine,
         model=model,
         sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
         step=step,
@@ -180,18 +185,20 @@ def _over_all(
     }
 
 
-def _over_solo(
-    parts: Parts, few: Sequence[Group], solo: Sequence[Group], clip: ClipRange
-) -> dict[str, Gap]:
-    """Measure differences over the completions that were generated one at a time."""
+def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
+    """Compare two generations of the same completions, up to the token where they diverge."""
+    first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
+    width = min(first.tokens.shape[1], second.tokens.shape[1])
+    same = common_prefix(one, other, first)[:, :width]
+    return gap_of(first.sampler_logp[:, :width] - second.sampler_logp[:, :width], same, clip)
+
+
+def _kernel_gap(parts: Parts, solo: Sequence[Group], clip: ClipRange) -> Gap:
+    """Compare trainer and engine over completions that were generated one at a time."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
-    single, many = (collate(groups, policy.model.device) for groups in (solo, few))
-    width = min(single.tokens.shape[1], many.tokens.shape[1])
-    same = common_prefix(solo, few, single)[:, :width]
-    slots = single.sampler_logp[:, :width] - many.sampler_logp[:, :width]
+    single = collate(solo, policy.model.device)
     kept = log_kept(policy, single, parts.sampling.distribution, budget)
-    kernel = alone_logp(policy, single) - (single.sampler_logp + kept)
-    return {"slots": gap_of(slots, same, clip), "kernel": gap_of(kernel, single.mask, clip)}
+    return gap_of(alone_logp(policy, single) - (single.sampler_logp + kept), single.mask, clip)
 
 
 def _stale(

@@ -83,7 +83,7 @@ def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part
     """Return the memory of generation: the maximum of a training step and an evaluation."""
     calls, shape = _calls(config, held_out), facts.shape
     if facts.device == "cuda" and (shape.fuses or shape.fused_attention):
-        return _graph_parts(facts, calls)
+        return [*_graph_parts(facts, calls), *_float8_parts(shape, config)]
     per_call = [_eager_parts(facts, call) for call in calls]
     largest = max(per_call, key=lambda parts: sum(part.bytes for part in parts))
     fused = shape.fusable * facts.size
@@ -184,6 +184,17 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
         # The calls run one after the other, so only the largest counts.
         max(passing, key=lambda part: part.bytes),
     ]
+
+
+def _float8_parts(shape: Shape, config: Config) -> list[Part]:
+    """Return the memory of the quantized weights and of the sums of their products."""
+    if config.engine.dtype != "float8":
+        return []
+    outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner
+    numbers = shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
+    copies = shape.layers * (numbers + outputs)
+    why = "the weights of the layers in 8 bits, one scale per output"
+    return [Part("float8 weights", copies, ALWAYS, why)]
 
 
 def _graph_bytes(facts: EngineFacts, call: Call) -> int:

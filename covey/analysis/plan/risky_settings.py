@@ -100,6 +100,21 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
         )
 
 
+@rule("risk", "sampling")
+def rounded_rollouts(setup: Setup) -> Iterator[Said]:
+    """Rule about an engine that rounds to float8."""
+    engine = setup.config.engine
+    if engine.rounds:
+        yield Said(
+            ("engine.dtype", "objective.correction"),
+            title=f"engine.{engine.rounds} = 'float8' samples from a rounded policy",
+            why="Completions are generated faster, but their log-probs differ from the trainer's "
+            "more than in bfloat16. The correction weighs tokens by this difference, which wastes "
+            "some of them.",
+            remedy="`covey numerics` measures the difference and the effective sample size",
+        )
+
+
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
     """Rule about algorithms and filters that read `success` of a reward for the format."""

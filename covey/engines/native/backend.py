@@ -16,9 +16,11 @@ from covey.accel.parity import FAILURES
 from covey.engines.native.decoder_parity import decoder_for, first_error_line
 from covey.engines.native.kv_cache import KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
+from covey.engines.native.precision import MODEL_PRECISION, Precision
 from covey.engines.native.slots import Slots
 from covey.engines.native.transformers_decoder import RecomputeDecoder
 from covey.engines.protocol import Sampling
+from covey.errors import ModelError
 from covey.models.language_model import LanguageModel
 
 CAPACITY_STEP = 32
@@ -111,8 +113,13 @@ class EagerBackend:
 
 
 @torch.inference_mode()
-def choose_backend(model: LanguageModel) -> DecodeBackend:
-    """Return the fastest backend that passes the parity check with the model."""
+def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION) -> DecodeBackend:
+    """Return the fastest backend that passes the parity check with the model.
+
+    With float8 precision there is only one backend; a model that it cannot run is an error.
+    """
+    if not precision.exact:
+        return _float8_backend(model, precision)
     try:
         return _cached_backend(model, _kv_shape(model))
     except UnsupportedModel as error:
@@ -121,6 +128,22 @@ def choose_backend(model: LanguageModel) -> DecodeBackend:
         why = first_error_line(error)
     description = f"without a KV cache, which is slow, because {why}"
     return EagerBackend(model, RecomputeDecoder(model), None, description=description)
+
+
+def _float8_backend(model: LanguageModel, precision: Precision) -> DecodeBackend:
+    """Return the backend of CUDA graphs with float8 numbers, or raise an error."""
+    from covey.engines.native.decode_graph import graph_backend  # needs triton
+
+    try:
+        return graph_backend(model, _kv_shape(model), precision)
+    except UnsupportedModel as error:
+        why = str(error)
+    except FAILURES as error:
+        why = first_error_line(error)
+    raise ModelError(
+        f"model: engine.dtype or engine.kv_dtype = 'float8' does not work with this model, because "
+        f"{why}; leave both settings out"
+    )
 
 
 def _cached_backend(model: LanguageModel, shape: KVShape) -> DecodeBackend:

@@ -8,8 +8,9 @@ because their tensors keep their addresses.
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,10 +20,12 @@ from covey.accel.kernels.sample import SlotState, sample_tokens
 from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
 from covey.engines.native.decoder_parity import checked_decoder, first_error_line
+from covey.engines.native.float8_decoder import FLOAT8_TOLERANCE, Float8Decoder
 from covey.engines.native.fused_decoder import FusedDecoder
 from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
+from covey.engines.native.precision import MODEL_PRECISION, Precision
 from covey.engines.native.shared_prompt_cache import PROMPT_STEP, SharedPromptCache, width_for
 from covey.engines.native.slots import Slots
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
@@ -156,8 +159,12 @@ class GraphBackend:
         active &= ~ended
 
 
-def graph_backend(model: LanguageModel, shape: KVShape) -> GraphBackend:
+def graph_backend(
+    model: LanguageModel, shape: KVShape, precision: Precision = MODEL_PRECISION
+) -> GraphBackend:
     """Return a CUDA graph backend, or raise UnsupportedModel."""
+    if not precision.exact:
+        return _float8_backend(model, shape)
     try:
         decoder = checked_decoder(model, FusedDecoder, _small_cache)
         return GraphBackend(model, decoder, shape, "CUDA graphs of the fused decoder")
@@ -168,6 +175,30 @@ def graph_backend(model: LanguageModel, shape: KVShape) -> GraphBackend:
         check_capture(decoder, _small_cache(SLOTS, shape))
     description = f"CUDA graphs of the model's own forward pass; not fused, because {why}"
     return GraphBackend(model, decoder, shape, description)
+
+
+def _float8_backend(model: LanguageModel, shape: KVShape) -> GraphBackend:
+    """Return a backend with float8 products; its description says how long quantization takes."""
+    checked_decoder(model, FusedDecoder, _small_cache)  # the same layers, without rounding
+    decoder = checked_decoder(model, Float8Decoder, _small_cache, tolerance=FLOAT8_TOLERANCE)
+    decoder.begin(1)  # compiles kernels
+    seconds = _seconds(lambda: decoder.begin(1), shape.device)
+    description = (
+        "CUDA graphs of the float8 decoder; quantizing the weights takes "
+        f"{1e3 * seconds:.1f} ms per generation call"
+    )
+    return GraphBackend(model, decoder, shape, description)
+
+
+def _seconds(call: Callable[[], None], device: torch.device) -> float:
+    """Return how long a call and the work that it starts on a device take."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def _small_cache(slots: int, shape: KVShape) -> SharedPromptCache:

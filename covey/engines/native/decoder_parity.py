@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from transformers import DynamicCache
 
-from covey.accel.parity import FAILURES, first_layers, matches
+from covey.accel.parity import FAILURES, FLOAT32_TOLERANCE, first_layers, matches
 from covey.engines.native.kv_cache import KVCache, KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.prefill import cache_states
@@ -44,6 +44,7 @@ def checked_decoder(
     model: LanguageModel,
     kind: Callable[[LanguageModel], Decoder],
     make_cache: MakeCache = _slot_cache,
+    tolerance: float = FLOAT32_TOLERANCE,
 ) -> Decoder:
     """Return a decoder of the given class, or raise UnsupportedModel if it fails the check."""
     try:
@@ -54,7 +55,7 @@ def checked_decoder(
             got = decode_with_cache(small, kind(small), make_cache)
     except FAILURES as error:
         raise UnsupportedModel(f"its parity check failed ({first_error_line(error)})") from error
-    if not matches(got, expected):
+    if not matches(got, expected, tolerance):
         raise UnsupportedModel("its parity check gave numbers that differ from the model's")
     return decoder
 

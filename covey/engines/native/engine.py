@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from covey.engines.native.backend import DecodeBackend, choose_backend
+from covey.engines.native.precision import MODEL_PRECISION, Precision
 from covey.engines.native.scheduler import Finished, Scheduler
 from covey.engines.protocol import Completion, EngineInfo, RequestSource, WeightSource
 from covey.errors import ModelError
@@ -31,13 +32,14 @@ class NativeEngine:
     """The native engine, which generates with the weights of a model in training."""
 
     model: LanguageModel
+    precision: Precision = MODEL_PRECISION
     backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
     scheduler: Scheduler | None = field(init=False, default=None)
     """The scheduler of the current run, if there is one."""
 
     def __post_init__(self) -> None:
-        self.backend = choose_backend(self.model)
+        self.backend = choose_backend(self.model, self.precision)
 
     @property
     def info(self) -> EngineInfo:
@@ -47,7 +49,7 @@ class NativeEngine:
     def _info(self, *, shares_weights: bool) -> EngineInfo:
         return EngineInfo(
             backend=self.backend.description,
-            exact_logp=has_exact_logp(self.model),
+            exact_logp=self.precision.exact and has_exact_logp(self.model),
             shares_weights=shares_weights,
         )
 

@@ -55,7 +55,7 @@ class FusedDecoder(LlamaDecoder):
                 cache.layer(number),
                 rope=self.rope,
                 scale=block.scaling,
-                norms=_head_norms(block),
+                norms=head_norms(block),
             )
             delta = block.output(attended)
             normed = add_norm_in_place(hidden, delta, *gain(block.post_norm))
@@ -63,7 +63,8 @@ class FusedDecoder(LlamaDecoder):
         return add_norm_in_place(hidden, delta, *gain(self.final_norm))
 
 
-def _head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """Return the weights of a layer's norms of queries and keys, and their epsilon, if any."""
     if block.query_norm is None or block.key_norm is None:
         return None
     weight, eps = gain(block.query_norm)

@@ -19,11 +19,10 @@ from covey.engines.native.engine import NativeCopy
 from covey.engines.process.shared_weights import Handle, SharedWeights
 from covey.engines.protocol import Completion, Limits, Request
 from covey.errors import CoveyError
-from covey.models.language_model import LanguageModel
 
 
-def main(build: Callable[[Any], LanguageModel]) -> None:
-    """Serve the pipes named in the command line with the model that `build` returns."""
+def main(build: Callable[[Any], NativeCopy]) -> None:
+    """Serve the pipes named in the command line with the engine that `build` returns."""
     work, control = (Connection(int(number)) for number in sys.argv[1:3])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         setup, handle, threads = control.recv()
@@ -51,15 +50,13 @@ def _told(connection: Connection) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Worker:
-    model: LanguageModel
+    engine: NativeCopy
     handle: Handle
     work: Connection
     control: Connection
-    engine: NativeCopy = field(init=False)
     shared: SharedWeights = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine = NativeCopy(self.model)
         self.shared = SharedWeights.open(self.handle)
 
     def load(self) -> None:

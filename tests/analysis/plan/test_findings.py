@@ -167,6 +167,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
         ["objective.name=dpo", "reference.kind=renewed"], "risk", "reference.kind = 'renewed' changes the reference of the pairs",
         ["objective.name=dpo"],
     ),
+    "rounded rollouts": (["engine.dtype=float8"], "risk", "engine.dtype = 'float8' samples from a rounded policy", []),
     "few prompts": (["evaluate.prompts=119"], "risk", "119 held-out prompts cannot show a difference of 5%",
                     ["evaluate.prompts=120"]),
 }  # fmt: skip

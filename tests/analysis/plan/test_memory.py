@@ -221,6 +221,21 @@ def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
     assert bytes_of(found, "KV cache") == sampler.backend.spare.bytes + beside
 
 
+def test_the_float8_copies_are_those_of_the_decoder(embedded: LanguageModel) -> None:
+    pytest.importorskip("triton")
+    from covey.engines.native.float8_decoder import Float8Decoder
+
+    products = [
+        product.weight
+        for layer in Float8Decoder(embedded).products
+        for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    ]
+    found = forecast(config_of("engine.dtype=float8"), GPU)
+    expected = sum(w.values.nbytes + w.exponents.nbytes for w in products)
+    assert bytes_of(found, "float8 weights") == expected
+    assert not [part for part in forecast(config_of(), GPU).parts if "float8" in part.name]
+
+
 @pytest.mark.parametrize(
     ("overrides", "weights", "phases"),
     [

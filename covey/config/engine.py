@@ -1,0 +1,33 @@
+"""The section [engine]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from covey.config.cluster_sections import Vllm
+from covey.config.section import Device, Section
+
+
+class Engine(Section):
+    """[engine]"""
+
+    kind: Literal["native", "process", "vllm"] = "native"
+    """The engine: native (in the trainer's process, with the trainer's weights), process (the
+    native engine in another process, with a copy of the weights) or vllm (vLLM servers)."""
+    vllm: Vllm = Vllm()
+    """Settings of engine.kind = "vllm"."""
+    device: Device = "auto"
+    """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
+    dtype: Literal["model", "float8"] = "model"
+    """Dtype of the matrix products in the native engine's layers. float8: weights and activations
+    in 8 bits, which is faster for models of several billion parameters on GPUs since Ada and
+    Hopper; needs objective.correction, which is then token_truncate by default."""
+    max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
+    """Maximum number of completions generated at the same time."""
+
+    @property
+    def rounds(self) -> str:
+        """The setting that makes the engine round to float8; empty if there is none."""
+        return next((name for name in ("dtype",) if getattr(self, name) == "float8"), "")

@@ -1,0 +1,129 @@
+"""Decode step of Llama-like models whose matrix products multiply float8 numbers.
+
+Float8 numbers take half the memory of 16-bit numbers, and tensor cores multiply them twice as fast.
+The weights of all products in the layers are quantized, with one power of two per output, whenever
+the engine gets new weights. The kernel that makes the input of a product also quantizes it, with one
+scale per token. Embedding, norms, residual stream, attention and head keep their precision.
+
+The engine then samples from a slightly different policy than the trainer's, so a run needs a
+correction (covey/objective/correction.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import embedding
+
+from covey.accel.fused_forward import gain
+from covey.accel.kernels.decode_attention import decode_attention
+from covey.accel.kernels.quantize import (
+    Product,
+    Quantized,
+    Weight,
+    add_norm_quantized,
+    product,
+    quantize_rows,
+    quantize_weight,
+    rescaled,
+    silu_mul_quantized,
+)
+from covey.accel.kernels.rms_norm import add_norm_in_place
+from covey.engines.native.fused_decoder import FusedDecoder, head_norms
+from covey.engines.native.llama_decoder import Block, Linear, UnsupportedModel
+from covey.engines.native.shared_prompt_cache import SharedPromptCache
+from covey.models.language_model import LanguageModel
+
+MULTIPLE = 16
+"""The inner and outer sizes of a float8 product must be multiples of this number."""
+
+
+FLOAT8_TOLERANCE = 0.25
+"""The allowed relative difference of hidden states in the parity check. A float8 number has three
+digits after the leading one: each product of random numbers is off by about 4 %, and errors of
+several products add up. A wrong scale or a wrong row changes the result by more.
+"""
+
+
+class Float8Linear:
+    """Linear layers with the same input as one float8 product."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        self.layers = [each.layer for each in layers]
+        first = self.layers[0].weight
+        rows, size = sum(layer.out_features for layer in self.layers), first.shape[1]
+        if rows % MULTIPLE or size % MULTIPLE:
+            raise UnsupportedModel(
+                f"a layer of {size} inputs and {rows} outputs has no float8 product, which needs "
+                f"multiples of {MULTIPLE}"
+            )
+        # A captured graph contains the addresses of the copies.
+        self.weight = Weight.empty(rows, size, first.device)
+        biased = any(layer.bias is not None for layer in self.layers)
+        self.bias = first.new_zeros(rows, dtype=torch.bfloat16) if biased else None
+
+    def refresh(self) -> None:
+        """Quantize the current weights in place."""
+        at = 0
+        for layer in self.layers:
+            end = at + layer.out_features
+            quantize_weight(layer.weight.detach(), self.weight.rows(at, end))
+            if self.bias is not None and layer.bias is not None:
+                self.bias[at:end] = layer.bias.detach()
+            at = end
+
+    def __call__(self, values: Quantized) -> Product:
+        """Return W x + b of all layers, before its scales."""
+        return product(values, self.weight, self.bias)
+
+
+class _Products:
+    """The four float8 products of one layer."""
+
+    def __init__(self, block: Block) -> None:
+        self.qkv = Float8Linear(block.qkv.layers)
+        self.output = Float8Linear([block.output])
+        self.gate_up = Float8Linear(block.gate_up.layers)
+        self.down = Float8Linear([block.down])
+
+    def refresh(self) -> None:
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            linear.refresh()
+
+
+class Float8Decoder(FusedDecoder):
+    """The decoder of Llama-like models on a GPU, with float8 products."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
+        if any(block.adapted for block in self.blocks):
+            raise UnsupportedModel("its adapter cannot be quantized")
+        self.fuses = False  # the float8 copies are fused; the 16-bit weights are not used
+        self.products = [_Products(block) for block in self.blocks]
+
+    @torch.inference_mode()
+    def begin(self, positions: int) -> None:
+        """Compute the table of RoPE angles, and quantize the current weights in place."""
+        super().begin(positions)
+        for products in self.products:
+            products.refresh()
+
+    def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
+        """Run all layers."""
+        hidden = embedding(tokens, self.embedding.weight).float()
+        delta = None
+        for number, (block, products) in enumerate(zip(self.blocks, self.products, strict=True)):
+            normed = add_norm_quantized(hidden, delta, *gain(block.input_norm))
+            attended = decode_attention(
+                rescaled(products.qkv(normed)),
+                cache.layer(number),
+                rope=self.rope,
+                scale=block.scaling,
+                norms=head_norms(block),
+            )
+            delta = products.output(quantize_rows(attended))
+            normed = add_norm_quantized(hidden, delta, *gain(block.post_norm))
+            delta = products.down(silu_mul_quantized(products.gate_up(normed)))
+        assert delta is not None, "a model has layers"
+        return add_norm_in_place(hidden, rescaled(delta), *gain(self.final_norm))
