@@ -25,6 +25,7 @@ TILE = 2048
 def _forward(
     hidden, delta, gain, total, normed, scales, count, eps,
     size: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
+    splits: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
@@ -32,7 +33,12 @@ def _forward(
     at = row[:, None] * size + column[None, :]
     values = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
     if adds:
-        values += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        change = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        if splits > 1:  # the addends of a product, which is rounded like any other
+            for number in range(1, splits):
+                change += tl.load(delta + number * count * size + at, mask=inside, other=0.0)
+            change = change.to(normed.dtype.element_ty).to(tl.float32)
+        values += change
         tl.store(total + at, values, mask=inside)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / size + eps)
     tl.store(scales + row, scale, mask=row < count)
@@ -98,7 +104,7 @@ class _AddNorm(torch.autograd.Function):
             hidden,
             hidden if delta is None else delta,
             gain, total, normed, scales, count, eps,
-            size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None,
+            size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None, splits=1,
             num_warps=tiles.warps,
         )  # fmt: skip
         ctx.save_for_backward(total, gain, scales)
@@ -155,7 +161,9 @@ def add_norm(
 def add_norm_in_place(
     hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add `delta` to `hidden` [N, D] in place, and return the RMSNorm of the sum.
+    """Add `delta` [N, D] to `hidden` in place, and return the RMSNorm of the sum.
+
+    `delta` may also be float32 addends [splits, N, D] of a product, whose sum is then rounded.
 
     Records no gradient. This kernel is meant for few tokens, because it starts a Triton program for
     each token.
@@ -166,6 +174,6 @@ def add_norm_in_place(
     _forward[(count,)](
         hidden, hidden if delta is None else delta, gain, hidden, normed, hidden.new_empty(count),
         count, eps, size=size, rows=1, block=tiles.block, adds=delta is not None,
-        num_warps=tiles.warps,
+        splits=1 if delta is None or delta.dim() == 2 else len(delta), num_warps=tiles.warps,
     )  # fmt: skip
     return normed
