@@ -16,6 +16,7 @@ Tensor shapes use W occupied slots, hidden size D, N outputs and P parts of the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -58,11 +59,51 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def _prefetch(address):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _fetch(
+    weight, column, first, width, size: tl.constexpr, fetched: tl.constexpr, gated: tl.constexpr
+):
+    """Fetch the first lines, of 128 bytes each, of some rows of a weight into the L2 cache."""
+    line = tl.minimum(first + tl.arange(0, fetched) * 64, size - 64)
+    address = (weight + column[:, None] * size + line[None, :]).to(tl.int64)
+    for half in tl.static_range(2 if gated else 1):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address + half * width * size * 2],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _row_scales(squares, row, real, parts, eps, size: tl.constexpr, most_parts: tl.constexpr):
+    """Return the factor by which a norm scales each row."""
+    part = tl.arange(0, most_parts)
+    held = real[:, None] & (part < parts)[None, :]
+    sums = tl.load(squares + row[:, None] * parts + part[None, :], mask=held, other=0.0)
+    return 1.0 / tl.sqrt(tl.sum(sums, axis=1) / size + eps)
+
+
+@triton.jit
+def _products(
+    values, gain, scale, weight, row, column, first, width, size: tl.constexpr,
+    reach: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, block: tl.constexpr,
+    norms: tl.constexpr, gated: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of values with rows of a weight; if `gated`, with two sets of rows."""
+    total = tl.zeros((rows, columns), tl.float32)
+    second = tl.zeros((rows, columns), tl.float32)
+    for start in range(first, tl.minimum(first + reach, size), block):
+        at = start + tl.arange(0, block)
+        inside = at < size if size % block else tl.full((block,), True, tl.int1)
+        left = tl.load(values + row[:, None] * size + at[None, :], mask=inside[None, :], other=0.0)
+        if norms:
+            gains = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+            left = (left * scale[:, None] * gains[None, :]).to(weight.dtype.element_ty)
+        cells = weight + column[None, :] * size + at[:, None]
+        right = tl.load(cells, mask=inside[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision=precision)
+        if gated:
+            right = tl.load(cells + width * size, mask=inside[:, None], other=0.0)
+            second = tl.dot(left, right, second, input_precision=precision)
+    return total, second
 
 
 @triton.jit(do_not_specialize=["count", "parts"])
@@ -77,42 +118,24 @@ def _linear(
     tall = tl.cdiv(count, rows)
     row = (tl.program_id(0) % tall) * rows + tl.arange(0, rows)
     part = tl.program_id(0) // tall
+    column = part * columns + tl.arange(0, columns)
+    real, kept = row < count, column < width
+    row, column = tl.where(real, row, 0).to(tl.int64), tl.where(kept, column, 0).to(tl.int64)
     reach: tl.constexpr = (size + block * splits - 1) // (block * splits) * block
     first = tl.program_id(1) * reach
-    column = part * columns + tl.arange(0, columns)
-    real = row < count
-    kept = column < width
-    row = tl.where(real, row, 0).to(tl.int64)
-    column = tl.where(kept, column, 0).to(tl.int64)
-    kind = weight.dtype.element_ty
     if early:
         gdc_launch_dependents()
-        if fetched > 0:  # lines of 128 bytes
-            line = tl.minimum(first + tl.arange(0, fetched) * 64, size - 64)
-            _prefetch(weight + column[:, None] * size + line[None, :])
-            if gated:
-                _prefetch(weight + (width + column)[:, None] * size + line[None, :])
+        if fetched > 0:
+            _fetch(weight, column, first, width, size, fetched, gated)
         gdc_wait()
+    scale = real
     if norms:
-        piece = tl.arange(0, most_parts)
-        held = real[:, None] & (piece < parts)[None, :]
-        pieces = tl.load(squares + row[:, None] * parts + piece[None, :], mask=held, other=0.0)
-        scale = 1.0 / tl.sqrt(tl.sum(pieces, axis=1) / size + eps)
-    total = tl.zeros((rows, columns), tl.float32)
-    second = tl.zeros((rows, columns), tl.float32)
-    for start in range(first, tl.minimum(first + reach, size), block):
-        at = start + tl.arange(0, block)
-        inside = at < size if size % block else tl.full((block,), True, tl.int1)
-        left = tl.load(values + row[:, None] * size + at[None, :], mask=inside[None, :], other=0.0)
-        if norms:
-            gains = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-            left = (left * scale[:, None] * gains[None, :]).to(kind)
-        right_at = weight + column[None, :] * size + at[:, None]
-        right = tl.load(right_at, mask=inside[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision=precision)
-        if gated:
-            right = tl.load(right_at + width * size, mask=inside[:, None], other=0.0)
-            second = tl.dot(left, right, second, input_precision=precision)
+        scale = _row_scales(squares, row, real, parts, eps, size, most_parts)
+    total, second = _products(
+        values, gain, scale, weight, row, column, first, width, size,
+        reach, rows, columns, block, norms, gated, precision,
+    )  # fmt: skip
+    kind = weight.dtype.element_ty
     if biased:
         total += tl.load(bias + column).to(tl.float32)[None, :]
         if gated:
@@ -125,13 +148,18 @@ def _linear(
     stored = real[:, None] & kept[None, :]
     if adds:
         total = tl.where(stored, total + tl.load(place), 0.0)
-        square = tl.sum(total * total, axis=1)
-        tl.store(squares + row * parts + part, square, mask=real)
+        tl.store(squares + row * parts + part, tl.sum(total * total, axis=1), mask=real)
     tl.store(place, total, mask=stored)
 
 
 FETCHED = 16
 """The most lines of 128 bytes per column that a program fetches before it may start."""
+
+
+@functools.cache
+def _starts_early(device: torch.device) -> bool:
+    """Return whether a device has programmatic dependent launch: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _run(
@@ -149,7 +177,7 @@ def _run(
     gain, eps = (weight, 0.0) if norm is None else norm
     parts = 1 if squares is None else squares.shape[1]
     exact = weight.dtype == torch.float32
-    early = tile.early and values.is_cuda
+    early = tile.early and _starts_early(values.device)
     lines = size // 64 if early and not exact and size % 64 == 0 else 0
     programs = triton.cdiv(count, tile.rows) * triton.cdiv(width, tile.columns)
     _linear[(programs, tile.splits)](
