@@ -73,11 +73,11 @@ def _fetch(
 
 
 @triton.jit
-def _row_scales(squares, row, real, parts, eps, size: tl.constexpr, most_parts: tl.constexpr):
+def _row_scales(squares, row, parts, eps, size: tl.constexpr, most_parts: tl.constexpr):
     """Return the factor by which a norm scales each row."""
     part = tl.arange(0, most_parts)
-    held = real[:, None] & (part < parts)[None, :]
-    sums = tl.load(squares + row[:, None] * parts + part[None, :], mask=held, other=0.0)
+    cells = squares + row[:, None] * parts + part[None, :]
+    sums = tl.load(cells, mask=(part < parts)[None, :], other=0.0)
     return 1.0 / tl.sqrt(tl.sum(sums, axis=1) / size + eps)
 
 
@@ -130,7 +130,7 @@ def _linear(
         gdc_wait()
     scale = real
     if norms:
-        scale = _row_scales(squares, row, real, parts, eps, size, most_parts)
+        scale = _row_scales(squares, row, parts, eps, size, most_parts)
     total, second = _products(
         values, gain, scale, weight, row, column, first, width, size,
         reach, rows, columns, block, norms, gated, precision,
