@@ -8,15 +8,26 @@ the CPU and does not depend on the lengths of completions, so it can be captured
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding
+from torch import nn
 
 from covey.accel.fused_forward import gain, rope_table
 from covey.accel.kernels.decode_attention import SMALLEST_HEAD, decode_attention
+from covey.accel.kernels.decode_linear import (
+    Norm,
+    Residual,
+    Tile,
+    add_linear,
+    embed,
+    gated_linear,
+    norm_linear,
+    split_linear,
+)
+from covey.accel.kernels.decode_tiles import SEPARATE, LayerTiles, layer_tiles
 from covey.accel.kernels.rms_norm import add_norm_in_place
 from covey.accel.kernels.swiglu import silu_mul
 from covey.accel.parity import is_silu
 from covey.accel.varlen_attention import HALF
-from covey.engines.native.llama_decoder import Block, LlamaDecoder, UnsupportedModel
+from covey.engines.native.llama_decoder import Block, Linear, LlamaDecoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 
@@ -46,21 +57,69 @@ class FusedDecoder(LlamaDecoder):
 
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
         """Run all layers."""
-        hidden = embedding(tokens, self.embedding.weight).float()
-        delta = None
+        stream = _Stream(tokens, self.embedding.weight)
         for number, block in enumerate(self.blocks):
-            normed = add_norm_in_place(hidden, delta, *gain(block.input_norm))
+            tiles = self._tiles(len(tokens), block)
             attended = decode_attention(
-                block.qkv.together(normed),
+                stream.qkv(block, tiles.qkv),
                 cache.layer(number),
                 rope=self.rope,
                 scale=block.scaling,
                 norms=_head_norms(block),
             )
-            delta = block.output(attended)
-            normed = add_norm_in_place(hidden, delta, *gain(block.post_norm))
-            delta = block.down(silu_mul(*block.gate_up.apart(normed)))
-        return add_norm_in_place(hidden, delta, *gain(self.final_norm))
+            stream.add(block.output, attended, tiles.output)
+            stream.add(block.down, stream.swiglu(block, tiles.gate_up), tiles.down)
+        return stream.normed(self.final_norm)
+
+    def _tiles(self, rows: int, block: Block) -> LayerTiles:
+        if not self.fuses:  # an adapter's layers are called one by one
+            return SEPARATE
+        (width, size), (heads,) = block.gate_up.fused[0].shape, block.output.layer.weight.shape[1:]
+        return layer_tiles(rows, size, heads, width // 2, self.embedding.weight.dtype)
+
+
+class _Stream:
+    """The residual stream of one decode step, to which the last product may not be added yet."""
+
+    def __init__(self, tokens: torch.Tensor, table: torch.Tensor) -> None:
+        self.hidden, squares = embed(tokens, table)
+        self.squares: torch.Tensor | None = squares
+        """The sums of squares of all rows, if they are known."""
+        self.delta: torch.Tensor | None = None
+        """A product that the next norm adds."""
+
+    def normed(self, norm: nn.Module) -> torch.Tensor:
+        """Return the RMSNorm of the residual stream."""
+        delta, self.delta, self.squares = self.delta, None, None
+        return add_norm_in_place(self.hidden, delta, *gain(norm))
+
+    def qkv(self, block: Block, tile: Tile | None) -> torch.Tensor:
+        """Return queries, keys and values of all slots."""
+        if tile is None or self.squares is None:
+            return block.qkv.together(self.normed(block.input_norm))
+        residual, norm = Residual(self.hidden, self.squares), Norm(*gain(block.input_norm))
+        return norm_linear(residual, norm, *block.qkv.weights, tile)
+
+    def swiglu(self, block: Block, tile: Tile | None) -> torch.Tensor:
+        """Return silu(gate) * up of all slots."""
+        if tile is not None and self.squares is not None:
+            residual, norm = Residual(self.hidden, self.squares), Norm(*gain(block.post_norm))
+            return norm_linear(residual, norm, *block.gate_up.weights, tile, gated=True)
+        normed = self.normed(block.post_norm)
+        if tile is None:
+            return silu_mul(*block.gate_up.apart(normed))
+        return gated_linear(normed, *block.gate_up.weights, tile)
+
+    def add(self, layer: Linear, values: torch.Tensor, tile: Tile | None) -> None:
+        """Add W x + b to the residual stream, now or in the next norm."""
+        self.squares = None
+        weight, bias = layer.layer.weight, layer.layer.bias
+        if tile is None or (tile.splits > 1 and bias is not None):
+            self.delta = layer(values)
+        elif tile.splits > 1:
+            self.delta = split_linear(values, weight, tile)
+        else:
+            self.squares = add_linear(self.hidden, values, weight, bias, tile).squares
 
 
 def _head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
