@@ -116,11 +116,13 @@ def _linear(
 ):  # fmt: skip
     # Programs of the same columns are neighbours, so that each weight is read from memory once.
     tall = tl.cdiv(count, rows)
-    row = (tl.program_id(0) % tall) * rows + tl.arange(0, rows)
+    to_row = (tl.program_id(0) % tall) * rows + tl.arange(0, rows)
     part = tl.program_id(0) // tall
-    column = part * columns + tl.arange(0, columns)
-    real, kept = row < count, column < width
-    row, column = tl.where(real, row, 0).to(tl.int64), tl.where(kept, column, 0).to(tl.int64)
+    to_column = part * columns + tl.arange(0, columns)
+    real, kept = to_row < count, to_column < width
+    # Rows and columns past the end read those at 0. They would make the compiler lose sight of
+    # consecutive addresses, so that what is stored has indices of its own.
+    row, column = tl.where(real, to_row, 0), tl.where(kept, to_column, 0).to(tl.int64)
     reach: tl.constexpr = (size + block * splits - 1) // (block * splits) * block
     first = tl.program_id(1) * reach
     if early:
@@ -137,18 +139,18 @@ def _linear(
     )  # fmt: skip
     kind = weight.dtype.element_ty
     if biased:
-        total += tl.load(bias + column).to(tl.float32)[None, :]
+        total += tl.load(bias + to_column, mask=kept).to(tl.float32)[None, :]
         if gated:
-            second += tl.load(bias + width + column).to(tl.float32)[None, :]
+            second += tl.load(bias + width + to_column, mask=kept).to(tl.float32)[None, :]
     if splits == 1:
         total = total.to(kind).to(tl.float32)
     if gated:
         total = total * tl.sigmoid(total) * second.to(kind).to(tl.float32)
-    place = out + (tl.program_id(1) * count + row)[:, None] * width + column[None, :]
+    place = out + (tl.program_id(1) * count + to_row)[:, None] * width + to_column[None, :]
     stored = real[:, None] & kept[None, :]
     if adds:
-        total = tl.where(stored, total + tl.load(place), 0.0)
-        tl.store(squares + row * parts + part, tl.sum(total * total, axis=1), mask=real)
+        total = tl.where(stored, total + tl.load(place, mask=stored), 0.0)
+        tl.store(squares + to_row * parts + part, tl.sum(total * total, axis=1), mask=real)
     tl.store(place, total, mask=stored)
 
 
