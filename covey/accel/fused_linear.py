@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.parity import is_silu
+from covey.accel.unrecorded import call
 
 
 def plain(module: Any) -> nn.Linear:
@@ -32,7 +33,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
     weights = _fused_weights(modules)
     if weights is None:
         return tuple(module(values) for module in modules)
-    result: torch.Tensor = _Product.apply(values, weights, *weights.parameters)
+    result: torch.Tensor = call(_Product, values, weights, *weights.parameters)
     return (result,)
 
 
@@ -47,9 +48,9 @@ def swiglu_linear(
         return result
     weights = _fused_weights([down])
     if weights is None:
-        result = down(_Gate.apply(*gates))
+        result = down(call(_Gate, *gates))
         return result
-    result = _GatedProduct.apply(weights, len(gates), *gates, *weights.parameters)
+    result = call(_GatedProduct, weights, len(gates), *gates, *weights.parameters)
     return result
 
 

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from covey.accel.unrecorded import call
+
 PROGRAMS = 512
 """Number of Triton programs in the backward pass; each sums the gain's gradient over its rows."""
 TILE = 2048
@@ -143,7 +145,7 @@ def norm(
 ) -> torch.Tensor:
     """Return RMSNorm of `hidden` [N, D] times `gain`, in the gain's type or `dtype`."""
     normed: torch.Tensor
-    _, normed = _AddNorm.apply(hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
+    _, normed = call(_AddNorm, hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
     return normed
 
 
@@ -154,7 +156,7 @@ def add_norm(
     total: torch.Tensor
     normed: torch.Tensor
     delta = delta.contiguous()
-    total, normed = _AddNorm.apply(hidden.contiguous(), delta, gain, eps, gain.dtype)
+    total, normed = call(_AddNorm, hidden.contiguous(), delta, gain, eps, gain.dtype)
     return total, normed
 
 
