@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -22,12 +23,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
 
-from covey.accel.kernels import decode_linear
 from covey.accel.kernels.decode_linear import (
     Norm,
     Residual,
@@ -61,17 +62,33 @@ MODELS = {
     "7B": Model(3584, 4608, 3584, 18944, 28),
 }
 KINDS = ("qkv", "out", "gate_up", "down")
-BY_NORM = ("out split", "gate_up plain", "down split")
+BY_NORM = {"135M": ("gate_up plain",), "1.5B": ("out split", "gate_up plain", "down split")}
+BY_NORM["7B"] = BY_NORM["1.5B"]
 """The same layers with a separate norm, which also adds the addends of a product."""
 CASES = {"135M": (128, 512, 1024), "1.5B": (128, 512), "7B": (128, 512)}
 PROGRAMS = 132
-SMALL = [(16, 32, 64, 4, 4), (16, 32, 128, 4, 4), (16, 64, 64, 4, 4), (32, 32, 64, 4, 4),
-         (32, 32, 128, 4, 3), (32, 64, 64, 4, 4), (64, 32, 64, 4, 4),
-         (16, 16, 128, 2, 4)]  # fmt: skip
-LARGE = [(64, 32, 64, 4, 4), (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
-         (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4)]  # fmt: skip
-WIDE = [(64, 64, 128, 4, 3), (64, 128, 64, 4, 4), (128, 32, 64, 4, 5), (128, 64, 64, 4, 4),
-        (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (64, 32, 128, 4, 4)]  # fmt: skip
+SHARED_BYTES = 227 * 1024
+SMALL = [(16, 16, 128, 2, 4), (16, 16, 256, 2, 3), (16, 32, 64, 4, 4), (16, 32, 64, 2, 5),
+         (16, 32, 128, 4, 4), (16, 32, 128, 2, 3), (16, 32, 256, 4, 2), (16, 32, 256, 4, 3),
+         (16, 64, 64, 4, 4), (16, 64, 128, 4, 3), (16, 64, 256, 4, 2), (32, 16, 128, 2, 4),
+         (32, 32, 64, 4, 4), (32, 32, 64, 4, 6), (32, 32, 128, 4, 3), (32, 32, 128, 4, 4),
+         (32, 32, 256, 4, 2), (32, 64, 64, 4, 4), (32, 64, 128, 4, 3), (64, 32, 64, 4, 4),
+         (64, 16, 128, 4, 3), (64, 32, 128, 4, 3), (128, 16, 64, 4, 4)]  # fmt: skip
+LARGE = [(32, 64, 128, 4, 3), (32, 32, 128, 4, 3), (64, 32, 64, 4, 4), (64, 32, 128, 4, 3),
+         (64, 64, 64, 4, 3), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 3),
+         (64, 128, 64, 4, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4),
+         (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 3)]  # fmt: skip
+WIDE = [(64, 32, 128, 4, 4), (64, 64, 64, 4, 5), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4),
+        (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (128, 32, 64, 4, 5), (128, 32, 128, 4, 4),
+        (128, 64, 64, 4, 4), (128, 64, 128, 4, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4),
+        (128, 256, 64, 8, 3), (256, 64, 64, 8, 3)]  # fmt: skip
+
+
+def shared_bytes(tile: Tile, kind: str) -> int:
+    """Return the bytes of a program's inputs in shared memory."""
+    number = 4 if kind in ("qkv", "gate_up") else 2
+    columns = tile.columns * (2 if kind.startswith("gate_up") else 1)
+    return tile.stages * tile.block * (number * tile.rows + 2 * columns)
 
 
 def tiles(model: str, rows: int, kind: str) -> list[Tile]:
@@ -82,8 +99,8 @@ def tiles(model: str, rows: int, kind: str) -> list[Tile]:
         tile = Tile(*sizes)
         if kind.startswith("gate_up") and tile.columns > 64:  # gate and up are two tiles
             tile = tile._replace(columns=tile.columns // 2)
-        if kind == "gate_up" and tile.rows * tile.columns > 4096 and tile.stages > 3:
-            tile = tile._replace(stages=3)
+        if shared_bytes(tile, kind) > SHARED_BYTES:
+            tile = tile._replace(stages=max(2, tile.stages - 1))
         if kind.endswith("split"):
             width, _ = shape_of(MODELS[model], kind)
             programs = -(-width // tile.columns) * -(-rows // tile.rows)
@@ -156,9 +173,8 @@ class Job(NamedTuple):
     mode: str
 
     def started(self) -> Tile:
-        """Choose how the kernel starts: after the last one, before its end, or with weights."""
-        decode_linear.FETCHED = 16 if self.mode == "early+fetch" else 0
-        return self.tile._replace(early=self.mode != "off")
+        """Return the tile with its choice of programmatic dependent launch."""
+        return self.tile._replace(early=MODES.index(self.mode))
 
 
 def compile_one(job: Job) -> str | None:
@@ -192,7 +208,8 @@ def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 8) -> fl
     return statistics.median(times) / len(calls)
 
 
-MODES = ("off", "early", "early+fetch")
+MODES = ("off", "late", "early", "fetch")
+"""The values of `Tile.early`."""
 Times = dict[Job, float]
 
 
@@ -246,7 +263,7 @@ def reference(name: str, rows: int, kind: str) -> str:
     return f"floor {floor * 1e6:6.1f} product {only * 1e6:6.1f} separate {apart * 1e6:6.1f} "
 
 
-def whole(name: str, rows: int, best: dict[str, Tile]) -> str:
+def whole(name: str, rows: int, best: dict[str, Tile]) -> str:  # noqa: C901
     """Time all linear layers of a decode step in order."""
     model = MODELS[name]
     given_each = {kind: given(model, kind, rows, model.layers) for kind in KINDS}
@@ -254,13 +271,13 @@ def whole(name: str, rows: int, best: dict[str, Tile]) -> str:
     hidden, norm = given_each["qkv"].residual.hidden, given_each["qkv"].norm
     attended = given_each["out"].values
 
-    def apart() -> None:
-        delta = None
+    def apart(mode: str) -> None:
+        delta, early = None, mode != "off" and hidden.is_cuda
         for q, o, g, d in layers:
-            linear(add_norm_in_place(hidden, delta, *norm), q)
+            linear(add_norm_in_place(hidden, delta, *norm, early=early), q)
             delta = linear(attended, o)
-            both = linear(add_norm_in_place(hidden, delta, *norm), g)
-            delta = linear(silu_mul(*both.chunk(2, dim=1)), d)
+            both = linear(add_norm_in_place(hidden, delta, *norm, early=early), g)
+            delta = linear(silu_mul(*both.chunk(2, dim=1), early=early), d)
 
     def tile(kind: str, mode: str) -> Tile:
         return Job(name, rows, kind, best[kind], mode).started()
@@ -273,33 +290,38 @@ def whole(name: str, rows: int, best: dict[str, Tile]) -> str:
             values = norm_linear(residual, norm, g, None, tile("gate_up", mode), gated=True)
             residual = add_linear(hidden, values, d, None, tile("down", mode))
 
-    def by_norm(mode: str) -> None:
-        delta = None
-        for q, o, g, d in layers:
-            linear(add_norm_in_place(hidden, delta, *norm), q)
-            delta = split_linear(attended, o, tile("out split", mode))
-            values = add_norm_in_place(hidden, delta, *norm)
-            values = gated_linear(values, g, None, tile("gate_up plain", mode))
-            delta = split_linear(values, d, tile("down split", mode))
+    def added(kind: str, values: torch.Tensor, weight: torch.Tensor, mode: str) -> torch.Tensor:
+        if kind not in best:
+            return linear(values, weight)
+        return split_linear(values, weight, tile(kind, mode))
 
-    shown = [f"separate {seconds_per_call([apart]) * 1e6:.1f}"]
-    for how in (together, by_norm):
+    def by_norm(mode: str) -> None:
+        delta, early = None, mode != "off" and hidden.is_cuda
+        for q, o, g, d in layers:
+            linear(add_norm_in_place(hidden, delta, *norm, early=early), q)
+            delta = added("out split", attended, o, mode)
+            values = add_norm_in_place(hidden, delta, *norm, early=early)
+            values = gated_linear(values, g, None, tile("gate_up plain", mode))
+            delta = added("down split", values, d, mode)
+
+    shown = []
+    for how in (apart, together, by_norm):
         for mode in MODES:
             seconds = seconds_per_call([lambda m=mode, h=how: h(m)])
             shown.append(f"{how.__name__} {mode} {seconds * 1e6:.1f}")
     return f"{name} @{rows} all layers, us: " + ", ".join(shown)
 
 
-def report(name: str, compiled: Callable[[Sequence[Job]], list[Job]]) -> None:
-    """Measure one model, and print its tables."""
-    cases = [(name, rows, kind) for rows in CASES[name] for kind in (*KINDS, *BY_NORM)]
+def report(name: str, compiled: Callable[[Sequence[Job]], list[Job]]) -> list[Any]:
+    """Measure one model, print its tables, and return the fastest of each kernel."""
+    cases = [(name, rows, kind) for rows in CASES[name] for kind in (*KINDS, *BY_NORM[name])]
     times: Times = {}
-    measure(compiled([Job(*c, tile, MODES[-1]) for c in cases for tile in tiles(*c)]), times)
+    measure(compiled([Job(*c, tile, MODES[0]) for c in cases for tile in tiles(*c)]), times)
     ordered = {
         case: sorted((job for job in times if job[:3] == case), key=lambda job: times[job])
         for case in cases
     }
-    others = [ordered[case][0]._replace(mode=mode) for case in cases for mode in MODES[:-1]]
+    others = [ordered[case][0]._replace(mode=mode) for case in cases for mode in MODES[1:]]
     measure(compiled(others), times)
     for case in cases:
         modes = [ordered[case][0]._replace(mode=mode) for mode in MODES]
@@ -313,6 +335,7 @@ def report(name: str, compiled: Callable[[Sequence[Job]], list[Job]]) -> None:
         best = {kind: ordered[name, rows, kind][0].tile for _, _, kind in cases}
         print(whole(name, rows, best), flush=True)
     torch.cuda.empty_cache()
+    return [ordered[case][0] for case in cases]
 
 
 def main() -> None:
@@ -320,6 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--workers", type=int, default=min(15, os.cpu_count() or 1))
+    parser.add_argument("--out", type=Path, help="where the fastest tiles go, as JSON")
     arguments = parser.parse_args()
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
@@ -333,8 +357,9 @@ def main() -> None:
             print(f"compiled {len(jobs)} kernels after {seconds:.0f} s", flush=True)
             return [job for job, problem in zip(jobs, problems, strict=True) if problem is None]
 
-        for name in arguments.models.split(","):
-            report(name, compiled)
+        best = [job for name in arguments.models.split(",") for job in report(name, compiled)]
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(best))
     print(f"{time.perf_counter() - started:.0f} s in all", flush=True)
 
 

@@ -16,13 +16,14 @@ Tensor shapes use W occupied slots, hidden size D, N outputs and P parts of the 
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from covey.accel.kernels.early_start import starts_early
 
 
 class Tile(NamedTuple):
@@ -36,9 +37,10 @@ class Tile(NamedTuple):
     stages: int
     splits: int = 1
     """Parts of the inputs, each computed by a program of its own."""
-    early: bool = True
-    """Whether the program may start while the kernel before it still runs (programmatic dependent
-    launch): it then starts up and fetches weights meanwhile.
+    early: int = 0
+    """How early the next kernel may start (programmatic dependent launch): 0 after this one, 1 when
+    all programs have computed their products, 2 when all programs have started, 3 likewise, and
+    this kernel fetches weights before the last one has ended.
     """
 
 
@@ -70,6 +72,19 @@ def _fetch(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address + half * width * size * 2],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def _begin(
+    weight, column, first, width, size: tl.constexpr, early: tl.constexpr, fetched: tl.constexpr,
+    gated: tl.constexpr,
+):  # fmt: skip
+    """Wait for the kernel before this one, after what does not need its results."""
+    if early > 1:
+        gdc_launch_dependents()
+    if fetched > 0:
+        _fetch(weight, column, first, width, size, fetched, gated)
+    gdc_wait()
 
 
 @triton.jit
@@ -125,11 +140,8 @@ def _linear(
     row, column = tl.where(real, to_row, 0), tl.where(kept, to_column, 0).to(tl.int64)
     reach: tl.constexpr = (size + block * splits - 1) // (block * splits) * block
     first = tl.program_id(1) * reach
-    if early:
-        gdc_launch_dependents()
-        if fetched > 0:
-            _fetch(weight, column, first, width, size, fetched, gated)
-        gdc_wait()
+    if early > 0:
+        _begin(weight, column, first, width, size, early, fetched, gated)
     scale = real
     if norms:
         scale = _row_scales(squares, row, parts, eps, size, most_parts)
@@ -137,6 +149,8 @@ def _linear(
         values, gain, scale, weight, row, column, first, width, size,
         reach, rows, columns, block, norms, gated, precision,
     )  # fmt: skip
+    if early == 1:
+        gdc_launch_dependents()
     kind = weight.dtype.element_ty
     if biased:
         total += tl.load(bias + to_column, mask=kept).to(tl.float32)[None, :]
@@ -158,12 +172,6 @@ FETCHED = 16
 """The most lines of 128 bytes per column that a program fetches before it may start."""
 
 
-@functools.cache
-def _starts_early(device: torch.device) -> bool:
-    """Return whether a device has programmatic dependent launch: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _run(
     values: torch.Tensor,
     weight: torch.Tensor,
@@ -179,14 +187,14 @@ def _run(
     gain, eps = (weight, 0.0) if norm is None else norm
     parts = 1 if squares is None else squares.shape[1]
     exact = weight.dtype == torch.float32
-    early = tile.early and _starts_early(values.device)
-    lines = size // 64 if early and not exact and size % 64 == 0 else 0
+    early = tile.early if starts_early(values.device) else 0
+    lines = size // 64 if early == 3 and not exact and size % 64 == 0 else 0
     programs = triton.cdiv(count, tile.rows) * triton.cdiv(width, tile.columns)
     _linear[(programs, tile.splits)](
         values, gain, out if squares is None else squares, weight,
         weight if bias is None else bias, out, count, eps, width, parts,
         size=size, rows=tile.rows, columns=tile.columns, block=tile.block,
-        most_parts=triton.next_power_of_2(parts), norms=norm is not None,
+        most_parts=max(64, triton.next_power_of_2(parts)), norms=norm is not None,
         biased=bias is not None, splits=tile.splits, early=early,
         fetched=min(FETCHED, triton.next_power_of_2(lines)) if lines else 0,
         precision="ieee" if exact else "tf32",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from covey.accel.unrecorded import call
 
@@ -27,8 +28,11 @@ TILE = 2048
 def _forward(
     hidden, delta, gain, total, normed, scales, count, eps,
     size: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
-    splits: tl.constexpr,
+    splits: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
     inside = (row < count)[:, None] & (column < size)[None, :]
@@ -107,7 +111,7 @@ class _AddNorm(torch.autograd.Function):
             hidden if delta is None else delta,
             gain, total, normed, scales, count, eps,
             size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None, splits=1,
-            num_warps=tiles.warps,
+            early=False, num_warps=tiles.warps,
         )  # fmt: skip
         ctx.save_for_backward(total, gain, scales)
         ctx.adds = None if delta is None else delta.dtype
@@ -161,7 +165,12 @@ def add_norm(
 
 
 def add_norm_in_place(
-    hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    gain: torch.Tensor,
+    eps: float,
+    *,
+    early: bool = False,
 ) -> torch.Tensor:
     """Add `delta` [N, D] to `hidden` in place, and return the RMSNorm of the sum.
 
@@ -176,6 +185,7 @@ def add_norm_in_place(
     _forward[(count,)](
         hidden, hidden if delta is None else delta, gain, hidden, normed, hidden.new_empty(count),
         count, eps, size=size, rows=1, block=tiles.block, adds=delta is not None,
-        splits=1 if delta is None or delta.dim() == 2 else len(delta), num_warps=tiles.warps,
+        splits=1 if delta is None or delta.dim() == 2 else len(delta), early=early,
+        num_warps=tiles.warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return normed
