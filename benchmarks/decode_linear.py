@@ -260,7 +260,11 @@ def reference(name: str, rows: int, kind: str) -> str:
     each = given(MODELS[name], kind, rows, copies_of(MODELS[name], kind))
     only = seconds_per_call([lambda w=w: linear(each.values, w) for w in each.weights])
     apart = seconds_per_call([lambda w=w: separate(kind, each, w) for w in each.weights])
-    return f"floor {floor * 1e6:6.1f} product {only * 1e6:6.1f} separate {apart * 1e6:6.1f} "
+    same = seconds_per_call([lambda: linear(each.values, each.weights[0])] * 50)
+    return (
+        f"floor {floor * 1e6:6.1f} product {only * 1e6:6.1f} (cached {same * 1e6:.1f}) "
+        f"separate {apart * 1e6:6.1f} "
+    )
 
 
 def whole(name: str, rows: int, best: dict[str, Tile]) -> str:  # noqa: C901

@@ -23,6 +23,7 @@ from covey.accel.kernels.decode_linear import (
     split_linear,
 )
 from covey.accel.kernels.decode_tiles import SEPARATE, LayerTiles, layer_tiles
+from covey.accel.kernels.fetch import fetch
 from covey.accel.kernels.rms_norm import add_norm_in_place
 from covey.accel.kernels.swiglu import silu_mul
 from covey.accel.parity import is_silu
@@ -30,6 +31,8 @@ from covey.accel.varlen_attention import HALF
 from covey.engines.native.llama_decoder import Block, Linear, LlamaDecoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
+
+FETCHED_BYTES = 0
 
 
 class FusedDecoder(LlamaDecoder):
@@ -43,6 +46,7 @@ class FusedDecoder(LlamaDecoder):
         if half and min(block.head_size for block in self.blocks) < SMALLEST_HEAD:
             raise UnsupportedModel("its heads are too small for products of 16-bit numbers")
         self.rope = torch.empty(0), torch.empty(0)
+        self.side: torch.cuda.Stream | None = None
         self.fuses = not any(block.adapted for block in self.blocks)
 
     def begin(self, positions: int) -> None:
@@ -60,8 +64,10 @@ class FusedDecoder(LlamaDecoder):
         stream = _Stream(tokens, self.embedding.weight)
         for number, block in enumerate(self.blocks):
             tiles = self._tiles(len(tokens), block)
+            heads = stream.qkv(block, tiles.qkv)
+            self._fetch(number)
             attended = decode_attention(
-                stream.qkv(block, tiles.qkv),
+                heads,
                 cache.layer(number),
                 rope=self.rope,
                 scale=block.scaling,
@@ -69,7 +75,22 @@ class FusedDecoder(LlamaDecoder):
             )
             stream.add(block.output, attended, tiles.output)
             stream.add(block.down, stream.swiglu(block, tiles.gate_up), tiles.down)
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
         return stream.normed(self.final_norm)
+
+    def _fetch(self, number: int) -> None:
+        """Fetch the weights of the next products into the L2 cache, beside the attention."""
+        if not FETCHED_BYTES or not self.fuses or not self.embedding.weight.is_cuda:
+            return
+        self.side = self.side or torch.cuda.Stream()
+        self.side.wait_stream(torch.cuda.current_stream())
+        block, later = self.blocks[number], self.blocks[(number + 1) % len(self.blocks)]
+        weights = [block.output.layer.weight, block.gate_up.weights[0], block.down.layer.weight]
+        left = FETCHED_BYTES
+        with torch.cuda.stream(self.side):
+            for weight in (*weights, later.qkv.weights[0]):
+                left -= fetch(weight, left)
 
     def _tiles(self, rows: int, block: Block) -> LayerTiles:
         if not self.fuses:  # an adapter's layers are called one by one
