@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from covey.accel.kernels.early_start import early_start
 from covey.accel.unrecorded import call
 
 PROGRAMS = 512
@@ -28,7 +29,7 @@ TILE = 2048
 def _forward(
     hidden, delta, gain, total, normed, scales, count, eps,
     size: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
-    splits: tl.constexpr, early: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     if early:
         gdc_launch_dependents()
@@ -39,12 +40,7 @@ def _forward(
     at = row[:, None] * size + column[None, :]
     values = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
     if adds:
-        change = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        if splits > 1:  # the addends of a product, which is rounded like any other
-            for number in range(1, splits):
-                change += tl.load(delta + number * count * size + at, mask=inside, other=0.0)
-            change = change.to(normed.dtype.element_ty).to(tl.float32)
-        values += change
+        values += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + at, values, mask=inside)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / size + eps)
     tl.store(scales + row, scale, mask=row < count)
@@ -110,8 +106,8 @@ class _AddNorm(torch.autograd.Function):
             hidden,
             hidden if delta is None else delta,
             gain, total, normed, scales, count, eps,
-            size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None, splits=1,
-            early=False, num_warps=tiles.warps,
+            size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None, early=False,
+            num_warps=tiles.warps,
         )  # fmt: skip
         ctx.save_for_backward(total, gain, scales)
         ctx.adds = None if delta is None else delta.dtype
@@ -165,16 +161,9 @@ def add_norm(
 
 
 def add_norm_in_place(
-    hidden: torch.Tensor,
-    delta: torch.Tensor | None,
-    gain: torch.Tensor,
-    eps: float,
-    *,
-    early: bool = False,
+    hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add `delta` [N, D] to `hidden` in place, and return the RMSNorm of the sum.
-
-    `delta` may also be float32 addends [splits, N, D] of a product, whose sum is then rounded.
+    """Add `delta` to `hidden` [N, D] in place, and return the RMSNorm of the sum.
 
     Records no gradient. This kernel is meant for few tokens, because it starts a Triton program for
     each token.
@@ -185,7 +174,6 @@ def add_norm_in_place(
     _forward[(count,)](
         hidden, hidden if delta is None else delta, gain, hidden, normed, hidden.new_empty(count),
         count, eps, size=size, rows=1, block=tiles.block, adds=delta is not None,
-        splits=1 if delta is None or delta.dim() == 2 else len(delta), early=early,
-        num_warps=tiles.warps, **({"launch_pdl": True} if early else {}),
+        num_warps=tiles.warps, **early_start(hidden.device),
     )  # fmt: skip
     return normed

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from covey.accel.kernels.early_start import early_start
+
 BLOCK = 1024
 
 
@@ -49,14 +51,14 @@ def _backward(
         tl.store(product + row * size + column, silu * u, mask=inside)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, early: bool = False) -> torch.Tensor:
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [N, M], without gradient."""
     count, size = gate.shape
     product = gate.new_empty(count, size)
     block = min(BLOCK, triton.next_power_of_2(size))
     _forward[(count, triton.cdiv(size, block))](
-        gate, up, product, gate.stride(0), up.stride(0), size, block=block, early=early,
-        **({"launch_pdl": True} if early else {}),
+        gate, up, product, gate.stride(0), up.stride(0), size, block=block,
+        **early_start(gate.device),
     )  # fmt: skip
     return product
 

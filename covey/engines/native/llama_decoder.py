@@ -103,12 +103,6 @@ class LinearGroup:
             torch.cat(each, out=copy)  # a captured graph contains the addresses of the copies
         self.fused = self._copies
 
-    @property
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The fused weight, and the fused bias or None."""
-        weight, *bias = self.fused
-        return weight, bias[0] if bias else None
-
     def together(self, values: torch.Tensor) -> torch.Tensor:
         """Return the results of all layers in one tensor."""
         if self.fused:
