@@ -95,7 +95,7 @@ def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 8) -> fl
 
 def with_tile(tile: Tile) -> Any:
     """Let the fused kernel use a tile."""
-    return mock.patch.object(kernel, "tile_for", lambda *_: tile)
+    return mock.patch.object(kernel, "tile_for", return_value=tile)
 
 
 def compile_one(job: tuple[str, Tile]) -> bool:
@@ -144,7 +144,7 @@ def without_early_start() -> ExitStack:
     """Let kernels start after the end of the kernel before them."""
     stack = ExitStack()
     for module in (kernel, rms_norm, swiglu):
-        stack.enter_context(mock.patch.object(module, "early_start", lambda _: {"early": False}))
+        stack.enter_context(mock.patch.object(module, "early_start", return_value={"early": False}))
     return stack
 
 
