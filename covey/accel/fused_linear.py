@@ -19,6 +19,7 @@ from covey.accel.fused_adapter import Adapted, LowRankProducts, adapted, product
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.parity import is_silu
+from covey.accel.unrecorded import call
 
 
 def plain(module: Any) -> nn.Linear:
@@ -35,7 +36,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
         return tuple(fused_linear([module], values)[0] for module in modules)
     if weights is None:
         return (modules[0](values),)
-    result: torch.Tensor = _Product.apply(values, weights, *weights.parameters)
+    result: torch.Tensor = call(_Product, values, weights, *weights.parameters)
     return (result,)
 
 
@@ -50,9 +51,9 @@ def swiglu_linear(
         return result
     weights = _fused_weights([down])
     if weights is None:
-        result = down(_Gate.apply(*gates))
+        result = down(call(_Gate, *gates))
         return result
-    result = _GatedProduct.apply(weights, len(gates), *gates, *weights.parameters)
+    result = call(_GatedProduct, weights, len(gates), *gates, *weights.parameters)
     return result
 
 

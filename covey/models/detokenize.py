@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 TRIED_TOGETHER = 64
@@ -21,7 +22,11 @@ Pieces = tuple[bytes, ...]
 
 def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
     """Return the text of tokens; bytes that are not valid UTF-8 become U+FFFD."""
-    return b"".join([pieces[token] for token in tokens]).decode("utf-8", errors="replace")
+    if len(tokens) < 2:  # itemgetter returns several items as a tuple, but one item as it is
+        found: Sequence[bytes] = [pieces[token] for token in tokens]
+    else:
+        found = itemgetter(*tokens)(pieces)
+    return b"".join(found).decode("utf-8", errors="replace")
 
 
 @lru_cache(maxsize=4)

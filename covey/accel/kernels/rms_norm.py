@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from covey.accel.kernels.early_start import early_start
+from covey.accel.unrecorded import call
 
 PROGRAMS = 512
 """Number of Triton programs in the backward pass; each sums the gain's gradient over its rows."""
@@ -25,7 +29,11 @@ TILE = 2048
 def _forward(
     hidden, delta, gain, total, normed, scales, count, eps,
     size: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
     inside = (row < count)[:, None] & (column < size)[None, :]
@@ -98,7 +106,7 @@ class _AddNorm(torch.autograd.Function):
             hidden,
             hidden if delta is None else delta,
             gain, total, normed, scales, count, eps,
-            size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None,
+            size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None, early=False,
             num_warps=tiles.warps,
         )  # fmt: skip
         ctx.save_for_backward(total, gain, scales)
@@ -137,7 +145,7 @@ def norm(
 ) -> torch.Tensor:
     """Return RMSNorm of `hidden` [N, D] times `gain`, in the gain's type or `dtype`."""
     normed: torch.Tensor
-    _, normed = _AddNorm.apply(hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
+    _, normed = call(_AddNorm, hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
     return normed
 
 
@@ -148,7 +156,7 @@ def add_norm(
     total: torch.Tensor
     normed: torch.Tensor
     delta = delta.contiguous()
-    total, normed = _AddNorm.apply(hidden.contiguous(), delta, gain, eps, gain.dtype)
+    total, normed = call(_AddNorm, hidden.contiguous(), delta, gain, eps, gain.dtype)
     return total, normed
 
 
@@ -166,6 +174,6 @@ def add_norm_in_place(
     _forward[(count,)](
         hidden, hidden if delta is None else delta, gain, hidden, normed, hidden.new_empty(count),
         count, eps, size=size, rows=1, block=tiles.block, adds=delta is not None,
-        num_warps=tiles.warps,
+        num_warps=tiles.warps, **early_start(hidden.device),
     )  # fmt: skip
     return normed

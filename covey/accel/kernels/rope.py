@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from covey.accel.unrecorded import call
 from covey.accel.varlen_attention import KeyIndex
 
 
@@ -185,5 +186,5 @@ def apply_rope(
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    query, key, value = _Rope.apply(rope, shared, shape, *products)
+    query, key, value = call(_Rope, rope, shared, shape, *products)
     return query, key, value

@@ -9,12 +9,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from covey.accel.kernels.early_start import early_start
 
 BLOCK = 1024
 
 
 @triton.jit
-def _forward(gate, up, product, gate_stride, up_stride, size, block: tl.constexpr):
+def _forward(
+    gate, up, product, gate_stride, up_stride, size, block: tl.constexpr, early: tl.constexpr
+):
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
@@ -49,8 +57,9 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     product = gate.new_empty(count, size)
     block = min(BLOCK, triton.next_power_of_2(size))
     _forward[(count, triton.cdiv(size, block))](
-        gate, up, product, gate.stride(0), up.stride(0), size, block=block
-    )
+        gate, up, product, gate.stride(0), up.stride(0), size, block=block,
+        **early_start(gate.device),
+    )  # fmt: skip
     return product
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from covey.engines.native.backend import DecodeBackend, choose_backend
 from covey.engines.native.precision import MODEL_PRECISION, Precision
@@ -77,26 +81,24 @@ class NativeEngine:
         """Generate until the source has no more requests."""
         if not requests.limits.requests:
             return
-        training = self.model.model.training
-        if training:
-            self.model.model.eval()
-        try:
-            self.scheduler = Scheduler(self.model, self.backend, requests, self.version)
-            self.scheduler.change_version(self.version)  # takes requests on construction
-            for finished in self.scheduler.run():
-                requests.done([self._completion(one) for one in finished])
-        finally:
-            self.scheduler = None
-            if training:
-                self.model.model.train()
+        with _eval_mode(self.model.model):
+            try:
+                self.scheduler = Scheduler(self.model, self.backend, requests, self.version)
+                self.scheduler.change_version(self.version)  # takes requests on construction
+                for finished in self.scheduler.run():
+                    requests.done([self._completion(one) for one in finished])
+            finally:
+                self.scheduler = None
 
     @staticmethod
     def _completion(one: Finished) -> Completion:
-        _check_finite(one)
+        logp = _tuple(one.logp)
+        if not math.isfinite(sum(logp)):
+            raise _not_finite(one)
         return Completion(
             request=one.request,
             tokens=_tuple(one.tokens),
-            logp=_tuple(one.logp),
+            logp=logp,
             finish=one.finish,
             versions=one.versions,
             kept=one.kept,
@@ -122,15 +124,30 @@ class NativeCopy(NativeEngine):
         NativeEngine.load_weights(self, weights, version)
 
 
-def _check_finite(one: Finished) -> None:
-    """Reject a completion whose logits were not finite; the device does not wait for this check."""
-    wrong = ~np.isfinite(one.logp)
-    if wrong.any():
-        token, prompt = 1 + int(wrong.argmax()), one.request.address.prompt
-        raise ModelError(
-            f"model: the logits are not finite at token {token} of a completion of prompt "
-            f"{prompt}; check the model's weights and model.dtype"
-        )
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch all modules of a model to evaluation mode, and back.
+
+    `nn.Module.train` assigns each module's attribute through a general method, which takes 5 ms for
+    a model of 30 layers.
+    """
+    training = [vars(module) for module in model.modules() if module.training]
+    for state in training:
+        state["training"] = False
+    try:
+        yield
+    finally:
+        for state in training:
+            state["training"] = True
+
+
+def _not_finite(one: Finished) -> ModelError:
+    """Return the error of a completion whose logits were not finite."""
+    token, prompt = 1 + int((~np.isfinite(one.logp)).argmax()), one.request.address.prompt
+    return ModelError(
+        f"model: the logits are not finite at token {token} of a completion of prompt "
+        f"{prompt}; check the model's weights and model.dtype"
+    )
 
 
 def _tuple(row: np.ndarray) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from torch.nn.functional import embedding
 
 from covey.accel.fused_forward import gain, rope_table
 from covey.accel.kernels.decode_attention import SMALLEST_HEAD, decode_attention
+from covey.accel.kernels.gated_linear import fuses_swiglu, gated_linear
 from covey.accel.kernels.rms_norm import add_norm_in_place
 from covey.accel.kernels.swiglu import silu_mul
 from covey.accel.parity import is_silu
@@ -59,8 +60,14 @@ class FusedDecoder(LlamaDecoder):
             )
             delta = block.output(attended)
             normed = add_norm_in_place(hidden, delta, *gain(block.post_norm))
-            delta = block.down(silu_mul(*block.gate_up.apart(normed)))
+            delta = block.down(self._swiglu(block, normed))
         return add_norm_in_place(hidden, delta, *gain(self.final_norm))
+
+    def _swiglu(self, block: Block, normed: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up."""
+        if self.fuses and fuses_swiglu(len(normed), block.gate_up.fused[0]):
+            return gated_linear(normed, *block.gate_up.fused)
+        return silu_mul(*block.gate_up.apart(normed))
 
 
 def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:

@@ -11,7 +11,7 @@ from covey.errors import DataError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
 from covey.rng import Address
-from covey.rollout.episode import EncodedPrompt, encode_prompts
+from covey.rollout.episode import EncodedPrompt, encode_prompts, generate
 from covey.tasks import Arithmetic
 from covey.training.collate import collate
 from covey.types import Group, Prompt, Rollout, Turn, VersionSpan
@@ -206,6 +206,22 @@ def test_trainer_and_engine_share_their_weights() -> None:
         model.head.linear.weight.copy_(model.head.linear.weight.flip(0))
     after = rollouts_of(engine, ragged_prompts(3), step=0, sampling=sampling)
     assert [r.tokens for (r,) in before] != [r.tokens for (r,) in after]
+
+
+def test_a_run_is_in_evaluation_mode_and_restores_every_module() -> None:
+    model = build("llama")
+    engine = NativeEngine(model)
+    model.model.train()
+    model.backbone.layers[1].eval()  # a frozen part stays in evaluation mode
+    before = [module.training for module in model.model.modules()]
+    seen: list[bool] = []
+    generate(
+        ragged_prompts(1), engine=engine, model=model, sampling=Sampling(max_tokens=2), step=0,
+        finished=lambda *_: seen.extend(module.training for module in model.model.modules()),
+    )  # fmt: skip
+    assert seen
+    assert not any(seen)
+    assert [module.training for module in model.model.modules()] == before
 
 
 def test_a_prompt_longer_than_the_context_is_named(embedded: LanguageModel) -> None:

@@ -1,0 +1,22 @@
+"""Programmatic dependent launch: a kernel starts up while the kernel before it still runs.
+
+Such a kernel waits for the one before it (`gdc_wait`) before it reads or writes any memory. In a
+CUDA graph of small kernels this saves about 0.6 microseconds per kernel on an H200.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def _supported(device: torch.device) -> bool:
+    """Return whether a device has programmatic dependent launch, as Hopper and later GPUs do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Return the arguments of a kernel that starts early if the device supports it."""
+    return {"early": True, "launch_pdl": True} if _supported(device) else {"early": False}

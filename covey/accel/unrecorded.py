@@ -1,0 +1,28 @@
+"""Autograd functions without autograd, for passes that need no gradients.
+
+Autograd takes about as long to record a function as a small kernel takes to run. Prefill calls
+hundreds of such functions, and the device waits for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _NoContext:
+    """The context of a forward pass whose backward pass never comes."""
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Save nothing."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing, because there are no gradients."""
+
+
+def call(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Apply an autograd function; where gradients are disabled, run only its forward pass."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(_NoContext(), *arguments)
