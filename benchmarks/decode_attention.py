@@ -23,7 +23,7 @@ import torch
 from speed_device import copy_bandwidth
 
 from covey.accel.kernels import decode_attention as kernels
-from covey.accel.kernels.decode_attention import TOGETHER, LayerCache, Tiling
+from covey.accel.kernels.decode_attention import LayerCache, Tiling
 
 COLD_BYTES = 400 * 2**20
 """Keys and values of the replayed layers, several times the size of the L2 cache."""
@@ -60,6 +60,8 @@ SHAPES = {
     "1.5B@512": Shape(12, 2, 128, 512),
     "7B@128": Shape(28, 4, 128, 128),
     "7B@512": Shape(28, 4, 128, 512),
+    "135M@1024 p16": Shape(9, 3, 64, 1024, prompt=16),
+    "1.5B@512 p16": Shape(12, 2, 128, 512, prompt=16),
     "1.5B@64 16k": Shape(12, 2, 128, 64, written=8192, capacity=16384),
 }
 
@@ -71,9 +73,10 @@ def layers_of(shape: Shape, layers: int, page: int, device: str) -> list[LayerCa
     table = -(-shape.capacity // page)
     prompts = shape.slots // shape.group
     slot = torch.arange(shape.slots, device=device)
-    sharing = torch.full((shape.slots, TOGETHER), -1, dtype=torch.int32, device=device)
-    rows = slot.view(-1, min(TOGETHER, shape.group)).int()
-    sharing[: len(rows), : rows.shape[1]] = rows
+    together = 1 << (16 // (shape.query_heads // shape.key_heads)).bit_length() - 1
+    rows = slot.view(-1, together).int()
+    sharing = torch.full((shape.slots, together), -1, dtype=torch.int32, device=device)
+    sharing[: len(rows)] = rows
     order = torch.randperm(shape.slots * table, device=device).int().view(shape.slots, table)
     heads = (shape.key_heads, page, shape.size)
 
@@ -106,9 +109,10 @@ def compile_one(job: tuple[Shape, Tiling, int]) -> str:
     try:
         layer = layers_of(shape, 1, page, "cuda")[0]
         heads, rope = inputs(shape, "cuda")
-        _, calls = kernels.launches(heads, layer, rope=rope, scale=0.1, tiling=tiling)
-        for grid, arguments, known in calls:
-            kernels._decode_attention.warmup(*arguments, grid=grid, **known)
+        _, grid, arguments, known = kernels.launch(
+            heads, layer, rope=rope, scale=0.1, tiling=tiling
+        )
+        kernels._decode_attention.warmup(*arguments, grid=(grid,), **known)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:80]}"
     finally:
@@ -167,30 +171,26 @@ def measure(call, layers: int, repeat: int = 12) -> float:
 def sweep(shape: Shape) -> list[tuple[Tiling, int]]:
     """Return tilings and page sizes to try."""
     small = shape.size <= 64
-    prompt = {"prompt_warps": 4, "prompt_block": 64} if small else {"prompt_warps": 8, "prompt_block": 64}
     if shape.written > 1000:
-        tiles = [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 4, 2), (32, 4, 4)]
-        found = [
-            (Tiling(*tile, splits=splits, launches=3, **prompt), 128)
-            for tile, splits in product(tiles, (4, 8, 16))
+        tiles = [(64, 4, 2), (64, 4, 3), (128, 4, 2), (32, 4, 4), (64, 2, 3)]
+        return [
+            (Tiling(*tile, together, splits, True), 128)
+            for tile, together, splits in product(tiles, (False, True), (4, 8, 16))
         ]
-        return [*found, (Tiling(64, 4, 3, splits=8, launches=3, **prompt), 512)]
     if small:
-        tiles = [(32, 1, 3), (32, 2, 2), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 4, 2), (64, 4, 3),
-                 (128, 4, 2), (128, 8, 2)]
+        tiles = [(32, 1, 2), (32, 1, 3), (32, 2, 2), (32, 2, 3), (64, 2, 2), (64, 2, 3), (64, 4, 2),
+                 (64, 4, 3), (128, 4, 2)]
     else:
-        tiles = [(16, 1, 4), (32, 2, 2), (32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3),
-                 (64, 8, 2), (128, 8, 2)]
-    found = [(Tiling(*tile, launches=3, **prompt), 128) for tile in tiles]
-    middle = tiles[5]
-    found.append((Tiling(*middle, launches=2, **prompt), 128))
-    found.append((Tiling(*middle, launches=1), 128))
-    found.append((Tiling(*middle, launches=3, **prompt), 256))
-    found.append((Tiling(*middle, launches=3, prompt_warps=4, prompt_block=32, rows=32), 128))
+        tiles = [(16, 1, 3), (32, 1, 2), (32, 2, 2), (32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2),
+                 (64, 4, 3), (128, 4, 2)]
+    found = [(Tiling(*tile, True, 1, True), 128) for tile in tiles]
+    found += [(Tiling(*tile, False, 1, True), 128) for tile in tiles[2:]]
+    found += [(Tiling(*tile, True, 1, True, 96), 128) for tile in tiles[5:]]
+    found += [(Tiling(*tile, True, 1, True, 128), 128) for tile in tiles[:5]]
+    found.append((Tiling(*tiles[6], True, 1, False), 128))
     if shape.slots <= 128:
-        found.append((Tiling(64, 4, 2, splits=2, launches=3, **prompt), 128))
-        found.append((Tiling(32, 4, 2, splits=2, launches=3, **prompt), 128))
-        found.append((Tiling(32, 4, 2, splits=4, launches=3, **prompt), 128))
+        found += [(Tiling(*tile, together, 2, True), 128)
+                  for tile, together in product(tiles[4:8], (False, True))]
     return found
 
 

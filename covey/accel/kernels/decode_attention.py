@@ -3,11 +3,10 @@
 With one token per slot the matrix products are small, and the operations around them take most of
 the time. Therefore one kernel computes everything between the QKV product and the output product.
 
-Attention is limited by reading keys and values. A prompt is read once for up to `TOGETHER` slots
-that share it, by Triton programs of their own. The result of such a program, called a part, is a
-softmax over some of a slot's positions with its maximum and its sum. If slots are few, the
-positions of a completion are also divided into parts. The last program of a slot adds the parts
-to its own.
+A product of tensor cores has at least 16 rows. A Triton program fills them with the query heads of
+several slots that share a prompt, and reads the prompt once for all of them. It then reads the
+completion of each slot; rows of other slots are masked. If slots are few, the positions of prompt
+and completion are divided into parts, one for each Triton program. The last program adds the parts.
 
 Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D,
 C positions, B pages and T pages per slot.
@@ -20,14 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 LEAST_ROWS = 16
 """Minimum rows of a tensor core product; query heads that share keys are padded to this."""
-MOST_ROWS = 64
-"""Most rows of a product with a shared prompt: query heads of several slots."""
-TOGETHER = 8
-"""Most slots in a row of `LayerCache.sharing`."""
+LEAST = tl.constexpr(-1e30)
+"""The maximum of no scores: finite, so that differences are never NaN."""
 STAGE_BYTES = 64 * 2**10
 """Maximum bytes of keys and values that a Triton program has in flight. Large heads are read in
 smaller tiles, because larger tiles would not fit in a multiprocessor's shared memory.
@@ -58,8 +55,8 @@ class LayerCache(NamedTuple):
     active: torch.Tensor
     """[S] bool: whether a slot is unfinished; finished slots are skipped."""
     sharing: torch.Tensor
-    """[S, TOGETHER] int32: in each row slots with the same prompt, then -1. Every unfinished slot
-    occurs once."""
+    """[S, G] int32: in each row up to G slots with the same prompt, then -1. Every slot occurs
+    once."""
     shares: torch.Tensor
     """[1] int32: the number of rows of `sharing` in use."""
     arrived: torch.Tensor
@@ -73,32 +70,32 @@ class Tiling(NamedTuple):
     """Positions per iteration."""
     warps: int
     stages: int
+    together: bool = False
+    """Whether a Triton program computes several slots that share a prompt."""
     splits: int = 1
-    """Parts of a completion."""
-    prompt_splits: int = 1
-    """Parts of a prompt."""
-    launches: int = 1
-    prompt_warps: int = 0
-    prompt_block: int = 0
-    rows: int = 64
+    """Parts of the positions of a slot."""
+    early: bool = False
+    """Whether the kernel starts before the kernel that computes `heads` has ended."""
+    registers: int = 0
 
 
 @triton.jit
-def _rotated(line, real, position, cosine, sine, gain, eps, size: tl.constexpr, norms: tl.constexpr):
-    """Load heads [rows, size] at `line` [rows, 1], normalize them and apply RoPE, in float32."""
-    half: tl.constexpr = size // 2
-    whole = tl.arange(0, size)
-    other = (whole + half) % size
-    head = tl.load(line + whole, mask=real, other=0.0).to(tl.float32)
-    swapped = tl.load(line + other, mask=real, other=0.0).to(tl.float32)
+def _rotated(
+    line, real, cos, sin, gain, eps, kind: tl.constexpr, size: tl.constexpr, norms: tl.constexpr
+):
+    """Load heads [rows, D] at `line` [rows, 1], normalize them and apply RoPE; return two halves.
+
+    The result is rounded once, to the type of the cache and of the products.
+    """
+    half = tl.arange(0, size // 2)
+    first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(line + size // 2 + half, mask=real, other=0.0).to(tl.float32)
     if norms:
-        scale = 1.0 / tl.sqrt(tl.sum(head * head, axis=1) / size + eps)[:, None]
-        head = head * scale * tl.load(gain + whole).to(tl.float32)
-        swapped = swapped * scale * tl.load(gain + other).to(tl.float32)
-    angle = position * half + whole % half
-    cos = tl.load(cosine + angle).to(tl.float32)
-    sin = tl.load(sine + angle).to(tl.float32)
-    return head * cos + swapped * tl.where(whole < half, -sin, sin)
+        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = 1.0 / tl.sqrt(square / size + eps)[:, None]
+        first = first * scale * tl.load(gain + half).to(tl.float32)
+        second = second * scale * tl.load(gain + size // 2 + half).to(tl.float32)
+    return (first * cos - second * sin).to(kind), (second * cos + first * sin).to(kind)
 
 
 @triton.jit
@@ -115,33 +112,32 @@ def online_softmax(score, value, largest, total, result, precision: tl.constexpr
 
 @triton.jit
 def _attend(
-    keys, values, begin, pages, stride, low, high, query, largest, total, result, log2,
+    keys, values, begin, pages, stride, low, high, mine, query, largest, total, result, log2,
     size: tl.constexpr, block: tl.constexpr, page: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions `low` to `high` - 1; `low` is a multiple of `block`.
+    """Attend from the rows `mine` to positions `low` to `high` - 1; `block` divides `low`.
 
     Position 0 is at row `begin`. With pages of `page` positions, `begin` is its row in page 0, and
     pages are `stride` rows apart.
     """
-    whole = tl.arange(0, size)
+    cell = tl.arange(0, block)[:, None] * size + tl.arange(0, size)
     number = tl.zeros((), tl.int64)
     if page != 0:
         number = tl.load(pages + low // page).to(tl.int64)
     for start in range(low, high, block):
         position = start + tl.arange(0, block)
         seen = position < high
-        if page == 0:
-            row = begin + start
-        else:
+        row = begin + start
+        if page != 0:
             row = begin + number * stride + start % page
             # Loaded one iteration ahead; a load in the same iteration would delay the tile.
             after = start + block
             number = tl.load(pages + after // page, mask=after < high, other=0).to(tl.int64)
-        cell = (row + tl.arange(0, block))[:, None] * size + whole
-        key = tl.load(keys + cell, mask=seen[:, None], other=0.0)
-        value = tl.load(values + cell, mask=seen[:, None], other=0.0)
+        # A scalar base and small offsets need fewer registers than a tensor of addresses.
+        key = tl.load(keys + row * size + cell, mask=seen[:, None], other=0.0)
+        value = tl.load(values + row * size + cell, mask=seen[:, None], other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision=precision)
-        score = tl.where(seen[None, :], score * log2, float("-inf"))
+        score = tl.where(mine[:, None] & seen[None, :], score * log2, float("-inf"))
         largest, total, result = online_softmax(score, value, largest, total, result, precision)
     return largest, total, result
 
@@ -153,63 +149,14 @@ def _part_size(length, splits: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _prompt_part(
-    item, heads, cosine, sine, query_gain, prompt_keys, prompt_values, prompt_row, prompt_length,
-    place, active, sharing, arrived, parts, sums, scale, eps, prompt_capacity,
-    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
-    together: tl.constexpr, unit: tl.constexpr, block: tl.constexpr, splits: tl.constexpr,
-    all_splits: tl.constexpr, norms: tl.constexpr, role: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
-    """Attend from slots that share a prompt to a part of it; rows are query heads of the slots."""
-    part = item % splits
-    head = item // splits % key_heads
-    line = sharing + item // (splits * key_heads) * together
+def _add_part(part, largest, total, result, rows: tl.constexpr, size: tl.constexpr):
+    """Add a part, stored at `part`, to a running softmax."""
     row = tl.arange(0, rows)
-    member = row % shared
-    slot = tl.load(line + row // shared, mask=row < together * shared, other=-1).to(tl.int64)
-    real = slot >= 0
-    real = real & (tl.load(active + slot, mask=real, other=0) != 0)
-    first = tl.maximum(tl.load(line), 0)
-    before = tl.load(prompt_length + first)
-    per = _part_size(before, splits, unit)
-    low = part * per
-    high = tl.minimum(low + per, before)
-    if (high > low) & (tl.max(real.to(tl.int32), axis=0) > 0):
-        kind = prompt_keys.dtype.element_ty
-        position = before + tl.load(place + slot, mask=real, other=0)
-        width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
-        query_at = heads + (slot * width + (head * shared + member) * size)[:, None]
-        query = _rotated(
-            query_at, real[:, None], position[:, None], cosine, sine, query_gain, eps, size, norms
-        ).to(kind)
-        largest = tl.full((rows,), float("-inf"), tl.float32)
-        total = tl.zeros((rows,), tl.float32)
-        result = tl.zeros((rows, size), tl.float32)
-        begin = (tl.load(prompt_row + first) * key_heads + head) * prompt_capacity
-        largest, total, result = _attend(
-            prompt_keys, prompt_values, begin, sharing, 0, low, high, query,
-            largest, total, result, scale * 1.4426950408889634, size, block, 0, precision,
-        )  # fmt: skip
-        cell = ((slot * key_heads + head) * all_splits + part) * shared + member
-        whole = tl.arange(0, size)
-        tl.store(parts + cell[:, None] * size + whole, result, mask=real[:, None])
-        tl.store(sums + cell * 2, largest, mask=real)
-        tl.store(sums + cell * 2 + 1, total, mask=real)
-        if role == 0:
-            tl.debug_barrier()
-            flag = arrived + slot * key_heads + head
-            tl.atomic_add(flag, 1, mask=real & (member == 0), sem="release")
-
-
-@triton.jit
-def _add_part(parts, sums, cell, real, largest, total, result, size: tl.constexpr):
-    """Add a part at rows `cell` to a running softmax."""
-    whole = tl.arange(0, size)
+    cell = row[:, None] * size + tl.arange(0, size)
     # Another multiprocessor may have written the part, so this one's L1 cache is bypassed.
-    other = tl.load(sums + cell * 2, mask=real, other=0.0, cache_modifier=".cg")
-    weight = tl.load(sums + cell * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-    at = parts + cell[:, None] * size + whole
-    new = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+    new = tl.load(part + cell, cache_modifier=".cg")
+    other = tl.load(part + rows * size + row, cache_modifier=".cg")
+    weight = tl.load(part + rows * size + rows + row, cache_modifier=".cg")
     larger = tl.maximum(largest, other)
     mine, theirs = tl.exp2(largest - larger), tl.exp2(other - larger)
     total = total * mine + weight * theirs
@@ -217,129 +164,168 @@ def _add_part(parts, sums, cell, real, largest, total, result, size: tl.constexp
 
 
 @triton.jit
+def _attend_slots(
+    item, part,
+    heads, cosine, sine, query_gain, key_gain,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
+    sharing, arrived, parts, attended, scale, eps, prompt_capacity, slot_pages, slots,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
+    together: tl.constexpr, page: tl.constexpr, block: tl.constexpr, splits: tl.constexpr,
+    norms: tl.constexpr, early: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """Compute a part of the attention of one key head and of `together` slots."""
+    head = item % key_heads
+    line = item // key_heads * together
+    row = tl.arange(0, rows)
+    which = row // shared
+    member = row % shared
+    known = which < together
+    if together == 1:
+        slot = tl.full((rows,), line, tl.int64)
+        first = line.to(tl.int64)
+    else:
+        slot = tl.load(sharing + line + which, mask=known, other=-1).to(tl.int64)
+        first = tl.load(sharing + line).to(tl.int64)
+    known = known & (slot >= 0) & (slot < slots)
+    goes_on = known & (tl.load(active + slot, mask=known, other=0) != 0)
+    at = tl.load(place + slot, mask=goes_on, other=0)
+    # Without an unfinished slot there are no positions, and the result is zero.
+    alive = tl.max(goes_on.to(tl.int32), axis=0)
+    first = tl.maximum(first, 0)
+    before = tl.load(prompt_length + first) * alive
+    prompt = (tl.load(prompt_row + first) * key_heads + head) * prompt_capacity
+    prompt_per = _part_size(before, splits, block)
+    count = tl.cdiv(before, prompt_per)
+    if splits > 1:
+        count = tl.maximum(tl.max(tl.cdiv(at, _part_size(at, splits, block)), axis=0), count)
+    if (part == 0) | (part < count):
+        kind: tl.constexpr = keys.dtype.element_ty
+        width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
+        real = goes_on[:, None]
+        half = tl.arange(0, size // 2)
+        whole = tl.arange(0, size)
+        angle = (before + at)[:, None] * (size // 2) + half
+        cos = tl.load(cosine + angle, mask=real, other=0.0).to(tl.float32)
+        sin = tl.load(sine + angle, mask=real, other=0.0).to(tl.float32)
+        if early:
+            gdc_wait()
+        token = heads + (slot * width)[:, None]
+        q1, q2 = _rotated(
+            token + ((head * shared + member) * size)[:, None], real, cos, sin, query_gain, eps,
+            kind, size, norms,
+        )  # fmt: skip
+        query = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), (rows, size))
+        log2 = scale * 1.4426950408889634
+        largest = tl.full((rows,), LEAST, tl.float32)
+        total = tl.zeros((rows,), tl.float32)
+        result = tl.zeros((rows, size), tl.float32)
+        if part == 0:
+            k1, k2 = _rotated(
+                token + (key_heads * shared + head) * size, real, cos, sin, key_gain, eps,
+                kind, size, norms,
+            )  # fmt: skip
+            value_at = token + (key_heads * shared + key_heads + head) * size + whole
+            value = tl.load(value_at, mask=real, other=0.0)
+            number = tl.load(pages + slot * slot_pages + at // page, mask=goes_on, other=0)
+            new = ((number.to(tl.int64) * key_heads + head) * page + at % page)[:, None] * size
+            writes = (goes_on & (member == 0))[:, None]
+            tl.store(keys + new + half, k1, mask=writes)
+            tl.store(keys + new + size // 2 + half, k2, mask=writes)
+            tl.store(values + new + whole, value, mask=writes)
+            # The new position comes from registers: the kernel never reads what it stored.
+            score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
+            score += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
+            largest = score * log2
+            total = tl.full((rows,), 1.0, tl.float32)
+            result = value.to(tl.float32)
+        low = part * prompt_per
+        largest, total, result = _attend(
+            prompt_keys, prompt_values, prompt, pages, 0, low,
+            tl.minimum(low + prompt_per, before), goes_on, query,
+            largest, total, result, log2, size, block, 0, precision,
+        )  # fmt: skip
+        for number in range(together):
+            other = first
+            if together > 1:
+                other = tl.maximum(tl.load(sharing + line + number), 0).to(tl.int64)
+            mine = goes_on & (which == number)
+            length = tl.load(place + other) * tl.max(mine.to(tl.int32), axis=0)
+            own_per = _part_size(length, splits, block)
+            low = part * own_per
+            largest, total, result = _attend(
+                keys, values, head * page, pages + other * slot_pages, key_heads * page, low,
+                tl.minimum(low + own_per, length), mine, query,
+                largest, total, result, log2, size, block, page, precision,
+            )  # fmt: skip
+        if splits > 1:
+            flag = arrived + first * key_heads + head
+            cell = parts + (first * key_heads + head) * splits * (rows * (size + 2))
+            if part == 0:
+                while tl.atomic_add(flag, 0, sem="acquire") < count - 1:
+                    pass
+                tl.debug_barrier()
+                tl.atomic_xchg(flag, 0)
+                for each in range(1, count):
+                    largest, total, result = _add_part(
+                        cell + each * (rows * (size + 2)), largest, total, result, rows, size
+                    )
+            else:
+                cell += part * (rows * (size + 2))
+                tl.store(cell + row[:, None] * size + whole, result)
+                tl.store(cell + rows * size + row, largest)
+                tl.store(cell + rows * size + rows + row, total)
+                tl.debug_barrier()
+                tl.atomic_add(flag, 1, sem="release")
+        if part == 0:
+            # Slots that have ended get zeros, which replace the old values.
+            out = attended + ((slot * key_heads + head) * shared + member)[:, None] * size + whole
+            tl.store(out, result / total[:, None], mask=known[:, None])
+
+
+@triton.jit
 def _decode_attention(
     heads, cosine, sine, query_gain, key_gain,
     prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
-    sharing, shares, arrived, parts, sums, attended,
-    scale, eps, prompt_capacity, slot_pages, slots, prompt_programs, first_program,
+    sharing, shares, arrived, parts, attended,
+    scale, eps, prompt_capacity, slot_pages, slots, programs,
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
-    together: tl.constexpr, prompt_rows: tl.constexpr, row_width: tl.constexpr,
-    page: tl.constexpr, block: tl.constexpr, unit: tl.constexpr, splits: tl.constexpr,
-    prompt_splits: tl.constexpr,
-    norms: tl.constexpr, role: tl.constexpr, overlap: tl.constexpr,
-    precision: tl.constexpr,
+    together: tl.constexpr, page: tl.constexpr, block: tl.constexpr,
+    splits: tl.constexpr, norms: tl.constexpr, early: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    all_splits: tl.constexpr = prompt_splits + splits - 1
-    program = tl.program_id(0) + first_program
-    is_prompt = program < prompt_programs
-    if role == 1:
-        is_prompt = True
-    if role == 2:
-        is_prompt = False
-    if is_prompt:
-        if overlap:
-            gdc_launch_dependents()
-        # `sharing` is a list of rows of `together` slots.
-        items = tl.load(shares) * (row_width // together * key_heads * prompt_splits)
-        for item in range(program, items, prompt_programs):
-            _prompt_part(
-                item, heads, cosine, sine, query_gain, prompt_keys, prompt_values, prompt_row,
-                prompt_length, place, active, sharing, arrived, parts, sums, scale, eps,
-                prompt_capacity, key_heads, shared, size, prompt_rows, together, unit, block,
-                prompt_splits, all_splits, norms, role, precision,
-            )  # fmt: skip
-    else:
-        item = program - prompt_programs
-        # A slot's part 0 is computed by its last program, which waits for the other parts.
-        part = splits - 1 - item // (slots * key_heads)
-        slot = (item // key_heads % slots).to(tl.int64)
-        head = item % key_heads
-        whole = tl.arange(0, size)
-        member = tl.arange(0, rows)
-        real = member < shared
-        query_head = slot * key_heads * shared + head * shared + member
-        out = attended + query_head[:, None] * size + whole
-        goes_on = tl.load(active + slot)
-        at = tl.load(place + slot)
-        before = tl.load(prompt_length + slot)
-        per = _part_size(at, splits, block)
-        low = part * per
-        high = tl.minimum(low + per, at)
-        if goes_on == 0:
-            if part == 0:  # replaces the old values
-                tl.store(out, tl.zeros((rows, size), tl.float32), mask=real[:, None])
-        elif (part == 0) | (high > low):
-            kind = keys.dtype.element_ty
-            width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
-            line = heads + slot * width
-            query = _rotated(
-                line + ((head * shared + member) * size)[:, None], real[:, None], before + at,
-                cosine, sine, query_gain, eps, size, norms,
-            ).to(kind)  # fmt: skip
-            one = tl.arange(0, 1)[:, None]
-            # Rounded once, to the type of the cache and of the products.
-            key = _rotated(
-                line + (key_heads * shared + head) * size + one, one == 0, before + at,
-                cosine, sine, key_gain, eps, size, norms,
-            ).to(kind)  # fmt: skip
-            value_at = line + (key_heads * shared + key_heads + head) * size
-            value = tl.load(value_at + one + whole)
-            # The new position comes first, from registers: the kernel never reads what it stored.
-            log2 = scale * 1.4426950408889634
-            score = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * log2
-            largest = tl.where(part == 0, score, float("-inf"))
-            total = tl.where(part == 0, tl.full((rows,), 1.0, tl.float32), 0.0)
-            result = tl.zeros((rows, size), tl.float32)
-            result += tl.where(part == 0, value.to(tl.float32), 0.0)
-            slot_line = pages + slot * slot_pages
-            largest, total, result = _attend(
-                keys, values, head * page, slot_line, key_heads * page, low, high, query,
-                largest, total, result, log2, size, block, page, precision,
-            )  # fmt: skip
-            cell = (slot * key_heads + head) * all_splits * shared + member
-            flag = arrived + slot * key_heads + head
-            if part == 0:
-                new_row = tl.load(slot_line + at // page).to(tl.int64) * key_heads * page
-                new_row += head * page + at % page
-                tl.store(keys + new_row * size + one + whole, key)
-                tl.store(values + new_row * size + one + whole, value)
-                prompt_parts = tl.cdiv(before, _part_size(before, prompt_splits, unit))
-                own_parts = tl.maximum(tl.cdiv(at, per), 1)
-                expected = own_parts - 1
-                if role == 0:
-                    expected += prompt_parts
-                if (role == 0) | (splits > 1):
-                    while tl.atomic_add(flag, 0, sem="acquire") < expected:
-                        pass
-                    tl.debug_barrier()
-                    tl.atomic_xchg(flag, 0)
-                if overlap:
-                    gdc_wait()
-                for number in range(0, prompt_parts):
-                    largest, total, result = _add_part(
-                        parts, sums, cell + number * shared, real, largest, total, result, size
-                    )
-                for number in range(1, own_parts):
-                    largest, total, result = _add_part(
-                        parts, sums, cell + (prompt_splits + number - 1) * shared, real,
-                        largest, total, result, size,
-                    )  # fmt: skip
-                tl.store(out, result / total[:, None], mask=real[:, None])
-            else:
-                cell += (prompt_splits + part - 1) * shared
-                tl.store(parts + cell[:, None] * size + whole, result, mask=real[:, None])
-                tl.store(sums + cell * 2, largest, mask=real)
-                tl.store(sums + cell * 2 + 1, total, mask=real)
-                tl.debug_barrier()
-                tl.atomic_add(flag, 1, sem="release")
+    # Part 0 waits for the others, so its programs are the last to start.
+    part = splits - 1 - tl.program_id(0) // programs
+    items = slots * key_heads
+    if together > 1:
+        items = tl.load(shares) * key_heads
+    item = tl.program_id(0) % programs
+    if item < items:
+        _attend_slots(
+            item, part, heads, cosine, sine, query_gain, key_gain,
+            prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place,
+            active, sharing, arrived, parts, attended, scale, eps, prompt_capacity, slot_pages,
+            slots, key_heads, shared, size, rows, together, page, block, splits, norms, early,
+            precision,
+        )  # fmt: skip
 
 
-def tile_sizes(programs: int, head: int, kind: torch.dtype) -> Tiling:
-    """Return how the work is divided."""
-    return Tiling(64, 4, 3)
+FEW_PROGRAMS = 512
+WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
+"""Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
+program should have many loads in flight. If many Triton programs run, each program is faster with
+less data. These values were the fastest on an H200 with head sizes 64 and 128. In float32 the
+compiler unrolls products, and would need four seconds to compile larger tiles.
+"""
 
 
-def launches(
+def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
+    """Return positions per iteration, warps and stages of a Triton program."""
+    block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
+    if kind == torch.float32:
+        block, warps, stages = EXACT
+    return min(block, STAGE_BYTES // (2 * head * kind.itemsize)), warps, stages
+
+
+def launch(
     heads: torch.Tensor,
     cache: LayerCache,
     *,
@@ -347,45 +333,33 @@ def launches(
     scale: float,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     tiling: Tiling | None = None,
-) -> tuple[torch.Tensor, list[tuple[tuple[int], tuple[Any, ...], dict[str, Any]]]]:
+) -> tuple[torch.Tensor, int, tuple[Any, ...], dict[str, Any]]:
+    """Return the output, the number of programs and the arguments of the kernel."""
     slots, (_, key_heads, page, size) = len(heads), cache.keys.shape
     shared = heads.shape[1] // size // key_heads - 2
     kind = cache.keys.dtype
-    tiling = tiling or tile_sizes(slots * key_heads, size, kind)
-    exact = kind == torch.float32
-    most = LEAST_ROWS if exact else tiling.rows
-    together = min(TOGETHER, max(1, 1 << (max(1, most // shared).bit_length() - 1)))
+    tiling = tiling or Tiling(*tile_sizes(slots * key_heads, size, kind), together=True)
+    together = cache.sharing.shape[1] if tiling.together else 1
+    rows = max(LEAST_ROWS, triton.next_power_of_2(shared * together))
     attended = heads.new_empty(slots, key_heads * shared * size)
-    parts = slots * key_heads * (tiling.prompt_splits + tiling.splits - 1) * shared
-    workspace = heads.new_empty(parts * (size + 2), dtype=torch.float32)
+    parts = slots * key_heads * tiling.splits * rows * (size + 2) if tiling.splits > 1 else 1
+    workspace = heads.new_empty(parts, dtype=torch.float32)
     query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
-    prompt_programs = -(-slots // together) * key_heads * tiling.prompt_splits
-    known = {
-        "key_heads": key_heads, "shared": shared, "size": size, "together": together,
-        "rows": max(LEAST_ROWS, triton.next_power_of_2(shared)),
-        "prompt_rows": max(LEAST_ROWS, triton.next_power_of_2(shared * together)),
-        "row_width": TOGETHER, "page": page, "block": min(tiling.block, page),
-        "unit": min(128, page), "splits": tiling.splits, "prompt_splits": tiling.prompt_splits,
-        "norms": norms is not None,
-        "precision": "ieee" if exact else "tf32",
-        "num_warps": tiling.warps, "num_stages": tiling.stages,
-    }  # fmt: skip
+    programs = slots * key_heads
     arguments = (
-        heads, *rope, query_gain, key_gain, *cache, workspace, workspace[parts * size :], attended,
-        scale, eps, cache.prompt_keys.shape[2], cache.pages.shape[1], slots, prompt_programs,
+        heads, *rope, query_gain, key_gain, *cache, workspace, attended,
+        scale, eps, cache.prompt_keys.shape[2], cache.pages.shape[1], slots, programs,
     )  # fmt: skip
-    finals = slots * key_heads * tiling.splits
-    if tiling.launches == 1:
-        once = known | {"role": 0, "overlap": False}
-        return attended, [((prompt_programs + finals,), (*arguments, 0), once)]
-    pdl = tiling.launches == 3
-    first = known | {"role": 1, "overlap": pdl, "num_warps": tiling.prompt_warps or tiling.warps}
-    first["block"] = min(tiling.prompt_block or tiling.block, page)
-    second = known | {"role": 2, "overlap": pdl, "launch_pdl": pdl}
-    return attended, [
-        ((prompt_programs,), (*arguments, 0), first),
-        ((finals,), (*arguments, prompt_programs), second),
-    ]
+    known = {
+        "key_heads": key_heads, "shared": shared, "size": size, "rows": rows,
+        "together": together, "page": page, "block": min(tiling.block, page),
+        "splits": tiling.splits, "norms": norms is not None, "early": tiling.early,
+        "precision": "ieee" if kind == torch.float32 else "tf32",
+        "num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": tiling.early,
+    }  # fmt: skip
+    if tiling.registers:
+        known["maxnreg"] = tiling.registers
+    return attended, programs * tiling.splits, arguments, known
 
 
 def decode_attention(
@@ -402,7 +376,8 @@ def decode_attention(
     `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product. `rope` contains
     cosine and sine [positions, D / 2].
     """
-    attended, calls = launches(heads, cache, rope=rope, scale=scale, norms=norms, tiling=tiling)
-    for grid, arguments, known in calls:
-        _decode_attention[grid](*arguments, **known)
+    attended, programs, arguments, known = launch(
+        heads, cache, rope=rope, scale=scale, norms=norms, tiling=tiling
+    )
+    _decode_attention[(programs,)](*arguments, **known)
     return attended

@@ -35,6 +35,8 @@ class NativeEngine:
     version: int = field(init=False, default=0)
     scheduler: Scheduler | None = field(init=False, default=None)
     """The scheduler of the current run, if there is one."""
+    preemptions: int = field(init=False, default=0)
+    """How many times a completion was paused because the KV cache was full."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model)
@@ -84,6 +86,7 @@ class NativeEngine:
             for finished in self.scheduler.run():
                 requests.done([self._completion(one) for one in finished])
         finally:
+            self.preemptions += 0 if self.scheduler is None else self.scheduler.preemptions
             self.scheduler = None
             if training:
                 self.model.model.train()

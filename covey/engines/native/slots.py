@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from covey.accel.packing import to_device
+from covey.accel.packing import row_of_each, to_device
 from covey.engines.draw import Distribution, log_distribution, pick_from, pick_tokens
 from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVCache
@@ -97,13 +97,31 @@ class Slots:
         ended = torch.isin(tokens, self.stop_ids) | (count + 1 == self.room)
         self.cache.active[index] = ~ended
 
-    def keep(self, slots: torch.Tensor) -> None:
+    def keep(self, slots: Sequence[int]) -> None:
         """Move the given slots to the front."""
         self.cache.keep(slots)
+        index = torch.tensor(slots, device=self.count.device)
         for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
-            tensor[: len(slots)] = tensor[slots]
+            tensor[: len(slots)] = tensor[index]
         if self.kept is not None:
             self.kept.keep(slots)
+
+    def resume(
+        self, index: torch.Tensor, tokens: list[np.ndarray], logps: list[np.ndarray]
+    ) -> None:
+        """Continue paused completions in the slots `index`, which are open."""
+        counts = torch.tensor([len(row) for row in tokens])
+        which = row_of_each(counts)
+        at = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+        written, said = (torch.from_numpy(np.concatenate(rows)) for rows in (tokens, logps))
+        last = torch.tensor([int(row[-1]) for row in tokens])
+        parts = to_device([counts, which, at, written, said, last], index.device)
+        count, which, at, written, said, last = parts
+        self.tokens[index[which], at] = written.long()
+        self.logps[index[which], at] = said
+        self.last[index], self.count[index] = last, count
+        self.cache.place[index] += count
+        self.cache.active.index_fill_(0, index, True)
 
     def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which slots are unfinished, and their token counts; this waits for the device."""
