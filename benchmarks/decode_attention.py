@@ -178,19 +178,39 @@ def sweep(shape: Shape) -> list[tuple[Tiling, int]]:
             for tile, together, splits in product(tiles, (False, True), (4, 8, 16))
         ]
     if small:
-        tiles = [(32, 1, 2), (32, 1, 3), (32, 2, 2), (32, 2, 3), (64, 2, 2), (64, 2, 3), (64, 4, 2),
-                 (64, 4, 3), (128, 4, 2)]
+        tiles = [
+            (32, 1, 2),
+            (32, 1, 3),
+            (32, 2, 2),
+            (32, 2, 3),
+            (64, 2, 2),
+            (64, 2, 3),
+            (64, 4, 2),
+            (64, 4, 3),
+            (128, 4, 2),
+        ]
     else:
-        tiles = [(16, 1, 3), (32, 1, 2), (32, 2, 2), (32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2),
-                 (64, 4, 3), (128, 4, 2)]
+        tiles = [
+            (16, 1, 3),
+            (32, 1, 2),
+            (32, 2, 2),
+            (32, 2, 3),
+            (32, 4, 2),
+            (32, 4, 3),
+            (64, 4, 2),
+            (64, 4, 3),
+            (128, 4, 2),
+        ]
     found = [(Tiling(*tile, True, 1, True), 128) for tile in tiles]
     found += [(Tiling(*tile, False, 1, True), 128) for tile in tiles[2:]]
     found += [(Tiling(*tile, True, 1, True, 96), 128) for tile in tiles[5:]]
     found += [(Tiling(*tile, True, 1, True, 128), 128) for tile in tiles[:5]]
     found.append((Tiling(*tiles[6], True, 1, False), 128))
     if shape.slots <= 128:
-        found += [(Tiling(*tile, together, 2, True), 128)
-                  for tile, together in product(tiles[4:8], (False, True))]
+        found += [
+            (Tiling(*tile, together, 2, True), 128)
+            for tile, together in product(tiles[4:8], (False, True))
+        ]
     return found
 
 
@@ -203,8 +223,7 @@ def main() -> None:
     names = arguments.shapes.split(",")
     started = time.time()
     jobs = {
-        name: sweep(SHAPES[name]) if arguments.sweep else [(None, arguments.page)]
-        for name in names
+        name: sweep(SHAPES[name]) if arguments.sweep else [(None, arguments.page)] for name in names
     }
     flat = [(SHAPES[name], *job) for name in names for job in jobs[name]]
     with ProcessPoolExecutor(16, mp_context=multiprocessing.get_context("fork")) as pool:

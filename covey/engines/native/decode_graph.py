@@ -98,7 +98,7 @@ class GraphBackend:
         shape, capacity = self.shape, self.sizes["capacity"]
         page = page_for(capacity)
         longest = -(-capacity // page)
-        room = gigabytes * 1e9 if gigabytes else self._free_bytes()
+        room = gigabytes * 2**30 if gigabytes else self._free_bytes()
         return max(longest, int(min(self.sizes["slots"] * longest, room // shape.bytes(page))))
 
     def _free_bytes(self) -> float:

@@ -68,6 +68,11 @@ class NativeEngine:
         """Return no events, because a failure of this engine is a failure of the trainer."""
         return []
 
+    def take_preemptions(self) -> int:
+        """Return the number of pauses of completions since the last call."""
+        taken, self.preemptions = self.preemptions, 0
+        return taken
+
     def close(self) -> None:
         """Do nothing, because the model belongs to the trainer."""
 

@@ -165,7 +165,9 @@ class Scheduler:
         if free < min(max(1, self.width // REFILL_SHARE), len(self.queue)):
             return []
         first = list(islice(self.queue, free))
-        counts = [len(self.paused[r.number].tokens) if r.number in self.paused else 1 for r in first]
+        counts = [
+            len(self.paused[r.number].tokens) if r.number in self.paused else 1 for r in first
+        ]
         room = self.slots.cache.admits(self._positions(np.array(counts)))
         # The cache has room for at least one completion of full length.
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
