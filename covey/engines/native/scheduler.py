@@ -178,7 +178,8 @@ class Scheduler:
         The next step computes key and value of the newest token. Those of the last token are never
         computed.
         """
-        return np.minimum(counts + self.backend.steps, self.sampling.max_tokens) - 1
+        after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
+        return after - 1
 
     def _make_room(self) -> None:
         """Reserve memory for the next steps; while it is not enough, pause the youngest."""
@@ -272,7 +273,9 @@ class Scheduler:
             return []
         room = min(PREFILL_TOKENS // self.limits.prompt_tokens, self.slots.cache.spare_prompts)
         coming = dict.fromkeys(
-            r.prompt for r in chain(requests, self.queue) if r.prompt not in known
+            r.prompt
+            for r in chain(requests, self.queue)
+            if r.prompt not in known and r.number not in self.paused
         )
         return list(coming)[: max(room, len(needed))]
 

@@ -94,8 +94,11 @@ class Slots:
         self.last[index] = tokens
         self.count[index] = count + 1
         self.cache.place[index] += 1
-        ended = torch.isin(tokens, self.stop_ids) | (count + 1 == self.room)
-        self.cache.active[index] = ~ended
+        self.cache.active[index] = ~self._ended(tokens, count + 1)
+
+    def _ended(self, tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return whether completions of `count` tokens end with `tokens`."""
+        return torch.isin(tokens, self.stop_ids) | (count == self.room)
 
     def keep(self, slots: Sequence[int]) -> None:
         """Move the given slots to the front."""
@@ -109,7 +112,10 @@ class Slots:
     def resume(
         self, index: torch.Tensor, tokens: list[np.ndarray], logps: list[np.ndarray]
     ) -> None:
-        """Continue paused completions in the slots `index`, which are open."""
+        """Continue paused completions in the slots `index`, which are open.
+
+        A completion may have ended with its newest token.
+        """
         counts = torch.tensor([len(row) for row in tokens])
         which = row_of_each(counts)
         at = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
@@ -121,7 +127,7 @@ class Slots:
         self.logps[index[which], at] = said
         self.last[index], self.count[index] = last, count
         self.cache.place[index] += count
-        self.cache.active.index_fill_(0, index, True)
+        self.cache.active[index] = ~self._ended(last, count)
 
     def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which slots are unfinished, and their token counts; this waits for the device."""

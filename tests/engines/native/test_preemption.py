@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from covey.engines.native import pages
 from covey.engines.native.backend import EagerBackend
 from covey.engines.native.decoder_parity import decoder_for
 from covey.engines.native.engine import NativeEngine
+from covey.engines.native.kv_cache import SlotCache
+from covey.engines.native.slots import Slots
 from covey.engines.protocol import Sampling
 from tests.conftest import rollouts_of
 from tests.engines.native.test_decode_graph import by_graph, made, questions, shape_of
@@ -56,3 +59,23 @@ def test_a_small_pool_gives_the_same_completions(
         assert mine.finish == theirs.finish
         assert mine.sampler_logp == pytest.approx(theirs.sampler_logp, abs=1e-5)
         assert [s.kept for s in mine.segments] == [s.kept for s in theirs.segments]
+
+
+def test_paused_completions_continue_where_they_were() -> None:
+    cache = SlotCache(3, 9, None, torch.device("cpu"))
+    slots = Slots.make(cache, Sampling(max_tokens=4), stop_ids=[7])
+    index = torch.tensor([2, 0, 1])
+    cache.place[index] = -1  # as after `enter` of a cache that stores prompts apart
+    slots.open(index, torch.rand(3, 4))
+    tokens = [np.array(row, dtype=np.int32) for row in ([5, 6], [5, 7], [1, 2, 3, 4])]
+    logps = [-row.astype(np.float32) for row in tokens]
+    slots.resume(index, tokens, logps)
+    # The second ended with a stop token, and the third is as long as it may be.
+    assert cache.active.tolist() == [False, False, True]
+    assert slots.count.tolist() == [2, 4, 2]
+    assert cache.place.tolist() == [1, 3, 1]
+    assert slots.last.tolist() == [7, 4, 6]
+    written, said = slots.written([2, 0, 1])
+    for row, mine, theirs in zip(tokens, written, said, strict=True):
+        assert mine[: len(row)].tolist() == row.tolist()
+        assert theirs[: len(row)].tolist() == (-row).tolist()
