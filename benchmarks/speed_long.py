@@ -32,9 +32,7 @@ def sampler_long(sizes: Sizes, report: Report) -> None:
     forget(sizes.device)
     engine = random_engine(sizes, sizes.long_shape)
     completions, group = sizes.long_completions, sizes.group
-    sampling = Sampling(
-        group_size=group, max_tokens=sizes.long_tokens, max_concurrent=completions
-    )
+    sampling = Sampling(group_size=group, max_tokens=sizes.long_tokens, max_concurrent=completions)
     vocabulary = engine.model.model.config.vocab_size
     prompts = encoded_prompts(completions // group, words=sizes.prompt, vocabulary=vocabulary)
     about = {"shape": sizes.long_shape, "completions": completions}

@@ -4,9 +4,10 @@ With one token per slot the matrix products are small, and the operations around
 the time. Therefore one kernel computes everything between the QKV product and the output product.
 
 A product of tensor cores has at least 16 rows. A Triton program fills them with the query heads of
-several slots that share a prompt, and reads the prompt once for all of them. It then reads the
-completion of each slot; rows of other slots are masked. If slots are few, the positions of prompt
-and completion are divided into parts, one for each Triton program. The last program adds the parts.
+several slots that share a prompt, and reads the prompt once for all of them. The completions of
+these slots follow in the same loop; for each of them, the rows of other slots are masked. If slots
+are few and long, their positions are divided into parts, one for each Triton program. The last
+program of a slot adds the parts. A result never depends on other slots.
 
 Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D,
 C positions, B pages and T pages per slot.
@@ -14,21 +15,34 @@ C positions, B pages and T pages per slot.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEAST_ROWS = 16
 """Minimum rows of a tensor core product; query heads that share keys are padded to this."""
 LEAST = tl.constexpr(-1e30)
 """The maximum of no scores: finite, so that differences are never NaN."""
+FEW_PROGRAMS = 512
+WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
+"""Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
+program should have many loads in flight. If many Triton programs run, each program is faster with
+less data. These values were the fastest on an H200 with head sizes 64 and 128. In float32 the
+compiler unrolls products, and would need four seconds to compile larger tiles.
+"""
 STAGE_BYTES = 64 * 2**10
 """Maximum bytes of keys and values that a Triton program has in flight. Large heads are read in
 smaller tiles, because larger tiles would not fit in a multiprocessor's shared memory.
 """
+SHARING_PROGRAMS = 1024
+"""From this number of slots and key heads on, a Triton program computes several slots."""
+SPLIT_PROGRAMS = 512
+SPLIT_POSITIONS = 512
+"""With fewer Triton programs, completions are split, into parts of at least so many positions."""
 SMALLEST_HEAD = 16
 """Smallest head size in 16-bit types, a limit of tensor cores."""
 
@@ -56,9 +70,7 @@ class LayerCache(NamedTuple):
     """[S] bool: whether a slot is unfinished; finished slots are skipped."""
     sharing: torch.Tensor
     """[S, G] int32: in each row up to G slots with the same prompt, then -1. Every slot occurs
-    once."""
-    shares: torch.Tensor
-    """[1] int32: the number of rows of `sharing` in use."""
+    once; the last rows are empty."""
     arrived: torch.Tensor
     """[S, K] int32: the number of parts that are ready; zero before and after the kernel."""
 
@@ -76,7 +88,6 @@ class Tiling(NamedTuple):
     """Parts of the positions of a slot."""
     early: bool = False
     """Whether the kernel starts before the kernel that computes `heads` has ended."""
-    registers: int = 0
 
 
 @triton.jit
@@ -111,38 +122,6 @@ def online_softmax(score, value, largest, total, result, precision: tl.constexpr
 
 
 @triton.jit
-def _attend(
-    keys, values, begin, pages, stride, low, high, mine, query, largest, total, result, log2,
-    size: tl.constexpr, block: tl.constexpr, page: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
-    """Attend from the rows `mine` to positions `low` to `high` - 1; `block` divides `low`.
-
-    Position 0 is at row `begin`. With pages of `page` positions, `begin` is its row in page 0, and
-    pages are `stride` rows apart.
-    """
-    cell = tl.arange(0, block)[:, None] * size + tl.arange(0, size)
-    number = tl.zeros((), tl.int64)
-    if page != 0:
-        number = tl.load(pages + low // page).to(tl.int64)
-    for start in range(low, high, block):
-        position = start + tl.arange(0, block)
-        seen = position < high
-        row = begin + start
-        if page != 0:
-            row = begin + number * stride + start % page
-            # Loaded one iteration ahead; a load in the same iteration would delay the tile.
-            after = start + block
-            number = tl.load(pages + after // page, mask=after < high, other=0).to(tl.int64)
-        # A scalar base and small offsets need fewer registers than a tensor of addresses.
-        key = tl.load(keys + row * size + cell, mask=seen[:, None], other=0.0)
-        value = tl.load(values + row * size + cell, mask=seen[:, None], other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision=precision)
-        score = tl.where(mine[:, None] & seen[None, :], score * log2, float("-inf"))
-        largest, total, result = online_softmax(score, value, largest, total, result, precision)
-    return largest, total, result
-
-
-@triton.jit
 def _part_size(length, splits: tl.constexpr, block: tl.constexpr):
     """Return the number of positions in each part of `length` positions but the last."""
     return tl.maximum(tl.cdiv(tl.cdiv(length, splits), block), 1) * block
@@ -164,157 +143,178 @@ def _add_part(part, largest, total, result, rows: tl.constexpr, size: tl.constex
 
 
 @triton.jit
-def _attend_slots(
-    item, part,
-    heads, cosine, sine, query_gain, key_gain,
-    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
-    sharing, arrived, parts, attended, scale, eps, prompt_capacity, slot_pages, slots,
-    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
-    together: tl.constexpr, page: tl.constexpr, block: tl.constexpr, splits: tl.constexpr,
-    norms: tl.constexpr, early: tl.constexpr, precision: tl.constexpr,
+def _picked(values, index, chosen):
+    """Return the element of a vector at a position."""
+    return tl.sum(tl.where(index == chosen, values, 0), axis=0)
+
+
+@triton.jit
+def _new_position(
+    token, real, writes, q1, q2, cos, sin, key_gain, keys, values, new, head, eps, log2,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
 ):  # fmt: skip
-    """Compute a part of the attention of one key head and of `together` slots."""
-    head = item % key_heads
-    line = item // key_heads * together
-    row = tl.arange(0, rows)
-    which = row // shared
-    member = row % shared
-    known = which < together
-    if together == 1:
-        slot = tl.full((rows,), line, tl.int64)
-        first = line.to(tl.int64)
+    """Write key and value of the new position, and begin a softmax with it.
+
+    It comes from registers: the kernel never reads what it stored.
+    """
+    half, whole = tl.arange(0, size // 2), tl.arange(0, size)
+    k1, k2 = _rotated(
+        token + (key_heads * shared + head) * size, real, cos, sin, key_gain, eps,
+        keys.dtype.element_ty, size, norms,
+    )  # fmt: skip
+    value = tl.load(
+        token + (key_heads * shared + key_heads + head) * size + whole, mask=real, other=0.0
+    )
+    tl.store(keys + new + half, k1, mask=writes)
+    tl.store(keys + new + size // 2 + half, k2, mask=writes)
+    tl.store(values + new + whole, value, mask=writes)
+    score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
+    score += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
+    return score * log2, value.to(tl.float32)
+
+
+@triton.jit
+def _merge_parts(
+    parts, flag, part, count, largest, total, result,
+    rows: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """Store a part, or add all others to part 0 as soon as they are ready."""
+    stride: tl.constexpr = rows * (size + 2)
+    if part == 0:
+        while tl.atomic_add(flag, 0, sem="acquire") < count - 1:
+            pass
+        tl.debug_barrier()
+        tl.atomic_xchg(flag, 0)
+        for other in range(1, count):
+            largest, total, result = _add_part(
+                parts + other * stride, largest, total, result, rows, size
+            )
     else:
-        slot = tl.load(sharing + line + which, mask=known, other=-1).to(tl.int64)
-        first = tl.load(sharing + line).to(tl.int64)
-    known = known & (slot >= 0) & (slot < slots)
-    goes_on = known & (tl.load(active + slot, mask=known, other=0) != 0)
-    at = tl.load(place + slot, mask=goes_on, other=0)
-    # Without an unfinished slot there are no positions, and the result is zero.
-    alive = tl.max(goes_on.to(tl.int32), axis=0)
-    first = tl.maximum(first, 0)
-    before = tl.load(prompt_length + first) * alive
-    prompt = (tl.load(prompt_row + first) * key_heads + head) * prompt_capacity
-    prompt_per = _part_size(before, splits, block)
-    count = tl.cdiv(before, prompt_per)
-    if splits > 1:
-        count = tl.maximum(tl.max(tl.cdiv(at, _part_size(at, splits, block)), axis=0), count)
-    if (part == 0) | (part < count):
-        kind: tl.constexpr = keys.dtype.element_ty
-        width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
-        real = goes_on[:, None]
-        half = tl.arange(0, size // 2)
-        whole = tl.arange(0, size)
-        angle = (before + at)[:, None] * (size // 2) + half
-        cos = tl.load(cosine + angle, mask=real, other=0.0).to(tl.float32)
-        sin = tl.load(sine + angle, mask=real, other=0.0).to(tl.float32)
-        if early:
-            gdc_wait()
-        token = heads + (slot * width)[:, None]
-        q1, q2 = _rotated(
-            token + ((head * shared + member) * size)[:, None], real, cos, sin, query_gain, eps,
-            kind, size, norms,
-        )  # fmt: skip
-        query = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), (rows, size))
-        log2 = scale * 1.4426950408889634
-        largest = tl.full((rows,), LEAST, tl.float32)
-        total = tl.zeros((rows,), tl.float32)
-        result = tl.zeros((rows, size), tl.float32)
-        if part == 0:
-            k1, k2 = _rotated(
-                token + (key_heads * shared + head) * size, real, cos, sin, key_gain, eps,
-                kind, size, norms,
-            )  # fmt: skip
-            value_at = token + (key_heads * shared + key_heads + head) * size + whole
-            value = tl.load(value_at, mask=real, other=0.0)
-            number = tl.load(pages + slot * slot_pages + at // page, mask=goes_on, other=0)
-            new = ((number.to(tl.int64) * key_heads + head) * page + at % page)[:, None] * size
-            writes = (goes_on & (member == 0))[:, None]
-            tl.store(keys + new + half, k1, mask=writes)
-            tl.store(keys + new + size // 2 + half, k2, mask=writes)
-            tl.store(values + new + whole, value, mask=writes)
-            # The new position comes from registers: the kernel never reads what it stored.
-            score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
-            score += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
-            largest = score * log2
-            total = tl.full((rows,), 1.0, tl.float32)
-            result = value.to(tl.float32)
-        low = part * prompt_per
-        largest, total, result = _attend(
-            prompt_keys, prompt_values, prompt, pages, 0, low,
-            tl.minimum(low + prompt_per, before), goes_on, query,
-            largest, total, result, log2, size, block, 0, precision,
-        )  # fmt: skip
-        for number in range(together):
-            other = first
-            if together > 1:
-                other = tl.maximum(tl.load(sharing + line + number), 0).to(tl.int64)
-            mine = goes_on & (which == number)
-            length = tl.load(place + other) * tl.max(mine.to(tl.int32), axis=0)
-            own_per = _part_size(length, splits, block)
-            low = part * own_per
-            largest, total, result = _attend(
-                keys, values, head * page, pages + other * slot_pages, key_heads * page, low,
-                tl.minimum(low + own_per, length), mine, query,
-                largest, total, result, log2, size, block, page, precision,
-            )  # fmt: skip
-        if splits > 1:
-            flag = arrived + first * key_heads + head
-            cell = parts + (first * key_heads + head) * splits * (rows * (size + 2))
-            if part == 0:
-                while tl.atomic_add(flag, 0, sem="acquire") < count - 1:
-                    pass
-                tl.debug_barrier()
-                tl.atomic_xchg(flag, 0)
-                for each in range(1, count):
-                    largest, total, result = _add_part(
-                        cell + each * (rows * (size + 2)), largest, total, result, rows, size
-                    )
-            else:
-                cell += part * (rows * (size + 2))
-                tl.store(cell + row[:, None] * size + whole, result)
-                tl.store(cell + rows * size + row, largest)
-                tl.store(cell + rows * size + rows + row, total)
-                tl.debug_barrier()
-                tl.atomic_add(flag, 1, sem="release")
-        if part == 0:
-            # Slots that have ended get zeros, which replace the old values.
-            out = attended + ((slot * key_heads + head) * shared + member)[:, None] * size + whole
-            tl.store(out, result / total[:, None], mask=known[:, None])
+        row = tl.arange(0, rows)
+        cell = parts + part * stride
+        tl.store(cell + row[:, None] * size + tl.arange(0, size), result)
+        tl.store(cell + rows * size + row, largest)
+        tl.store(cell + rows * size + rows + row, total)
+        tl.debug_barrier()
+        tl.atomic_add(flag, 1, sem="release")
+    return largest, total, result
 
 
 @triton.jit
 def _decode_attention(
     heads, cosine, sine, query_gain, key_gain,
     prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
-    sharing, shares, arrived, parts, attended,
-    scale, eps, prompt_capacity, slot_pages, slots, programs,
+    sharing, arrived, parts, attended, scale, eps, prompt_capacity, slot_pages, slots, programs,
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
-    together: tl.constexpr, page: tl.constexpr, block: tl.constexpr,
+    together: tl.constexpr, sequences: tl.constexpr, page: tl.constexpr, block: tl.constexpr,
     splits: tl.constexpr, norms: tl.constexpr, early: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
     # Part 0 waits for the others, so its programs are the last to start.
     part = splits - 1 - tl.program_id(0) // programs
-    items = slots * key_heads
-    if together > 1:
-        items = tl.load(shares) * key_heads
     item = tl.program_id(0) % programs
-    if item < items:
-        _attend_slots(
-            item, part, heads, cosine, sine, query_gain, key_gain,
-            prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place,
-            active, sharing, arrived, parts, attended, scale, eps, prompt_capacity, slot_pages,
-            slots, key_heads, shared, size, rows, together, page, block, splits, norms, early,
-            precision,
-        )  # fmt: skip
-
-
-FEW_PROGRAMS = 512
-WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
-program should have many loads in flight. If many Triton programs run, each program is faster with
-less data. These values were the fastest on an H200 with head sizes 64 and 128. In float32 the
-compiler unrolls products, and would need four seconds to compile larger tiles.
-"""
+    head = item % key_heads
+    line = item // key_heads
+    row = tl.arange(0, rows)
+    which = row // shared
+    member = row % shared
+    # Sequence 0 is the prompt; sequence 1 + n is the completion of the program's slot n.
+    index = tl.arange(0, sequences)
+    asked = (index > 0) & (index <= together)
+    if together == 1:
+        first = line.to(tl.int64)
+        slot = tl.full((rows,), line, tl.int64)
+        owner = tl.full((sequences,), line, tl.int64)
+    else:
+        list_at = sharing + line * together
+        first = tl.load(list_at).to(tl.int64)
+        slot = tl.load(list_at + which, mask=which < together, other=-1).to(tl.int64)
+        owner = tl.load(list_at + index - 1, mask=asked, other=-1).to(tl.int64)
+    known = (which < together) & (slot >= 0) & (slot < slots)
+    asked = asked & (owner >= 0) & (owner < slots)
+    if (first >= 0) & (first < slots):
+        goes_on = known & (tl.load(active + slot, mask=known, other=0) != 0)
+        asked = asked & (tl.load(active + owner, mask=asked, other=0) != 0)
+        at = tl.load(place + slot, mask=goes_on, other=0)
+        length = tl.load(place + owner, mask=asked, other=0).to(tl.int32)
+        before = tl.load(prompt_length + first)
+        prompt = (tl.load(prompt_row + first) * key_heads + head) * prompt_capacity
+        alive = tl.max(goes_on.to(tl.int32), axis=0)  # otherwise nothing is read
+        length = tl.where(index == 0, before.to(tl.int32) * alive, length)
+        per = _part_size(length, splits, block)
+        low = part * per
+        tiles = tl.cdiv(tl.maximum(tl.minimum(low + per, length) - low, 0), block)
+        ends = tl.cumsum(tiles, axis=0)
+        count = tl.max(tl.cdiv(length, per), axis=0)
+        if (part == 0) | (part < count):
+            width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
+            log2 = scale * 1.4426950408889634
+            real = goes_on[:, None]
+            half, whole = tl.arange(0, size // 2), tl.arange(0, size)
+            angle = (before + at)[:, None] * (size // 2) + half
+            cos = tl.load(cosine + angle, mask=real, other=0.0).to(tl.float32)
+            sin = tl.load(sine + angle, mask=real, other=0.0).to(tl.float32)
+            number = tl.load(pages + slot * slot_pages + at // page, mask=goes_on, other=0)
+            if early:
+                gdc_wait()
+            token = heads + (slot * width)[:, None]
+            q1, q2 = _rotated(
+                token + ((head * shared + member) * size)[:, None], real, cos, sin, query_gain, eps,
+                keys.dtype.element_ty, size, norms,
+            )  # fmt: skip
+            query = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), (rows, size))
+            largest = tl.full((rows,), LEAST, tl.float32)
+            total = tl.zeros((rows,), tl.float32)
+            result = tl.zeros((rows, size), tl.float32)
+            if part == 0:
+                new = ((number.to(tl.int64) * key_heads + head) * page + at % page)[:, None] * size
+                writes = (goes_on & (member == 0))[:, None]
+                largest, result = _new_position(
+                    token, real, writes, q1, q2, cos, sin, key_gain, keys, values, new, head, eps,
+                    log2, key_heads, shared, size, norms,
+                )  # fmt: skip
+                total = tl.full((rows,), 1.0, tl.float32)
+            # One loop over the tiles of all sequences keeps loads in flight from one to the next.
+            # The address of a tile is computed one iteration ahead, because it needs a page.
+            sequence = tl.sum((ends <= 0).to(tl.int32), axis=0)
+            start = _picked(low, index, sequence)
+            at_page = pages + _picked(owner, index, sequence) * slot_pages + start // page
+            page_row = tl.load(at_page, mask=sequence > 0, other=0).to(tl.int64)
+            cell = tl.arange(0, block)[:, None] * size + whole
+            for tile in range(_picked(ends, index, sequences - 1)):
+                high = tl.minimum(
+                    _picked(low + per, index, sequence), _picked(length, index, sequence)
+                )
+                seen = start + tl.arange(0, block) < high
+                mine = goes_on & ((sequence == 0) | (which == sequence - 1))
+                begin = (page_row * key_heads + head) * page + start % page
+                begin = tl.where(sequence == 0, prompt + start, begin) * size
+                key_at = tl.where(sequence == 0, prompt_keys, keys) + begin
+                value_at = tl.where(sequence == 0, prompt_values, values) + begin
+                sequence = tl.sum((ends <= tile + 1).to(tl.int32), axis=0)
+                begun = _picked(ends - tiles, index, sequence)
+                start = _picked(low, index, sequence) + (tile + 1 - begun) * block
+                at_page = pages + _picked(owner, index, sequence) * slot_pages + start // page
+                more = (sequence > 0) & (sequence < sequences)
+                page_row = tl.load(at_page, mask=more, other=0).to(tl.int64)
+                key = tl.load(key_at + cell, mask=seen[:, None], other=0.0)
+                value = tl.load(value_at + cell, mask=seen[:, None], other=0.0)
+                score = tl.dot(query, tl.trans(key), input_precision=precision)
+                score = tl.where(mine[:, None] & seen[None, :], score * log2, float("-inf"))
+                largest, total, result = online_softmax(
+                    score, value, largest, total, result, precision
+                )
+            if splits > 1:
+                flag = arrived + first * key_heads + head
+                own = parts + (first * key_heads + head) * splits * (rows * (size + 2))
+                largest, total, result = _merge_parts(
+                    own, flag, part, count, largest, total, result, rows, size
+                )
+            if part == 0:
+                # Slots that have ended get zeros, which replace the old values.
+                out = ((slot * key_heads + head) * shared + member)[:, None] * size + whole
+                tl.store(attended + out, result / total[:, None], mask=known[:, None])
 
 
 def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
@@ -325,20 +325,35 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
     return min(block, STAGE_BYTES // (2 * head * kind.itemsize)), warps, stages
 
 
+def tiling_for(slots: int, cache: LayerCache) -> Tiling:
+    """Return the fastest tiling for a number of slots; it depends on nothing that changes."""
+    _, key_heads, page, head = cache.keys.shape
+    programs, capacity = slots * key_heads, page * cache.pages.shape[1]
+    splits = max(1, min(16, SPLIT_PROGRAMS // programs, capacity // SPLIT_POSITIONS))
+    tile = tile_sizes(programs, head, cache.keys.dtype)
+    if cache.keys.dtype != torch.float32 and programs >= SHARING_PROGRAMS:
+        tile = (32, 1, 3) if head <= 64 else (32, 2, 3)
+    return Tiling(*tile, together=programs >= SHARING_PROGRAMS, splits=splits, early=_overlaps())
+
+
+@lru_cache
+def _overlaps() -> bool:
+    """Return whether kernels may start before the last one has ended, a feature since Hopper."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
 def launch(
     heads: torch.Tensor,
     cache: LayerCache,
     *,
     rope: tuple[torch.Tensor, torch.Tensor],
     scale: float,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    tiling: Tiling | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    tiling: Tiling,
 ) -> tuple[torch.Tensor, int, tuple[Any, ...], dict[str, Any]]:
-    """Return the output, the number of programs and the arguments of the kernel."""
+    """Return the output, the number of programs, and the arguments of the kernel."""
     slots, (_, key_heads, page, size) = len(heads), cache.keys.shape
     shared = heads.shape[1] // size // key_heads - 2
-    kind = cache.keys.dtype
-    tiling = tiling or Tiling(*tile_sizes(slots * key_heads, size, kind), together=True)
     together = cache.sharing.shape[1] if tiling.together else 1
     rows = max(LEAST_ROWS, triton.next_power_of_2(shared * together))
     attended = heads.new_empty(slots, key_heads * shared * size)
@@ -352,13 +367,13 @@ def launch(
     )  # fmt: skip
     known = {
         "key_heads": key_heads, "shared": shared, "size": size, "rows": rows,
-        "together": together, "page": page, "block": min(tiling.block, page),
-        "splits": tiling.splits, "norms": norms is not None, "early": tiling.early,
-        "precision": "ieee" if kind == torch.float32 else "tf32",
-        "num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": tiling.early,
+        "together": together, "sequences": triton.next_power_of_2(together + 1), "page": page,
+        "block": min(tiling.block, page), "splits": tiling.splits, "norms": norms is not None,
+        "early": tiling.early,
+        "precision": "ieee" if cache.keys.dtype == torch.float32 else "tf32",
+        "num_warps": tiling.warps, "num_stages": tiling.stages,
+        **({"launch_pdl": True} if tiling.early else {}),
     }  # fmt: skip
-    if tiling.registers:
-        known["maxnreg"] = tiling.registers
     return attended, programs * tiling.splits, arguments, known
 
 
@@ -376,6 +391,7 @@ def decode_attention(
     `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product. `rope` contains
     cosine and sine [positions, D / 2].
     """
+    tiling = tiling_for(len(heads), cache) if tiling is None else tiling
     attended, programs, arguments, known = launch(
         heads, cache, rope=rope, scale=scale, norms=norms, tiling=tiling
     )

@@ -26,7 +26,12 @@ from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
 from covey.engines.native.pages import page_for
-from covey.engines.native.shared_prompt_cache import PROMPT_STEP, SharedPromptCache, width_for
+from covey.engines.native.shared_prompt_cache import (
+    PROMPT_STEP,
+    SharedPromptCache,
+    slots_together,
+    width_for,
+)
 from covey.engines.native.slots import Slots
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
 from covey.engines.protocol import Sampling
@@ -83,7 +88,11 @@ class GraphBackend:
             self.sizes = {name: max(size, self.sizes.get(name, 0)) for name, size in sizes.items()}
             self.cache = None  # freed before the next allocation, because both may not fit
             pages = self._pool_pages(sampling.cache_gigabytes)
-            self.cache = SharedPromptCache(**self.sizes, shape=self.shape, pages=pages)
+            config = self.model.backbone.config
+            together = slots_together(config.num_attention_heads // self.shape.heads)
+            self.cache = SharedPromptCache(
+                **self.sizes, shape=self.shape, pages=pages, together=together
+            )
         cache, room = self.cache, sampling.max_tokens
         if room not in self.slots:
             self.slots[room] = Slots.make(cache, sampling, self.model.stop_ids)

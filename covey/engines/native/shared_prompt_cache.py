@@ -28,8 +28,8 @@ PROMPT_STEP = 128
 """The capacity for prompt tokens is a multiple of this, so that calls can share a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
-TOGETHER = 2
-"""Slots for which attention reads their prompt once, unless the model has few query heads."""
+PRODUCT_ROWS = 16
+"""Rows of a product of tensor cores, which attention fills with query heads of several slots."""
 
 
 def width_for(completions: int) -> int:
@@ -39,8 +39,13 @@ def width_for(completions: int) -> int:
     return next(width for width in WIDTHS if width >= completions)
 
 
+def slots_together(query_heads: int) -> int:
+    """Return for how many slots attention reads a prompt once; `query_heads` share a key head."""
+    return 1 << (max(1, PRODUCT_ROWS // query_heads).bit_length() - 1)
+
+
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
-    """Return rows [n, together] of slots with the same prompt, filled up with -1.
+    """Return [S, together]: in each row slots with the same prompt, filled up with -1.
 
     `prompt_rows` [S] are the prompts of the slots; all free slots have -1.
     """
@@ -48,7 +53,7 @@ def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
     _, first, counts = np.unique(prompt_rows[order], return_index=True, return_counts=True)
     rank = np.arange(len(order)) - np.repeat(first, counts)
     row = np.cumsum(rank % together == 0) - 1
-    found = np.full((row[-1] + 1, together), -1, dtype=np.int32)
+    found = np.full((len(order), together), -1, dtype=np.int32)
     found[row, rank % together] = order
     return found
 
@@ -65,7 +70,7 @@ class SharedPromptCache(KVCache):
         prompt_capacity: int,
         shape: KVShape,
         pages: int | None = None,
-        together: int = TOGETHER,
+        together: int = 2,
     ) -> None:
         """Allocate the cache; by default, `pages` are enough for all slots at full length.
 
@@ -88,8 +93,8 @@ class SharedPromptCache(KVCache):
         self.table = counters(slots, per_slot)
         """[S, T]: the pages of each slot's completion."""
         self.per_slot += [self.prompt_row, self.prompt_length, self.table]
-        self.sharing, self.shares = counters(slots, together), counters(1)
-        """[S, together] and [1]: slots with the same prompt, and the number of such rows."""
+        self.sharing = counters(slots, together)
+        """[S, together]: in each row slots with the same prompt."""
         self.arrived = counters(slots, shape.heads)
         """[S, K]: the kernels' counters of finished parts."""
         self.slot_rows = np.full(slots, -1)
@@ -168,7 +173,6 @@ class SharedPromptCache(KVCache):
             self.place,
             self.active,
             self.sharing,
-            self.shares,
             self.arrived,
         )
 
@@ -190,9 +194,7 @@ class SharedPromptCache(KVCache):
     def _share(self) -> None:
         """Tell the kernels which slots share a prompt."""
         rows = torch.from_numpy(slots_by_prompt(self.slot_rows, self.sharing.shape[1]))
-        count = torch.tensor([len(rows)], dtype=torch.int32)
-        rows, count = to_device([rows, count], self.place.device)
-        self.sharing[: len(rows)], self.shares[:] = rows, count
+        self.sharing.copy_(to_device([rows], self.place.device)[0])
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
         """Assign pages for this many positions to each slot; return whether there were enough."""

@@ -31,14 +31,11 @@ def random_layer(size: int, page: int, device: torch.device, together: int = 2) 
     pool = torch.full((2, 4 * per_slot + 3, KEY_HEADS, page, size), torch.nan)
     at = torch.arange(CAPACITY)
     pool[:, pages[:, at // page], :, at % page] = both.permute(1, 3, 0, 2, 4)
-    sharing = torch.full((4, together), -1, dtype=torch.int32)
-    rows = torch.from_numpy(slots_by_prompt(np.array(PROMPT_ROW), together))
-    sharing[: len(rows)] = rows
+    sharing = torch.from_numpy(slots_by_prompt(np.array(PROMPT_ROW), together))
     found = LayerCache(
         prompts[0], prompts[1], torch.tensor(PROMPT_ROW), torch.tensor(PROMPT_LENGTH),
         pool[0], pool[1], pages.int(), torch.tensor(PLACE), torch.tensor(ACTIVE),
-        sharing, torch.tensor([len(rows)], dtype=torch.int32),
-        torch.zeros(4, KEY_HEADS, dtype=torch.int32),
+        sharing, torch.zeros(4, KEY_HEADS, dtype=torch.int32),
     )  # fmt: skip
     return LayerCache(*(tensor.to(device) for tensor in found))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from covey.engines.native.pages import Pages, page_for
-from covey.engines.native.shared_prompt_cache import slots_by_prompt
+from covey.engines.native.shared_prompt_cache import slots_by_prompt, slots_together
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,15 @@ def test_pages_follow_the_lengths_of_completions() -> None:
 
 def test_slots_with_the_same_prompt_are_read_together() -> None:
     rows = np.array([4, -1, 2, 4, 2, 4, -1, 7, *[4] * 7])
-    assert slots_by_prompt(rows, 8).tolist() == [
+    assert slots_by_prompt(rows, 8)[:5].tolist() == [
         [1, 6, -1, -1, -1, -1, -1, -1],  # free slots
         [2, 4, -1, -1, -1, -1, -1, -1],
         [0, 3, 5, 8, 9, 10, 11, 12],
         [13, 14, -1, -1, -1, -1, -1, -1],
         [7, -1, -1, -1, -1, -1, -1, -1],
     ]
-    assert slots_by_prompt(np.full(3, -1), 2).tolist() == [[0, 1], [2, -1]]
+    assert slots_by_prompt(np.full(3, -1), 2).tolist() == [[0, 1], [2, -1], [-1, -1]]
+
+
+def test_query_heads_of_slots_fill_sixteen_rows() -> None:
+    assert [slots_together(n) for n in (1, 2, 3, 4, 5, 7, 8, 9, 64)] == [16, 8, 4, 4, 2, 2, 2, 1, 1]
