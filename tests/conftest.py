@@ -87,10 +87,14 @@ def pytest_configure() -> None:
     interpreter._patch_builtin = patch
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = np_dtype
+    _round_float8(interpreter)
+
+
+def _round_float8(interpreter: Any) -> None:
+    """Let Triton's interpreter carry into the exponent when it rounds a float8 number up."""
     convert = interpreter._convert_float
 
     def rounded(values: Any, kind: Any, wanted: Any, mode: Any) -> Any:
-        # Triton's interpreter does not carry into the exponent when it rounds up.
         if wanted != interpreter.tl.float8e4nv or kind != interpreter.tl.float32:
             return convert(values, kind, wanted, mode)
         numbers = torch.from_numpy(values.astype("float32")).to(torch.float8_e4m3fn)

@@ -26,6 +26,10 @@ class Engine(Section):
     Hopper; needs objective.correction, which is then token_truncate by default."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
+    cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """GiB for keys and values of completions on a GPU. If completions need more, the native engine
+    pauses the youngest and continues them later. 0: enough for all at rollout.max_tokens, if it is
+    free."""
 
     @property
     def rounds(self) -> str:

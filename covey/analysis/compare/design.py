@@ -33,6 +33,7 @@ SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings that affect the rollouts of the first step."""
 NOT_SAMPLING = (
     "engine.max_concurrent",
+    "engine.cache_gigabytes",
     "model.gradient_checkpointing",
     "model.offload_activations",
     "model.deterministic",
