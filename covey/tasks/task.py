@@ -68,6 +68,16 @@ class Generated(Sequence[Prompt]):
         return self.make(index % self.size)
 
 
+def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
+    """Return the number of prompts and their ids; of generated prompts, at most `most` ids.
+
+    Generated prompts follow from the settings of their task. If the data of a mixed task differ,
+    the ids of all later prompts differ, so that a sample shows the difference too.
+    """
+    step = len(prompts) // most + 1 if isinstance(prompts, Generated) else 1
+    return [len(prompts), *(prompt.id for prompt in prompts[::step])]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedTask:
     """Base class of generated tasks. `_prompt(split, index)` generates one prompt of a split."""

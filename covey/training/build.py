@@ -29,6 +29,7 @@ from covey.rollout.privileged import Privileged, privileged_of
 from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
+from covey.tasks.task import sampled_ids
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.critic import Critic, make_critic
@@ -199,7 +200,7 @@ def check_ranks(config: Config, world: World, digest: str) -> None:
 
 def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
     """Return a digest of weights and prompts. The digest must be equal on all ranks."""
-    ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
+    ids = hashlib.sha256(repr([sampled_ids(some) for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     return f"{ids} {size!r}"
 

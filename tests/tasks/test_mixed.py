@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from covey.config.options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError
-from covey.tasks import Mixed, bad_rows_of
+from covey.tasks import Arithmetic, Mixed, bad_rows_of
 from covey.tasks.mixed import pattern, quotas
+from covey.tasks.task import sampled_ids
 
 SMALL = {"train_size": 6, "held_out_size": 2}
 
@@ -178,3 +180,21 @@ def test_errors_name_the_part_and_the_option(parts: dict[str, Any], message: str
     with pytest.raises(ConfigError) as raised:
         Mixed(parts=parts)
     assert str(raised.value).startswith(message)
+
+
+def test_a_sample_of_ids_shows_a_row_that_is_missing(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n}?", "target": str(n)}) for n in range(900)]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "held out?", "target": "1"}\n')
+    found = []
+    for name, kept in (("whole", rows), ("gap", [*rows[:300], "", *rows[301:]])):
+        (tmp_path / name).write_text("\n".join(kept))
+        files = {"train_file": str(tmp_path / name), "held_out_file": str(held_out)}
+        task = mixed(jsonl=files, arithmetic={"train_size": 5000})
+        found.append(sampled_ids(task.train()))
+        assert 128 < len(found[-1]) <= 257
+        assert sampled_ids(task.held_out())[1].startswith("jsonl/")  # type: ignore[union-attr]
+    assert found[0] != found[1]
+    assert found[0][0] == found[1][0] == 10_000
+    few = Arithmetic(train_size=3).train()
+    assert sampled_ids(few) == [3, *(prompt.id for prompt in few)]

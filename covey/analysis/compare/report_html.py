@@ -16,11 +16,11 @@ from covey.analysis.compare.report_contents import ReportContents
 from covey.analysis.compare.report_cost import cost_table
 from covey.analysis.page.html import (
     embedded_json,
-    environment,
     page_file,
     script,
     security_policy,
     style_sheet,
+    template,
     visible,
 )
 from covey.escape import finite
@@ -61,12 +61,11 @@ def page(contents: ReportContents) -> str:
 
 
 def render_page(
-    template: str, contents: ReportContents, finalize: Callable[[Any], Any], **values: Any
+    name: str, contents: ReportContents, finalize: Callable[[Any], Any], **values: Any
 ) -> str:
     """Render a template of the page folder; `finalize` escapes everything that is not `Markup`."""
     about = json.dumps(dict(contents.comparison.environment), indent=2, default=str)
-    made = environment(finalize).from_string(page_file(template, HERE))
-    return made.render(
+    return template(name, HERE, finalize).render(
         contents=contents,
         comparison=contents.comparison,
         conclusion=contents.conclusion,

@@ -6,13 +6,14 @@ Jinja escapes all text in a template, except `Markup`, which is already HTML, CS
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader
+from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
 
 from covey.escape import printable, printable_data
@@ -28,12 +29,13 @@ def page_file(name: str, package: str = HERE) -> str:
     )
 
 
-def environment(finalize: Callable[[Any], Any]) -> Environment:
-    """Return a Jinja environment whose templates may import the templates of this folder.
+@functools.cache
+def template(name: str, package: str, finalize: Callable[[Any], Any]) -> Template:
+    """Return a template of a package, which may import the templates of this folder.
 
     `finalize` escapes everything that is not `Markup`.
     """
-    return Environment(
+    environment = Environment(
         loader=FunctionLoader(page_file),
         autoescape=True,
         trim_blocks=True,
@@ -41,6 +43,7 @@ def environment(finalize: Callable[[Any], Any]) -> Environment:
         keep_trailing_newline=True,
         finalize=finalize,
     )
+    return environment.from_string(page_file(name, package))
 
 
 def style_sheet() -> Markup:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from covey._version import __version__
-from covey.analysis.page.html import environment, page_file, security_policy, style_sheet, visible
+from covey.analysis.page.html import security_policy, style_sheet, template, visible
 from covey.analysis.page.markdown import fenced, literal
 from covey.analysis.run_report.chart import STYLE, sheet, svg
 from covey.analysis.run_report.contents import KINDS, RunReport, run_report
@@ -53,8 +53,7 @@ def markdown(report: RunReport) -> str:
     return _rendered("run.md", report, literal, fenced=lambda text: fenced(text[:LONGEST]))
 
 
-def _rendered(
-    template: str, report: RunReport, finalize: Callable[[Any], Any], **values: Any
-) -> str:
-    made = environment(finalize).from_string(page_file(template, HERE))
-    return made.render(report=report, kinds=KINDS, longest=LONGEST, version=__version__, **values)
+def _rendered(name: str, report: RunReport, finalize: Callable[[Any], Any], **values: Any) -> str:
+    return template(name, HERE, finalize).render(
+        report=report, kinds=KINDS, longest=LONGEST, version=__version__, **values
+    )
