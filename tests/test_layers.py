@@ -162,12 +162,18 @@ def test_every_part_has_a_place_in_the_layers() -> None:
     assert {part_of(module) for module in FILES} == set(LAYERS)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_module_imports_only_from_the_layers_below_it(module: str) -> None:
+def imports_from_above(module: str) -> list[str]:
+    """Return what a module imports from layers that are not below it."""
     file = FILES[module]
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     imported = imports_of(file.read_text(encoding="utf-8"), package)
-    assert [name for name in sorted(imported) if not allowed(part_of(module), name)] == []
+    return [name for name in sorted(imported) if not allowed(part_of(module), name)]
+
+
+def test_a_module_imports_only_from_the_layers_below_it() -> None:
+    found = {module: imports_from_above(module) for module in FILES}
+    assert len(found) > 400
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
