@@ -3,6 +3,7 @@ when."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import uuid
@@ -82,13 +83,16 @@ class ExternalTracker(Tracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker that can only append, so a resumed run does not log a step twice.
+    """A tracker in the style of W&B, which can only append, so no step may be logged twice.
 
     A resumed run repeats the steps after its checkpoint and gets the same numbers.
     NAME.json in the run folder contains the run's id and the last logged steps.
     """
 
     name: str
+    """The name of the tracker and of its package."""
+    session: Any = None
+    """The package's run, which `open` starts or continues."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -123,6 +127,21 @@ class RememberingTracker(ExternalTracker):
             os.pwrite(handle, text, 0)
         finally:
             os.close(handle)
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the numbers of a step; the package adds its evaluation to the same row."""
+        self.session.log(dict(values), step=step)
+
+    def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table."""
+        package = importlib.import_module(self.name)
+        table = package.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self.session.log({"completions": table}, step=step)
+
+    def close(self) -> None:
+        """Send or write the remaining data."""
+        if self.session is not None:
+            self.session.finish()
 
     def _log(self, event: str, step: int, values: Mapping[str, float]) -> None:
         if self.is_new(event, step):

@@ -7,10 +7,8 @@ the data to a Space on the hub.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from covey.run.trackers.external import COLUMNS, PROJECT, RememberingTracker
+from covey.run.trackers.external import PROJECT, RememberingTracker
 
 
 class TrackioTracker(RememberingTracker):
@@ -20,7 +18,6 @@ class TrackioTracker(RememberingTracker):
     """
 
     name = "trackio"
-    session: Any = None
 
     def open(self, done: int) -> None:
         """Start or continue the trackio run."""
@@ -36,19 +33,3 @@ class TrackioTracker(RememberingTracker):
             auto_log_cpu=False,
         )
         self.remember()
-
-    def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
-        self.session.log(dict(values), step=step)
-
-    def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table."""
-        import trackio
-
-        table = trackio.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
-        self.session.log({"completions": table}, step=step)
-
-    def close(self) -> None:
-        """Write the remaining data."""
-        if self.session is not None:
-            self.session.finish()
