@@ -148,12 +148,19 @@ def summary(runs: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
         pairs = [(arm[number], base[number]) for number in timed]
         gains = np.array([one["right"] for one in arm]) - np.array([one["right"] for one in base])
         speedups = [one["steps_per_second"] / other["steps_per_second"] for one, other in pairs]
-        lines.append(
+        speed = (
             {
-                "arm": name,
                 "steps_per_second": statistics.fmean(one["steps_per_second"] for one, _ in pairs),
                 "speedup": statistics.fmean(speedups),
                 "speedups": speedups,
+            }
+            if timed
+            else {}
+        )
+        lines.append(
+            {
+                "arm": name,
+                **speed,
                 "accuracy": [one["accuracy"]["value"] for one in arm],
                 "accuracy_difference": change(gains).row(),
             }
@@ -162,15 +169,16 @@ def summary(runs: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
 
 
 def compared(line: dict[str, Any], wanted: float | None) -> dict[str, Any]:
-    """Return whether an arm is as much faster as wanted, and not less accurate."""
+    """Return whether an arm is as much faster as wanted, if it was timed, and not less accurate."""
     if wanted is None:
         return {}
-    fast, good = line["speedup"] >= wanted, line["accuracy_difference"]["high"] >= 0.0
+    good = line["accuracy_difference"]["high"] >= 0.0
+    accuracy = "as accurate within the interval" if good else "less accurate"
+    if "speedup" not in line:
+        return {"ok": good, "result": f": {accuracy}"}
+    fast = line["speedup"] >= wanted
     speed = f"{'at least' if fast else 'less than'} {wanted:g} times as fast"
-    return {
-        "ok": fast and good,
-        "result": f": {speed}, {'as accurate within the interval' if good else 'less accurate'}",
-    }
+    return {"ok": fast and good, "result": f": {speed}, {accuracy}"}
 
 
 def all_runs(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -205,8 +213,9 @@ def measure_runs(given: argparse.Namespace, save: Callable[[dict[str, Any]], Non
     for line in arms:
         difference = line["accuracy_difference"]
         line |= compared(line, WANTED[given.what].get(line["arm"]))
+        times = f"{line['speedup']:.2f} times, " if "speedup" in line else ""
         print(
-            f"{line['arm']}: {line['speedup']:.2f} times, accuracy {100 * difference['value']:+.1f}"
+            f"{line['arm']}: {times}accuracy {100 * difference['value']:+.1f}"
             f" [{100 * difference['low']:+.1f}, {100 * difference['high']:+.1f}] points"
             f"{line.get('result', '')}"
         )
