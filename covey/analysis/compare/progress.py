@@ -16,6 +16,7 @@ from rich.text import Text
 from covey.analysis.compare.comparison_folder import read_outcome
 from covey.analysis.compare.launch import Job, Running, Status
 from covey.escape import printable
+from covey.run.estimate_text import value_text
 
 TAIL_BYTES = 16_384
 LIVE_SECONDS = 0.5
@@ -25,12 +26,16 @@ STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yello
 
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
-    """Return the used budget, the step and the newest accuracy of a run as text."""
+    """Return the used budget, the step, and the newest accuracy and mean reward of a run as text."""
     step = _last_row(job.path / "steps.jsonl")
     evaluation = _last_row(job.path / "eval.jsonl")
     spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
-    accuracy = f"{evaluation['greedy']['value']:.1%}" if evaluation else "-"
-    return f"{spent:.0%}", str(step.get("step", 0)), accuracy
+    found = [
+        f"{label} {value_text(name, evaluation[name]['value'])}"
+        for name, label in (("greedy", "accuracy"), ("reward", "reward"))
+        if name in evaluation
+    ]
+    return f"{spent:.0%}", str(step.get("step", 0)), ", ".join(found) or "not evaluated"
 
 
 def _last_row(file: Path) -> dict[str, Any]:
@@ -80,16 +85,16 @@ class Progress:
                 self._print(job, status)
 
     def _print(self, job: Job, status: Status) -> None:
-        spent, step, accuracy = run_progress(job, self.budget, self.amount)
+        spent, step, result = run_progress(job, self.budget, self.amount)
         outcome = read_outcome(job.path) if status == "failed" else None
         error = f": {outcome.error}" if outcome is not None else ""
-        line = f"{job.arm} seed {job.seed}: {status}, {spent}, step {step}, accuracy {accuracy}"
+        line = f"{job.arm} seed {job.seed}: {status}, {spent}, step {step}, {result}"
         self.console.print(line + error)
 
     def _table(self, running: Running) -> Table:
         title = "stopping: each run saves its current step" if running.stopping else None
         table = Table(title=title)
-        for heading in ("arm", "seed", "", "spent", "step", "accuracy"):
+        for heading in ("arm", "seed", "", "spent", "step", "held-out"):
             table.add_column(heading, justify="left" if heading in ("arm", "") else "right")
         for job in running.jobs:
             status = running.status[job.folder]
