@@ -83,7 +83,7 @@ class Sizes:
     seven_steps: int = 2
 
     long_updates: tuple[tuple[int, int, Mapping[str, Any]], ...] = (
-        (16, 8_192, {"budget": 32_768}),
+        (16, 8_192, {"budget": 16_384, "megabytes": 16_384.0}),
         (4, 32_768, {"budget": 32_768, "checkpointing": True, "offload": True}),
     )
     """Completions, tokens of each with its prompt, and settings of update_gpu.py."""

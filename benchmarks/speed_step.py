@@ -125,13 +125,16 @@ def run_config(
         f"task.words={sizes.prompt}",
         f"task.vocabulary={shape.config.vocab_size}",
         f"train.steps={steps}",
-        "train.logits_megabytes=512.0",
         "evaluate.every=0",
         "save.every=0",
         "save.rollouts=false",
     )
     if recipe is None:
-        always = (*always, f"train.micro_batch_tokens={shape.budgets[0]}")
+        always = (
+            *always,
+            f"train.micro_batch_tokens={shape.budgets[0]}",
+            "train.logits_megabytes=512.0",
+        )
     return resolve(load_config(recipe, [*always, *overrides]))
 
 

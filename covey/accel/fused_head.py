@@ -2,14 +2,14 @@
 
 Logits are never rounded to bfloat16, because bfloat16 numbers of a usual logit's size are 1/16
 apart. The gradient of logits is rounded for the two matrix products that use it. The weight's
-gradient is summed over chunks in float32.
+gradient is summed over chunks in float32. The backward pass recomputes the logits of all chunks but
+the last, which are still in memory. So if all logits fit into one chunk, nothing is recomputed.
 
 Tensor shapes use M chosen tokens, hidden size D and vocabulary size V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,18 +45,28 @@ def fused_token_logp(
     return logp, entropy
 
 
-def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, kept: KeptIds | None
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield each chunk of tokens with its logits, in a buffer that is reused."""
-    buffer = weight.new_empty(min(chunk, len(hidden)), len(weight), dtype=torch.float32)
-    for at in range(0, len(hidden), chunk):
-        part = slice(at, min(at + chunk, len(hidden)))
-        logits = buffer[: part.stop - part.start]
-        matmul(hidden[part], weight.t(), out=logits)
-        if kept is not None:
-            kept.keep_only(logits, part, NOTHING)
-        yield part, logits
+def _new_buffer(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Return memory for the logits of one chunk."""
+    return weight.new_empty(min(chunk, len(hidden)), len(weight), dtype=torch.float32)
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    return [slice(at, min(at + chunk, count)) for at in range(0, count, chunk)]
+
+
+def _compute_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    part: slice,
+    buffer: torch.Tensor,
+    kept: KeptIds | None,
+) -> torch.Tensor:
+    """Return the logits of a chunk of tokens, in a buffer that is reused."""
+    logits = buffer[: part.stop - part.start]
+    matmul(hidden[part], weight.t(), out=logits)
+    if kept is not None:
+        kept.keep_only(logits, part, NOTHING)
+    return logits
 
 
 class _DeviceLogp(torch.autograd.Function):
@@ -73,11 +83,13 @@ class _DeviceLogp(torch.autograd.Function):
         hidden = hidden.contiguous()
         logp = hidden.new_empty(len(tokens), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(logp), torch.empty_like(logp)
-        for part, logits in _chunks(hidden, weight, settings.chunk, kept):
+        buffer = _new_buffer(hidden, weight, settings.chunk)
+        for part in _parts(len(hidden), settings.chunk):
+            logits = _compute_logits(hidden, weight, part, buffer, kept)
             out = (logp[part], entropy[part], normalizer[part])
             logp_forward(logits, bias, tokens[part], out, settings.scale, settings.softcap)
         ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropy)
-        ctx.settings, ctx.kept = settings, kept
+        ctx.settings, ctx.kept, ctx.buffer = settings, kept, buffer
         ctx.sink = sink_of([weight])
         ctx.set_materialize_grads(False)
         return logp, entropy
@@ -92,10 +104,16 @@ class _DeviceLogp(torch.autograd.Function):
         sink = ctx.sink or GradSink([GradHolder(weight)])
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         rounded = None
-        for part, logits in _chunks(hidden, weight, ctx.settings.chunk, ctx.kept):
+        last, ctx.buffer = ctx.buffer, None  # a second backward pass computes all logits again
+        buffer = _new_buffer(hidden, weight, ctx.settings.chunk) if last is None else last
+        for part in reversed(_parts(len(hidden), ctx.settings.chunk)):
+            if last is None:
+                logits = _compute_logits(hidden, weight, part, buffer, ctx.kept)
+            else:
+                logits, last = last[: part.stop - part.start], None
             if rounded is None:
                 plain = logits.dtype == weight.dtype
-                rounded = logits if plain else torch.empty_like(logits, dtype=weight.dtype)
+                rounded = buffer if plain else torch.empty_like(buffer, dtype=weight.dtype)
             grad = rounded[: len(logits)]
             logp_backward(
                 logits, bias, tokens[part], (normalizer[part], entropy[part]),
