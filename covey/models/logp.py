@@ -51,8 +51,6 @@ def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) ->
     if not model.sharded:
         return _batch_logp(model, batch, **options)
     found: LogProbs = getattr(model.model, ENTRY)(model, batch, options)
-    if not torch.is_grad_enabled():  # otherwise the backward pass reshards
-        model.model.reshard()
     return found
 
 

@@ -11,13 +11,18 @@ import torch
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
-from covey.accel.fused_parameters import GradHolder, attach_grad_sinks, grad_holder
+from covey.accel.fused_parameters import (
+    GradHolder,
+    attach_grad_sinks,
+    fuse_parameters,
+    grad_holder,
+)
 from covey.config import load_config
 from covey.config.cluster_sections import Parallel
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
-from covey.models.sharded_tensors import whole_tensor
+from covey.models.sharded_tensors import local_part, whole_tensor
 from covey.training.parallel.join import joined_world
 from covey.training.parallel.shard import GatheredSteps, gathered_steps, shard_model
 from covey.types import Batch
@@ -92,33 +97,57 @@ def test_gradients_are_those_of_the_plain_model(
         assert max(off.values()) < 1e-6, off
 
 
+def bfloat16() -> LanguageModel:
+    return replace(build("llama", torch.bfloat16), packs=True, flash=True, fused=True)
+
+
+Sums = list[dict[str, torch.Tensor]]
+
+
+def plain_sums(passes: list[Batch]) -> Sums:
+    """Return the float32 gradient sums of a model, then those with weights 1 % larger."""
+    model, found = bfloat16(), []
+    fuse_parameters(model.backbone)
+    attach_grad_sinks((p, GradHolder(p)) for p in model.model.parameters())
+    for _ in range(2):
+        for batch in passes:
+            batch_logp(model, batch).logp.sum().backward()
+        found.append({n: grad_holder(p).grad.clone() for n, p in model.model.named_parameters()})
+        for parameter in model.model.parameters():
+            grad_holder(parameter).grad = None
+            parameter.data.copy_(parameter.data.float() * 1.01)
+    return found
+
+
+def sharded_sums(model: LanguageModel, steps: GatheredSteps, passes: list[Batch]) -> Sums:
+    """Return the same from a sharded model."""
+    shards, found = dict(steps.shards), []
+    for _ in range(2):
+        for batch in passes:
+            batch_logp(model, batch).logp.sum().backward()
+        steps.finish()
+        found.append({n: whole_tensor(p.grad).clone() for n, p in shards.items()})
+        for shard in shards.values():
+            shard.grad = None
+            local_part(shard.detach()).mul_(1.01)
+    return found
+
+
 def test_gradients_of_bfloat16_weights_are_float32_sums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "flash_attention", per_row)
     passes = halves(shared_batch())
 
-    def bfloat16() -> LanguageModel:
-        return replace(build("llama", torch.bfloat16), packs=True, flash=True, fused=True)
-
-    plain = bfloat16()
-    attach_grad_sinks((p, GradHolder(p)) for p in plain.model.parameters())
-    for batch in passes:
-        batch_logp(plain, batch).logp.sum().backward()
-    wanted = {n: grad_holder(p).grad for n, p in plain.model.named_parameters()}
-
-    def work(rank: int) -> dict[str, torch.Tensor]:
+    def work(rank: int) -> Sums:
         with joined_world(CONFIG) as world:
             model = shard_model(bfloat16(), Parallel(strategy="fsdp"), world)
-            shards, steps = dict(model.model.named_parameters()), gathered_steps(model, world)
+            steps = gathered_steps(model, world)
             assert steps is not None
-            for batch in passes:
-                batch_logp(model, batch).logp.sum().backward()
-            steps.finish()
-            return {n: whole_tensor(p.grad).clone() for n, p in shards.items()}
+            return sharded_sums(model, steps, passes)
 
     (found,) = run_ranks(1, work, tmp_path)
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], grad), name
+    for mine, theirs in zip(found, plain_sums(passes), strict=True):
+        assert {grad.dtype for grad in mine.values()} == {torch.float32}
+        assert mine.keys() == theirs.keys()
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []

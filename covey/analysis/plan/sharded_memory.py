@@ -46,7 +46,14 @@ def sharded_parts(
         ),
     ]
     if stays_gathered:
-        return [*parts, Part("gathered", weights * size, ("prepare", "update"), "whole weights")]
+        joined = 0 if shape.rank else shape.layers * shape.hidden * (
+            shape.query + 2 * shape.key + 2 * shape.inner
+        )  # fmt: skip
+        return [
+            *parts,
+            Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
+            Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+        ]
     gathered = BLOCKS * block_parameters(shape) + end_parameters(shape)
     return [
         *parts,

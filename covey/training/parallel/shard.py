@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.accel.fused_parameters import GradHolder, attach_grad_sinks, grad_holder
+from covey.accel.fused_parameters import (
+    GradHolder,
+    attach_grad_sinks,
+    fuse_parameters,
+    grad_holder,
+)
 from covey.config.cluster_sections import Parallel
 from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import ENTRY, LogProbs, batch_logp, entry_method
-from covey.models.sharded_tensors import sharded_like
+from covey.models.sharded_tensors import local_part, sharded_like
 from covey.training.parallel.world import World
 from covey.types import Batch
 
@@ -60,15 +65,29 @@ def shard_model(
             part.set_force_sum_reduction_for_comms(True)
     head = replace(model.head, linear=_twin(model.model, root, model.head.linear))
     found = replace(model, model=root, head=head, sharded=True)
-    if _stays_gathered(found):
-        return found
+    if not _stays_gathered(found):
+        _add_entries(found)
+    return found
+
+
+def _add_entries(model: LanguageModel) -> None:
+    """Let passes enter through methods that gather the weights: the model's, and its blocks'."""
+    root = model.model
     _add_entry(root, ENTRY, entry_method)
+    enter = getattr(root, ENTRY)
+
+    def logp(*arguments: Any) -> LogProbs:
+        found: LogProbs = enter(*arguments)
+        if not torch.is_grad_enabled():  # otherwise the backward pass reshards
+            root.reshard()
+        return found
+
+    setattr(root, ENTRY, logp)
     if model.fused:
         from covey.accel.fused_forward import LAYER_ENTRY, fused_layer  # needs Triton
 
         for layer in _blocks(root):
             _add_entry(layer, LAYER_ENTRY, fused_layer)
-    return found
 
 
 def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
@@ -99,37 +118,69 @@ class GatheredSteps:
     """
 
     def __init__(self, model: LanguageModel, world: World) -> None:
-        self.root, self.world = model.model, world
-        self.shards = {n: p for n, p in self.root.named_parameters() if p.requires_grad}
-        self.parts = _sharded_parts(self.root)
-        self.gathered: dict[str, nn.Parameter] = {}
-        setattr(self.root, ENTRY, self.logp)
+        self.model, self.world = model, world
+        self.parts = _sharded_parts(model.model)
+        self.shards = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
+        self.whole: dict[str, nn.Parameter] = {}
+        """The gathered weights, from the first pass on."""
+        self.fused: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Weights in fused storages, each with the memory into which FSDP2 gathers it."""
+        self.sums: dict[str, torch.Tensor] = {}
+        """The gradients of the shards, in the memory of the float32 sums."""
+        self.gathered = False
+        setattr(model.model, ENTRY, self.logp)
 
     def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
         """Compute `batch_logp` on gathered weights."""
+        if not self.gathered:
+            self._gather()
+        return batch_logp(replace(model, sharded=False), batch, **options)
+
+    def _gather(self) -> None:
         for part in self.parts:
             part.unshard()
-        if not self.gathered:
-            whole = dict(self.root.named_parameters())
-            self.gathered = {name: whole[name] for name in self.shards}
-            rounded = [p for p in self.gathered.values() if p.dtype == torch.bfloat16]
-            attach_grad_sinks((parameter, GradHolder(parameter)) for parameter in rounded)
-        return batch_logp(replace(model, sharded=False), batch, **options)
+        if not self.whole:
+            self._prepare()
+        if self.fused:
+            torch._foreach_copy_([new for new, _ in self.fused], [old for _, old in self.fused])
+        self.gathered = True
+
+    def _prepare(self) -> None:
+        """Fuse weights that are gathered for the first time, and prepare their gradient sums."""
+        every = dict(self.model.model.named_parameters())
+        before = {name: parameter.data for name, parameter in every.items()}
+        fuse_parameters(self.model.backbone)
+        moved = [n for n, p in every.items() if p.data_ptr() != before[n].data_ptr()]
+        self.fused = [(every[name].data, before[name]) for name in moved]
+        self.whole = {name: every[name] for name in self.shards}
+        rounded = [p for p in self.whole.values() if p.dtype == torch.bfloat16]
+        attach_grad_sinks((parameter, GradHolder(parameter)) for parameter in rounded)
 
     def expect(self) -> None:
         """Do nothing: gradients are summed after the last pass."""
 
     def finish(self) -> None:
         """Sum the gradients over ranks, and free the gathered weights."""
-        for name, parameter in self.gathered.items():
+        for name, parameter in self.whole.items():
             holder = grad_holder(parameter)
             if holder.grad is not None:
                 if self.world.size > 1:
                     self.world.sum_in_place(holder.grad)
-                self.shards[name].grad = sharded_like(holder.grad, self.shards[name])
+                self.shards[name].grad = self._as_shard(name, holder)
             holder.grad = None
         for part in self.parts:
             part.reshard()
+        self.gathered = False
+
+    def _as_shard(self, name: str, holder: Any) -> torch.Tensor:
+        """Return a gradient as a sharded tensor; float32 sums always have the same memory."""
+        grad: torch.Tensor = holder.grad
+        if not isinstance(holder, GradHolder):
+            return sharded_like(grad, self.shards[name])
+        if name not in self.sums:
+            self.sums[name] = sharded_like(grad, self.shards[name])
+        assert local_part(self.sums[name]).data_ptr() == grad.data_ptr()
+        return self.sums[name]
 
 
 def _sharded_parts(root: Any) -> list[Any]:
