@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from covey.accel.unrecorded import call
-
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that the flash attention kernels support."""
 
@@ -99,5 +97,5 @@ def flash_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D]."""
-    attended: torch.Tensor = call(_Flash, query, key, value, spans, scale, window)
+    attended: torch.Tensor = _Flash.apply(query, key, value, spans, scale, window)
     return attended
