@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from covey.accel.unrecorded import call
 from covey.accel.varlen_attention import VarlenRows
 
 STEP = 256
@@ -93,7 +92,7 @@ def attend(
 
     With `kept`, the result is stored in an empty list, or taken from a list that is not empty.
     """
-    attended: torch.Tensor = call(_Attention, query, key, value, kernel, inputs, kept)
+    attended: torch.Tensor = _Attention.apply(query, key, value, kernel, inputs, kept)
     return attended
 
 

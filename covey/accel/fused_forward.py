@@ -31,7 +31,6 @@ from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
 from covey.accel.positions import plain_positions
-from covey.accel.unrecorded import call
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
@@ -218,8 +217,8 @@ def gain(module: Any) -> tuple[torch.Tensor, float]:
 
 def _embed(input_ids: torch.Tensor, module: Any) -> torch.Tensor:
     module = _active(module)
-    hidden: torch.Tensor = call(
-        _Embedding, input_ids, module.weight, module.padding_idx, sink_of([module.weight])
+    hidden: torch.Tensor = _Embedding.apply(
+        input_ids, module.weight, module.padding_idx, sink_of([module.weight])
     )
     return hidden
 

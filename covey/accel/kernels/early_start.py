@@ -14,7 +14,9 @@ import torch
 @functools.cache
 def _supported(device: torch.device) -> bool:
     """Return whether a device has programmatic dependent launch, as Hopper and later GPUs do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
