@@ -26,7 +26,7 @@ STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yello
 
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
-    """Return the used budget, the step, and a run's newest accuracy and mean reward, as text."""
+    """Return the used budget, the step, and the newest accuracy and mean reward, as text."""
     step = _last_row(job.path / "steps.jsonl")
     evaluation = _last_row(job.path / "eval.jsonl")
     spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
