@@ -3,7 +3,8 @@
 Each block of the model is gathered when a pass reaches it, and its gradients are reduced and
 sharded again in the backward pass. The sharded parameters are the optimizer's float32 masters; a
 model in bfloat16 computes in bfloat16. Embedding, head and final norm are gathered for a whole
-pass, so a pass must be one method call on the outermost module (`batch_logp`).
+pass, so a pass must be one method call on the outermost module (`batch_logp`). If a single rank has
+all shards, fused passes run on weights that are gathered once per optimizer step (GatheredSteps).
 """
 
 from __future__ import annotations
@@ -39,11 +40,7 @@ def shard_model(
 
     With `offload`, the shards stay in main memory until a pass needs them.
     """
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        fully_shard,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     root, dtype = _copied_modules(model.model), model.head.linear.weight.dtype
     rounds = dtype not in (torch.float32, torch.float64)
@@ -127,15 +124,15 @@ class GatheredSteps:
         """Weights in fused storages, each with the memory into which FSDP2 gathers it."""
         self.sums: dict[str, torch.Tensor] = {}
         """The gradients of the shards, in the memory of the float32 sums."""
-        self.gathered = False
         setattr(model.model, ENTRY, self.logp)
 
     def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
         """Compute `batch_logp` on gathered weights."""
-        if not self.gathered:
+        if hasattr(self.model.head.linear.weight, "full_tensor"):
             self._gather()
         return batch_logp(replace(model, sharded=False), batch, **options)
 
+    @torch.no_grad()
     def _gather(self) -> None:
         for part in self.parts:
             part.unshard()
@@ -143,7 +140,6 @@ class GatheredSteps:
             self._prepare()
         if self.fused:
             torch._foreach_copy_([new for new, _ in self.fused], [old for _, old in self.fused])
-        self.gathered = True
 
     def _prepare(self) -> None:
         """Fuse weights that are gathered for the first time, and prepare their gradient sums."""
@@ -170,7 +166,6 @@ class GatheredSteps:
             holder.grad = None
         for part in self.parts:
             part.reshard()
-        self.gathered = False
 
     def _as_shard(self, name: str, holder: Any) -> torch.Tensor:
         """Return a gradient as a sharded tensor; float32 sums always have the same memory."""
