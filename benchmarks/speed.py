@@ -12,6 +12,8 @@ continues; speed_step.py says what TRL needs.
 
 sampler     tokens per second; one decode step at half length; its floor: weights, keys and values
             read once (a group's prompt once) at the measured copy bandwidth
+sampler_long  decode steps of 64 completions of up to 16,384 tokens, with peak and forecast memory;
+            a generation whose KV cache has room for half of the completions
 update      tokens per second, counting the prompt once per completion; MFU over those tokens,
             `work` over the tokens processed: 6 flops per weight and token plus attention, against
             the 989 Tflop/s of the data sheet
@@ -63,12 +65,14 @@ def environment_of(device: str, megabytes: int) -> dict[str, Any]:
 def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None]]:
     """Return what measures each section."""
     from speed_checks import numerics, startup
+    from speed_long import sampler_long
     from speed_sampler import linear, ragged, sampler
     from speed_step import seed_shape, step
     from speed_update import update
 
     return {
         "sampler": sampler,
+        "sampler_long": sampler_long,
         "update": update,
         "step": partial(step, own_process=own_process),
         "ragged": ragged,

@@ -183,6 +183,10 @@ class Engine(Section):
     """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
+    cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """GiB for keys and values of completions on a GPU. If completions need more, the native engine
+    pauses the youngest and continues them later. 0: enough for all at rollout.max_tokens, if it is
+    free."""
 
 
 class Scoring(Section):
