@@ -319,7 +319,7 @@ def _decode_attention(
 
 def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
     """Return positions per iteration, warps and stages of a Triton program."""
-    block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
+    block, warps, stages = WIDE if programs < FEW_PROGRAMS else NARROW
     if kind == torch.float32:
         block, warps, stages = EXACT
     return min(block, STAGE_BYTES // (2 * head * kind.itemsize)), warps, stages
