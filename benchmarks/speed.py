@@ -14,6 +14,8 @@ sampler     tokens per second; one decode step at half length; its floor: weight
             read once (a group's prompt once) at the measured copy bandwidth
 float8      the same for a model of 7B parameters, in each precision of the engine, and how long
             the engine takes to prepare new weights
+sampler_long  decode steps of 64 completions of up to 16,384 tokens, with peak and forecast memory, and
+            a generation whose KV cache has room for half of the completions
 update      tokens per second, counting the prompt once per completion; MFU over those tokens,
             `work` over the tokens processed: 6 flops per weight and token plus attention, against
             the 989 Tflop/s of the data sheet
@@ -66,6 +68,7 @@ def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None
     """Return what measures each section."""
     from speed_checks import numerics, startup
     from speed_float8 import float8
+    from speed_long import sampler_long
     from speed_sampler import linear, ragged, sampler
     from speed_step import seed_shape, step
     from speed_update import update
@@ -73,6 +76,7 @@ def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None
     return {
         "sampler": sampler,
         "float8": float8,
+        "sampler_long": sampler_long,
         "update": update,
         "step": partial(step, own_process=own_process),
         "ragged": ragged,

@@ -38,6 +38,12 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         Column("floor, ms", "floor_ms", ".2f"), Column("times floor", "times_floor", ".1f"),
         Column("new weights, ms", "refresh_ms", ".1f"), *PEAKS, RAN,
     ),
+    "sampler_long": (
+        SHAPE, COMPLETIONS, WHO, Column("length", "length", ","), SPEED,
+        Column("ms per step", "step_ms", ".2f"), Column("floor, ms", "floor_ms", ".2f"),
+        Column("times floor", "times_floor", ".1f"), Column("pauses", "preemptions"), *PEAKS,
+        Column("forecast GiB", "forecast_gib", ".1f"), RAN,
+    ),
     "update": (
         SHAPE, WHO, SPEED, Column("MFU", "mfu", ".1%"), Column("work", "work", ".1%"), *PEAKS,
         RATIO, RAN,

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from speed_device import forget, seconds_of
 from speed_report import Report, reason
@@ -100,6 +101,7 @@ def step_seconds(sampler: NativeEngine, sizes: Sizes, completions: int) -> float
     else:
         call, apart = (lambda: backend.advance(slots, width, most=1)), False
     half = sizes.tokens // 2 - STEPS // 2
+    slots.cache.reserve(np.arange(width), np.full(width, half + STEPS))
     times = []
     for _ in range(sizes.repeat):
         slots.count.fill_(half)

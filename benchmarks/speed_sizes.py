@@ -32,6 +32,13 @@ class Sizes:
     peer_tokens: int = 64
     """Fewer tokens than covey generates: peers are slow, and their time per token is constant."""
 
+    long_shape: str = "qwen2.5"
+    long_completions: int = 64
+    long_tokens: int = 16_384
+    long_written: tuple[int, ...] = (2_048, 8_192, 16_384)
+    long_paused: int = 1_024
+    """Tokens of the completions whose KV cache has room for half of them."""
+
     plain_rows: Mapping[str, int] = field(default_factory=lambda: {"smollm2": 32, "qwen2.5": 16})
     """Sequences in the plain peer's update, limited by the memory of its logits."""
 
@@ -84,6 +91,7 @@ def sizes_for(device: str, **changes: Any) -> Sizes:
         "sampler": {"smollm2": (8, 16), "qwen2.5": (8,)}, "peer_completions": 8, "peer_tokens": 4,
         "plain_rows": {"smollm2": 4, "qwen2.5": 4}, "prompts": 2, "warmup": 1, "steps": 2,
         "ragged_completions": 64, "ragged_slots": 8, "ragged_longest": 64, "ragged_mean": 12,
+        "long_completions": 8, "long_tokens": 64, "long_written": (16, 48), "long_paused": 32,
         "linear": (4, 8, 16), "seed_tokens": 12, "seed_steps": 2, "startup_completions": 16,
         "float8": (8,),
         "logp_completions": 8, "greedy_completions": 8, "greedy_tokens": 12,

@@ -37,6 +37,8 @@ class Sampling:
     """
     max_concurrent: int = 128
     """The maximum number of completions that are generated at once."""
+    cache_gigabytes: float = 0.0
+    """GiB for keys and values of completions on a GPU; 0: enough for all at full length."""
     seed: int = 0
     mask_replay: bool = False
     """Whether training needs the kept set of every token, if the distribution is truncated."""

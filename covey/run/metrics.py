@@ -218,6 +218,13 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "overlap/version_max": Metric(
             "Optimizer steps of the newest weights that sampled for the step.", "optimizer steps"
         ),
+        "engine/preemptions": Metric(
+            "Completions that the native engine paused since the last step because the KV cache "
+            "was full, and continued later. Only if there were any; a larger "
+            "engine.cache_gigabytes avoids them.",
+            "completions",
+            MACHINE,
+        ),
         "engine/restarts": Metric(
             "Engine processes that died and were started again since the last step. Only with an "
             "engine in other processes.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from covey.engines.native.engine import NativeEngine
 from covey.rollout.source import StepRollouts
 from covey.training.build import Parts
 
@@ -55,11 +56,15 @@ def overlap_metrics(
 
 
 def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
-    """Return notes and metrics about processes that were restarted since the last call."""
+    """Return notes and metrics about restarted processes and pauses since the last call."""
     engine, scoring = parts.engine.events(), parts.scorer.events()
     metrics: dict[str, float] = {}
     if engine or not parts.engine.info.shares_weights:
         metrics["engine/restarts"] = len(engine)
+    paused = parts.engine.take_preemptions() if isinstance(parts.engine, NativeEngine) else 0
+    if paused:
+        metrics["engine/preemptions"] = paused
+        engine = [*engine, f"engine: paused {paused} completions because the KV cache was full"]
     if scoring:
         metrics["scoring/restarts"] = len(scoring)
     return [*engine, *scoring], metrics

@@ -357,6 +357,7 @@ def sampling_of(config: Config) -> Sampling:
         max_tokens=rollout.max_tokens,
         stop_strings=tuple(rollout.stop),
         max_concurrent=config.engine.max_concurrent,
+        cache_gigabytes=config.engine.cache_gigabytes,
         seed=config.seed,
         mask_replay=rollout.mask_replay,
     )

@@ -3,20 +3,30 @@
 With one token per slot the matrix products are small, and the operations around them take most of
 the time. Therefore one kernel computes everything between the QKV product and the output product.
 
-Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D and
-C positions.
+A product of tensor cores has at least 16 rows. A Triton program fills them with the query heads of
+several slots that share a prompt, and reads the prompt once for all of them. The completions of
+these slots follow in the same loop; for each of them, the rows of other slots are masked. If slots
+are few and long, their positions are divided into parts, one for each Triton program. The last
+program of a slot adds the parts. A result never depends on other slots.
+
+Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D,
+C positions, B pages and T pages per slot.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEAST_ROWS = 16
 """Minimum rows of a tensor core product; query heads that share keys are padded to this."""
+LEAST = tl.constexpr(-1e30)
+"""The maximum of no scores: finite, so that differences are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
@@ -28,8 +38,13 @@ STAGE_BYTES = 64 * 2**10
 """Maximum bytes of keys and values that a Triton program has in flight. Large heads are read in
 smaller tiles, because larger tiles would not fit in a multiprocessor's shared memory.
 """
-SMALLEST_HEAD = 32
-"""Smallest head size in 16-bit types: tensor cores need 16 numbers, and a head is halved."""
+SHARING_PROGRAMS = 1024
+"""From this number of slots and key heads on, a Triton program computes several slots."""
+SPLIT_PROGRAMS = 512
+SPLIT_POSITIONS = 512
+"""With fewer Triton programs, completions are split, into parts of at least so many positions."""
+SMALLEST_HEAD = 16
+"""Smallest head size in 16-bit types, a limit of tensor cores."""
 
 
 class LayerCache(NamedTuple):
@@ -44,33 +59,56 @@ class LayerCache(NamedTuple):
     prompt_length: torch.Tensor
     """[S] int64: the length of a slot's prompt."""
     keys: torch.Tensor
-    """[S, K, C, D]: keys of completions; written by the kernel."""
+    """[B, K, C, D]: keys of completions, in pages of C positions; written by the kernel."""
     values: torch.Tensor
-    """[S, K, C, D]: values of completions; written by the kernel."""
+    """[B, K, C, D]: values of completions, in pages of C positions; written by the kernel."""
+    pages: torch.Tensor
+    """[S, T] int32: the pages of a slot's completion, in the order of positions."""
     place: torch.Tensor
     """[S] int64: the position at which the new key and value are written."""
     active: torch.Tensor
     """[S] bool: whether a slot is unfinished; finished slots are skipped."""
+    sharing: torch.Tensor
+    """[S, G] int32: in each row up to G slots with the same prompt, then -1. Every slot occurs
+    once; the last rows are empty."""
+    arrived: torch.Tensor
+    """[S, K] int32: the number of parts that are ready; zero before and after the kernel."""
+    units: torch.Tensor
+    """[2, K] float32: the units in which keys and values are stored as float8 numbers."""
 
 
-def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
-    """Return positions per iteration, warps and stages of a Triton program."""
-    block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
-    if kind == torch.float32:
-        block, warps, stages = EXACT
-    return min(block, STAGE_BYTES // (2 * head * kind.itemsize)), warps, stages
+class Tiling(NamedTuple):
+    """How the work is divided into Triton programs."""
+
+    block: int
+    """Positions per iteration."""
+    warps: int
+    stages: int
+    together: bool = False
+    """Whether a Triton program computes several slots that share a prompt."""
+    splits: int = 1
+    """Parts of the positions of a slot."""
+    early: bool = False
+    """Whether the kernel starts before the kernel that computes `heads` has ended."""
 
 
 @triton.jit
-def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
-    """RMSNorm of a head that is split into two halves along the last axis."""
-    square = tl.sum(first * first, axis=-1) + tl.sum(second * second, axis=-1)
-    scale = 1.0 / tl.sqrt(square / size + eps)
-    first_gain = tl.load(gain + half).to(tl.float32)
-    second_gain = tl.load(gain + size // 2 + half).to(tl.float32)
-    if len(first.shape) == 2:
-        scale = scale[:, None]
-    return first * scale * first_gain, second * scale * second_gain
+def _rotated(
+    line, real, cos, sin, gain, eps, kind: tl.constexpr, size: tl.constexpr, norms: tl.constexpr
+):
+    """Load heads [rows, D] at `line` [rows, 1], normalize them and apply RoPE; return two halves.
+
+    The result is rounded once, to the type of the cache and of the products.
+    """
+    half = tl.arange(0, size // 2)
+    first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(line + size // 2 + half, mask=real, other=0.0).to(tl.float32)
+    if norms:
+        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = 1.0 / tl.sqrt(square / size + eps)[:, None]
+        first = first * scale * tl.load(gain + half).to(tl.float32)
+        second = second * scale * tl.load(gain + size // 2 + half).to(tl.float32)
+    return (first * cos - second * sin).to(kind), (second * cos + first * sin).to(kind)
 
 
 @triton.jit
@@ -86,92 +124,284 @@ def online_softmax(score, value, largest, total, result, precision: tl.constexpr
 
 
 @triton.jit
-def _attend(
-    keys, values, begin, count, first, second, largest, total, result, log2,
-    size: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
+def _part_size(length, splits: tl.constexpr, block: tl.constexpr):
+    """Return the number of positions in each part of `length` positions but the last."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), block), 1) * block
+
+
+@triton.jit
+def _add_part(part, largest, total, result, rows: tl.constexpr, size: tl.constexpr):
+    """Add a part, stored at `part`, to a running softmax."""
+    row = tl.arange(0, rows)
+    cell = row[:, None] * size + tl.arange(0, size)
+    # Another multiprocessor may have written the part, so this one's L1 cache is bypassed.
+    new = tl.load(part + cell, cache_modifier=".cg")
+    other = tl.load(part + rows * size + row, cache_modifier=".cg")
+    weight = tl.load(part + rows * size + rows + row, cache_modifier=".cg")
+    larger = tl.maximum(largest, other)
+    mine, theirs = tl.exp2(largest - larger), tl.exp2(other - larger)
+    total = total * mine + weight * theirs
+    return larger, total, result * mine[:, None] + new * theirs[:, None]
+
+
+@triton.jit
+def _picked(values, index, chosen):
+    """Return the element of a vector at a position."""
+    return tl.sum(tl.where(index == chosen, values, 0), axis=0)
+
+
+@triton.jit
+def _stored(numbers, unit, kind: tl.constexpr, rounds: tl.constexpr):
+    """Return keys or values as they are stored; float8 numbers in the given unit."""
+    if not rounds:
+        return numbers
+    return tl.clamp(numbers.to(tl.float32) / unit, -448.0, 448.0).to(kind)
+
+
+@triton.jit
+def _new_position(
+    token, real, writes, q1, q2, cos, sin, key_gain, keys, values, new, head, eps, log2,
+    key_unit, value_unit,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
+    rounds: tl.constexpr,
 ):  # fmt: skip
-    """Attend to `count` consecutive positions, starting at row `begin`."""
-    half = tl.arange(0, size // 2)
-    whole = tl.arange(0, size)
-    for start in range(0, count, block):
-        position = start + tl.arange(0, block)
-        seen = position < count
-        cell = (begin + position)[:, None] * size
-        c1 = tl.load(keys + cell + half, mask=seen[:, None], other=0.0)
-        c2 = tl.load(keys + cell + size // 2 + half, mask=seen[:, None], other=0.0)
-        cv = tl.load(values + cell + whole, mask=seen[:, None], other=0.0)
-        score = tl.dot(first, tl.trans(c1), input_precision=precision)
-        score += tl.dot(second, tl.trans(c2), input_precision=precision)
-        score = tl.where(seen[None, :], score * log2, float("-inf"))
-        largest, total, result = online_softmax(score, cv, largest, total, result, precision)
+    """Write key and value of the new position, and begin a softmax with it.
+
+    It comes from registers: the kernel never reads what it stored.
+    """
+    half, whole = tl.arange(0, size // 2), tl.arange(0, size)
+    k1, k2 = _rotated(
+        token + (key_heads * shared + head) * size, real, cos, sin, key_gain, eps,
+        q1.dtype, size, norms,
+    )  # fmt: skip
+    value = tl.load(
+        token + (key_heads * shared + key_heads + head) * size + whole, mask=real, other=0.0
+    )
+    kind: tl.constexpr = keys.dtype.element_ty
+    tl.store(keys + new + half, _stored(k1, key_unit, kind, rounds), mask=writes)
+    second = keys + new + size // 2 + half
+    tl.store(second, _stored(k2, key_unit, kind, rounds), mask=writes)
+    tl.store(values + new + whole, _stored(value, value_unit, kind, rounds), mask=writes)
+    score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
+    score += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
+    return score * log2, value.to(tl.float32)
+
+
+@triton.jit
+def _merge_parts(
+    parts, flag, part, count, largest, total, result,
+    rows: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """Store a part, or add all others to part 0 as soon as they are ready."""
+    stride: tl.constexpr = rows * (size + 2)
+    if part == 0:
+        while tl.atomic_add(flag, 0, sem="acquire") < count - 1:
+            pass
+        tl.debug_barrier()
+        tl.atomic_xchg(flag, 0)
+        for other in range(1, count):
+            largest, total, result = _add_part(
+                parts + other * stride, largest, total, result, rows, size
+            )
+    else:
+        row = tl.arange(0, rows)
+        cell = parts + part * stride
+        tl.store(cell + row[:, None] * size + tl.arange(0, size), result)
+        tl.store(cell + rows * size + row, largest)
+        tl.store(cell + rows * size + rows + row, total)
+        tl.debug_barrier()
+        tl.atomic_add(flag, 1, sem="release")
     return largest, total, result
 
 
 @triton.jit
 def _decode_attention(
     heads, cosine, sine, query_gain, key_gain,
-    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, place, active,
-    attended, scale, eps, prompt_capacity, capacity,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
+    sharing, arrived, units, parts, attended, scale, eps, prompt_capacity, slot_pages, slots, programs,
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
-    block: tl.constexpr, norms: tl.constexpr, precision: tl.constexpr,
+    together: tl.constexpr, sequences: tl.constexpr, page: tl.constexpr, block: tl.constexpr,
+    splits: tl.constexpr, norms: tl.constexpr, rounds: tl.constexpr, early: tl.constexpr,
+    precision: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    half = tl.arange(0, size // 2)
-    whole = tl.arange(0, size)
-    member = tl.arange(0, rows)
-    real = (member < shared)[:, None]
-    out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
-    goes_on = tl.load(active + slot)
-    at = tl.load(place + slot)
-    before = tl.load(prompt_length + slot)
-    row = tl.load(prompt_row + slot)
-    if goes_on == 0:
-        tl.store(out, tl.zeros((rows, size), tl.float32), mask=real)  # replaces the old values
-        return
-    kind = keys.dtype.element_ty
+    if early:
+        gdc_launch_dependents()
+    # Part 0 waits for the others, so its programs are the last to start.
+    part = splits - 1 - tl.program_id(0) // programs
+    item = tl.program_id(0) % programs
+    head = item % key_heads
+    line = item // key_heads
+    row = tl.arange(0, rows)
+    which = row // shared
+    member = row % shared
+    # Sequence 0 is the prompt; sequence 1 + n is the completion of the program's slot n.
+    index = tl.arange(0, sequences)
+    asked = (index > 0) & (index <= together)
+    if together == 1:
+        first = line.to(tl.int64)
+        slot = tl.full((rows,), line, tl.int64)
+        owner = tl.full((sequences,), line, tl.int64)
+    else:
+        list_at = sharing + line * together
+        first = tl.load(list_at).to(tl.int64)
+        slot = tl.load(list_at + which, mask=which < together, other=-1).to(tl.int64)
+        owner = tl.load(list_at + index - 1, mask=asked, other=-1).to(tl.int64)
+    known = (which < together) & (slot >= 0) & (slot < slots)
+    asked = asked & (owner >= 0) & (owner < slots)
+    if (first >= 0) & (first < slots):
+        goes_on = known & (tl.load(active + slot, mask=known, other=0) != 0)
+        asked = asked & (tl.load(active + owner, mask=asked, other=0) != 0)
+        at = tl.load(place + slot, mask=goes_on, other=0)
+        length = tl.load(place + owner, mask=asked, other=0).to(tl.int32)
+        before = tl.load(prompt_length + first)
+        prompt = (tl.load(prompt_row + first) * key_heads + head) * prompt_capacity
+        alive = tl.max(goes_on.to(tl.int32), axis=0)  # otherwise nothing is read
+        length = tl.where(index == 0, before.to(tl.int32) * alive, length)
+        per = _part_size(length, splits, block)
+        low = part * per
+        tiles = tl.cdiv(tl.maximum(tl.minimum(low + per, length) - low, 0), block)
+        ends = tl.cumsum(tiles, axis=0)
+        count = tl.max(tl.cdiv(length, per), axis=0)
+        if (part == 0) | (part < count):
+            width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
+            kind: tl.constexpr = heads.dtype.element_ty if rounds else keys.dtype.element_ty
+            key_unit = 1.0
+            value_unit = 1.0
+            if rounds:
+                key_unit = tl.load(units + head)
+                value_unit = tl.load(units + key_heads + head)
+            log2 = scale * 1.4426950408889634
+            real = goes_on[:, None]
+            half, whole = tl.arange(0, size // 2), tl.arange(0, size)
+            angle = (before + at)[:, None] * (size // 2) + half
+            cos = tl.load(cosine + angle, mask=real, other=0.0).to(tl.float32)
+            sin = tl.load(sine + angle, mask=real, other=0.0).to(tl.float32)
+            number = tl.load(pages + slot * slot_pages + at // page, mask=goes_on, other=0)
+            if early:
+                gdc_wait()
+            token = heads + (slot * width)[:, None]
+            q1, q2 = _rotated(
+                token + ((head * shared + member) * size)[:, None], real, cos, sin, query_gain, eps,
+                kind, size, norms,
+            )  # fmt: skip
+            query = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), (rows, size))
+            largest = tl.full((rows,), LEAST, tl.float32)
+            total = tl.zeros((rows,), tl.float32)
+            result = tl.zeros((rows, size), tl.float32)
+            if part == 0:
+                new = ((number.to(tl.int64) * key_heads + head) * page + at % page)[:, None] * size
+                writes = (goes_on & (member == 0))[:, None]
+                largest, result = _new_position(
+                    token, real, writes, q1, q2, cos, sin, key_gain, keys, values, new, head, eps,
+                    log2, key_unit, value_unit, key_heads, shared, size, norms, rounds,
+                )  # fmt: skip
+                total = tl.full((rows,), 1.0, tl.float32)
+            if rounds:  # the sums below are in the units of keys and values
+                log2 *= key_unit
+                result /= value_unit
+            # One loop over the tiles of all sequences keeps loads in flight from one to the next.
+            # The address of a tile is computed one iteration ahead, because it needs a page.
+            sequence = tl.sum((ends <= 0).to(tl.int32), axis=0)
+            start = _picked(low, index, sequence)
+            at_page = pages + _picked(owner, index, sequence) * slot_pages + start // page
+            page_row = tl.load(at_page, mask=sequence > 0, other=0).to(tl.int64)
+            cell = tl.arange(0, block)[:, None] * size + whole
+            for tile in range(_picked(ends, index, sequences - 1)):
+                high = tl.minimum(
+                    _picked(low + per, index, sequence), _picked(length, index, sequence)
+                )
+                seen = start + tl.arange(0, block) < high
+                mine = goes_on & ((sequence == 0) | (which == sequence - 1))
+                begin = (page_row * key_heads + head) * page + start % page
+                begin = tl.where(sequence == 0, prompt + start, begin) * size
+                key_at = tl.where(sequence == 0, prompt_keys, keys) + begin
+                value_at = tl.where(sequence == 0, prompt_values, values) + begin
+                sequence = tl.sum((ends <= tile + 1).to(tl.int32), axis=0)
+                begun = _picked(ends - tiles, index, sequence)
+                start = _picked(low, index, sequence) + (tile + 1 - begun) * block
+                at_page = pages + _picked(owner, index, sequence) * slot_pages + start // page
+                more = (sequence > 0) & (sequence < sequences)
+                page_row = tl.load(at_page, mask=more, other=0).to(tl.int64)
+                key = tl.load(key_at + cell, mask=seen[:, None], other=0.0).to(kind)
+                value = tl.load(value_at + cell, mask=seen[:, None], other=0.0).to(kind)
+                score = tl.dot(query, tl.trans(key), input_precision=precision)
+                score = tl.where(mine[:, None] & seen[None, :], score * log2, float("-inf"))
+                largest, total, result = online_softmax(
+                    score, value, largest, total, result, precision
+                )
+            if rounds:
+                result *= value_unit
+            if splits > 1:
+                flag = arrived + first * key_heads + head
+                own = parts + (first * key_heads + head) * splits * (rows * (size + 2))
+                largest, total, result = _merge_parts(
+                    own, flag, part, count, largest, total, result, rows, size
+                )
+            if part == 0:
+                # Slots that have ended get zeros, which replace the old values.
+                out = ((slot * key_heads + head) * shared + member)[:, None] * size + whole
+                tl.store(attended + out, result / total[:, None], mask=known[:, None])
 
-    cos = tl.load(cosine + (before + at) * (size // 2) + half).to(tl.float32)
-    sin = tl.load(sine + (before + at) * (size // 2) + half).to(tl.float32)
-    width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
-    line = heads + slot * width
-    query_at = line + (head * shared + member)[:, None] * size + half
-    q1 = tl.load(query_at, mask=real, other=0.0).to(tl.float32)
-    q2 = tl.load(query_at + size // 2, mask=real, other=0.0).to(tl.float32)
-    key_at = line + (key_heads * shared + head) * size + half
-    k1 = tl.load(key_at).to(tl.float32)
-    k2 = tl.load(key_at + size // 2).to(tl.float32)
-    v = tl.load(line + (key_heads * shared + key_heads + head) * size + whole)
-    if norms:
-        q1, q2 = _norm_halves(q1, q2, query_gain, half, size, eps)
-        k1, k2 = _norm_halves(k1, k2, key_gain, half, size, eps)
-    # Rounded once, to the type of the cache and of the products.
-    first = (q1 * cos - q2 * sin).to(kind)
-    second = (q2 * cos + q1 * sin).to(kind)
-    k_first = (k1 * cos - k2 * sin).to(kind)
-    k_second = (k2 * cos + k1 * sin).to(kind)
-    begin = (slot * key_heads + head) * capacity
-    tl.store(keys + (begin + at) * size + half, k_first)
-    tl.store(keys + (begin + at) * size + size // 2 + half, k_second)
-    tl.store(values + (begin + at) * size + whole, v)
 
-    # The new position comes first, from registers, so the kernel never reads what it just stored.
-    log2 = scale * 1.4426950408889634
-    score = tl.sum(first.to(tl.float32) * k_first.to(tl.float32), axis=1)
-    score += tl.sum(second.to(tl.float32) * k_second.to(tl.float32), axis=1)
-    largest = score * log2
-    total = tl.full((rows,), 1.0, tl.float32)
-    result = tl.zeros((rows, size), tl.float32) + v.to(tl.float32)
-    prompt_begin = (row * key_heads + head) * prompt_capacity
-    largest, total, result = _attend(
-        prompt_keys, prompt_values, prompt_begin, before, first, second,
-        largest, total, result, log2, size, block, precision,
+def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
+    """Return positions per iteration, warps and stages of a Triton program."""
+    block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
+    if kind == torch.float32:
+        block, warps, stages = EXACT
+    return min(block, STAGE_BYTES // (2 * head * kind.itemsize)), warps, stages
+
+
+def tiling_for(slots: int, cache: LayerCache) -> Tiling:
+    """Return the fastest tiling for a number of slots; it depends on nothing that changes."""
+    _, key_heads, page, head = cache.keys.shape
+    programs, capacity = slots * key_heads, page * cache.pages.shape[1]
+    splits = max(1, min(16, SPLIT_PROGRAMS // programs, capacity // SPLIT_POSITIONS))
+    tile = tile_sizes(programs, head, cache.keys.dtype)
+    if cache.keys.dtype != torch.float32 and programs >= SHARING_PROGRAMS:
+        tile = (32, 1, 3) if head <= 64 else (32, 2, 3)
+    return Tiling(*tile, together=programs >= SHARING_PROGRAMS, splits=splits, early=_overlaps())
+
+
+@lru_cache
+def _overlaps() -> bool:
+    """Return whether kernels may start before the last one has ended, a feature since Hopper."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def launch(
+    heads: torch.Tensor,
+    cache: LayerCache,
+    *,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    tiling: Tiling,
+) -> tuple[torch.Tensor, int, tuple[Any, ...], dict[str, Any]]:
+    """Return the output, the number of programs, and the arguments of the kernel."""
+    slots, (_, key_heads, page, size) = len(heads), cache.keys.shape
+    shared = heads.shape[1] // size // key_heads - 2
+    together = cache.sharing.shape[1] if tiling.together else 1
+    rows = max(LEAST_ROWS, triton.next_power_of_2(shared * together))
+    attended = heads.new_empty(slots, key_heads * shared * size)
+    parts = slots * key_heads * tiling.splits * rows * (size + 2) if tiling.splits > 1 else 1
+    workspace = heads.new_empty(parts, dtype=torch.float32)
+    query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
+    programs = slots * key_heads
+    arguments = (
+        heads, *rope, query_gain, key_gain, *cache, workspace, attended,
+        scale, eps, cache.prompt_keys.shape[2], cache.pages.shape[1], slots, programs,
     )  # fmt: skip
-    largest, total, result = _attend(
-        keys, values, begin, at, first, second,
-        largest, total, result, log2, size, block, precision,
-    )  # fmt: skip
-    tl.store(out, result / total[:, None], mask=real)
+    known = {
+        "key_heads": key_heads, "shared": shared, "size": size, "rows": rows,
+        "together": together, "sequences": triton.next_power_of_2(together + 1), "page": page,
+        "block": min(tiling.block, page), "splits": tiling.splits, "norms": norms is not None,
+        "rounds": cache.keys.dtype == torch.float8_e4m3fn,
+        "early": tiling.early,
+        "precision": "ieee" if cache.keys.dtype == torch.float32 else "tf32",
+        "num_warps": tiling.warps, "num_stages": tiling.stages,
+        **({"launch_pdl": True} if tiling.early else {}),
+    }  # fmt: skip
+    return attended, programs * tiling.splits, arguments, known
 
 
 def decode_attention(
@@ -181,25 +411,16 @@ def decode_attention(
     rope: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """Apply RoPE, write the cache and attend for one new token per slot; return [W, H * D].
 
     `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product. `rope` contains
-    cosine and sine [positions, D / 2]. Slots that share a prompt read the same memory, mostly from
-    the L2 cache.
+    cosine and sine [positions, D / 2].
     """
-    slots, (_, key_heads, capacity, size) = len(heads), cache.keys.shape
-    shared = heads.shape[1] // size // key_heads - 2
-    attended = heads.new_empty(slots, key_heads * shared * size)
-    query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
-    block, warps, stages = tile_sizes(slots * key_heads, size, cache.keys.dtype)
-    _decode_attention[(slots, key_heads)](
-        heads, *rope, query_gain, key_gain, *cache,
-        attended, scale, eps, cache.prompt_keys.shape[2], capacity,
-        key_heads=key_heads, shared=shared, size=size,
-        rows=max(LEAST_ROWS, triton.next_power_of_2(shared)),
-        block=block, norms=norms is not None,
-        precision="ieee" if cache.keys.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    tiling = tiling_for(len(heads), cache) if tiling is None else tiling
+    attended, programs, arguments, known = launch(
+        heads, cache, rope=rope, scale=scale, norms=norms, tiling=tiling
+    )
+    _decode_attention[(programs,)](*arguments, **known)
     return attended

@@ -31,17 +31,23 @@ def _score(product, scale, softcap, capped: tl.constexpr):
 
 @triton.jit
 def _attend(
-    keys, values, begin, low, count, query, largest, total, result, scale, softcap,
-    size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, capped: tl.constexpr,
-    precision: tl.constexpr,
+    keys, values, begin, pages, stride, low, count, query, largest, total, result, scale, softcap,
+    size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, page: tl.constexpr,
+    capped: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions `low` to `count` - 1, where position 0 is stored at `begin`."""
+    """Attend to positions `low` to `count` - 1, where position 0 is stored at `begin`.
+
+    With pages of `page` positions, `begin` is a row in page 0, and pages are `stride` rows apart.
+    """
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
         position = start + tl.arange(0, block)
         seen = (position >= low) & (position < count)
         inside = seen[:, None] & (whole < size)[None, :]
-        cell = (begin + position)[:, None] * size + whole
+        row = begin + start
+        if page != 0:
+            row = begin + tl.load(pages + start // page).to(tl.int64) * stride + start % page
+        cell = (row + tl.arange(0, block))[:, None] * size + whole
         key = tl.load(keys + cell, mask=inside, other=0.0)
         value = tl.load(values + cell, mask=inside, other=0.0)
         product = tl.dot(query, tl.trans(key), input_precision=precision)
@@ -54,10 +60,11 @@ def _attend(
 @triton.jit
 def _shared_prompt_attention(
     query, key, value, query_slot, query_head, key_slot, key_head, value_slot, value_head,
-    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, place, active,
-    attended, scale, softcap, window, prompt_capacity, capacity,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
+    attended, scale, softcap, window, prompt_capacity, slot_pages,
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, room: tl.constexpr,
-    rows: tl.constexpr, block: tl.constexpr, capped: tl.constexpr, precision: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr, page: tl.constexpr, capped: tl.constexpr,
+    precision: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -79,9 +86,10 @@ def _shared_prompt_attention(
     k = tl.load(key + slot * key_slot + head * key_head + whole, mask=known, other=0.0).to(kind)
     v = tl.load(value + slot * value_slot + head * value_head + whole, mask=known, other=0.0)
     v = v.to(kind)
-    begin = (slot * key_heads + head) * capacity
-    tl.store(keys + (begin + at) * size + whole, k, mask=known)
-    tl.store(values + (begin + at) * size + whole, v, mask=known)
+    own = pages + slot * slot_pages
+    new_row = (tl.load(own + at // page).to(tl.int64) * key_heads + head) * page + at % page
+    tl.store(keys + new_row * size + whole, k, mask=known)
+    tl.store(values + new_row * size + whole, v, mask=known)
 
     # The new position comes first, from registers, so the kernel never reads what it just stored.
     product = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1)
@@ -92,13 +100,13 @@ def _shared_prompt_attention(
     prompt_low = tl.maximum(before + at + 1 - window, 0)
     prompt_begin = (row * key_heads + head) * prompt_capacity
     largest, total, result = _attend(
-        prompt_keys, prompt_values, prompt_begin, prompt_low, before, q, largest, total, result,
-        scale, softcap, size, room, block, capped, precision,
+        prompt_keys, prompt_values, prompt_begin, own, 0, prompt_low, before, q,
+        largest, total, result, scale, softcap, size, room, block, 0, capped, precision,
     )  # fmt: skip
     low = tl.maximum(at + 1 - window, 0)
     largest, total, result = _attend(
-        keys, values, begin, low, at, q, largest, total, result,
-        scale, softcap, size, room, block, capped, precision,
+        keys, values, head * page, own, key_heads * page, low, at, q,
+        largest, total, result, scale, softcap, size, room, block, page, capped, precision,
     )  # fmt: skip
     tl.store(out, result / total[:, None], mask=real)
 
@@ -119,18 +127,19 @@ def shared_prompt_attention(
     window of n covers the new position and the n - 1 positions before it.
     """
     slots, heads, size = query.shape
-    key_heads, capacity = cache.keys.shape[1:3]
+    key_heads, page = cache.keys.shape[1:3]
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
     room = max(LEAST_ROWS, triton.next_power_of_2(size))
     block, warps, stages = tile_sizes(slots * key_heads, room, cache.keys.dtype)
     _shared_prompt_attention[(slots, key_heads)](
         query, key, value, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        *cache,
-        attended, scale, softcap or 0.0, window or NO_WINDOW, cache.prompt_keys.shape[2], capacity,
+        *cache[:9],
+        attended, scale, softcap or 0.0, window or NO_WINDOW, cache.prompt_keys.shape[2],
+        cache.pages.shape[1],
         key_heads=key_heads, shared=heads // key_heads, size=size, room=room,
         rows=max(LEAST_ROWS, triton.next_power_of_2(heads // key_heads)),
-        block=block, capped=softcap is not None,
+        block=min(block, page), page=page, capped=softcap is not None,
         precision="ieee" if cache.keys.dtype == torch.float32 else "tf32",
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

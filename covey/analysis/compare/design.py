@@ -31,7 +31,12 @@ FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To use other seeds in an arm, write `seed+=`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings that affect the rollouts of the first step."""
-NOT_SAMPLING = ("engine.max_concurrent", "model.gradient_checkpointing", "model.deterministic")
+NOT_SAMPLING = (
+    "engine.max_concurrent",
+    "engine.cache_gigabytes",
+    "model.gradient_checkpointing",
+    "model.deterministic",
+)
 """Settings that do not affect the rollouts of the first step, although their section does."""
 
 

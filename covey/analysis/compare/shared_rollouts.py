@@ -86,7 +86,8 @@ class SharedEngine:
 
     def _name(self, requests: Sequence[Request], limits: Limits, step: int) -> str:
         settings = asdict(limits.sampling)
-        del settings["max_concurrent"]  # it does not change completions
+        for name in ("max_concurrent", "cache_gigabytes"):  # they do not change completions
+            del settings[name]
         greedy, seed = limits.sampling.distribution.temperature == 0.0, limits.sampling.seed
         if greedy:
             settings["seed"] = None  # nothing is drawn

@@ -14,6 +14,7 @@ from covey.analysis.plan.engine_sizes import (
     SHORT,
     SPARE_BYTES,
     VOCABULARY_BLOCK,
+    page_for,
     width_for,
 )
 from covey.analysis.plan.forecast import ALWAYS, Part
@@ -72,18 +73,26 @@ class EngineFacts:
     """Tokens of the longest prompt."""
     completion: int
     """Tokens of the longest completion."""
+    float8_cache: bool = False
+    """Whether the KV cache of CUDA graphs stores float8 numbers."""
 
     @property
     def position(self) -> int:
-        """Bytes of the KV cache per token."""
+        """Bytes of keys and values per token."""
         return 2 * self.shape.layers * self.shape.key * self.size
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the KV cache of CUDA graphs per token."""
+        return self.position // self.size if self.float8_cache else self.position
 
 
 def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part]:
     """Return the memory of generation: the maximum of a training step and an evaluation."""
     calls, shape = _calls(config, held_out), facts.shape
     if facts.device == "cuda" and (shape.fuses or shape.fused_attention):
-        return [*_graph_parts(facts, calls), *_float8_parts(shape, config)]
+        cached = _graph_parts(facts, calls, config.engine.cache_gigabytes)
+        return [*cached, *_float8_parts(shape, config)]
     per_call = [_eager_parts(facts, call) for call in calls]
     largest = max(per_call, key=lambda parts: sum(part.bytes for part in parts))
     fused = shape.fusable * facts.size
@@ -150,7 +159,7 @@ def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
     ]
 
 
-def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
+def _graph_parts(facts: EngineFacts, calls: Sequence[Call], gigabytes: float) -> list[Part]:
     """Return the memory of all calls if the engine captures CUDA graphs.
 
     CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
@@ -159,19 +168,24 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
     positions = -(-facts.prompt // PROMPT_STEP) * PROMPT_STEP
+    page = page_for(facts.completion)
+    longest = -(-facts.completion // page)
+    pages = width * longest
+    if gigabytes:
+        pages = max(longest, min(pages, int(gigabytes * 2**30 // (page * facts.stored))))
     passing = [
         part for call in calls for part in (_prefill(facts, call), _first_tokens(facts, call))
     ]
     return [
         Part(
             "KV cache",
-            width * facts.completion * (facts.position + TOKEN_BYTES),
+            pages * page * facts.stored + width * facts.completion * TOKEN_BYTES,
             ALWAYS,
-            f"{width} completions, {facts.completion} positions each",
+            f"{pages} pages of {page} positions for {width} completions",
         ),
         Part(
             "prompt KV cache",
-            prompts * positions * facts.position,
+            prompts * positions * facts.stored,
             ALWAYS,
             f"{prompts} prompts, {positions} positions each",
         ),

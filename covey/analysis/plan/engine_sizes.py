@@ -20,6 +20,8 @@ CAPACITY_STEP = 32
 """The length of a KV-cache slot is a multiple of this number (native/backend.py)."""
 SPARE_BYTES = 64 * 2**20
 """A KV cache of at most this many bytes is kept between steps (native/backend.py)."""
+PAGE, LEAST_PAGE = 128, 16
+"""Most and fewest positions of a page of the completion cache (native/pages.py)."""
 PROMPT_STEP = 128
 """Cached prompts are padded to a multiple of this number (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -37,6 +39,11 @@ def width_for(completions: int) -> int:
     if completions > WIDTHS[-1]:
         return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
     return next(width for width in WIDTHS if width >= completions)
+
+
+def page_for(capacity: int) -> int:
+    """Return the positions of a page, for completions of up to `capacity` tokens."""
+    return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
 
 
 def padded_tokens(count: int) -> int:

@@ -34,6 +34,8 @@ class DecodeBackend(Protocol):
 
     description: str
     """A line for the user: the backend's name, and why no faster backend is used."""
+    steps: int
+    """The most tokens that `advance` generates in a slot."""
 
     def width_for(self, completions: int) -> int:
         """Return the number of slots to allocate, at least one per concurrent completion."""
@@ -62,6 +64,7 @@ class EagerBackend:
     shape: KVShape | None
     """The shape of the KV cache; None if the model has no KV cache, so that slots store tokens."""
     description: str = "one token at a time"
+    steps: int = 1
     sampling: Sampling | None = None
     steady: bool = False
     spare: SlotCache | None = field(init=False, default=None)

@@ -8,12 +8,15 @@ because their tensors keep their addresses.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from covey.accel.kernels.sample import SlotState, sample_tokens
@@ -25,8 +28,14 @@ from covey.engines.native.fused_decoder import FusedDecoder
 from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
+from covey.engines.native.pages import page_for
 from covey.engines.native.precision import MODEL_PRECISION, Precision
-from covey.engines.native.shared_prompt_cache import PROMPT_STEP, SharedPromptCache, width_for
+from covey.engines.native.shared_prompt_cache import (
+    PROMPT_STEP,
+    SharedPromptCache,
+    slots_together,
+    width_for,
+)
 from covey.engines.native.slots import Slots
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
 from covey.engines.protocol import Sampling
@@ -34,6 +43,8 @@ from covey.models.language_model import LanguageModel
 
 STEPS = 8
 """Number of tokens between two checks by the CPU for ended completions."""
+FREE_SHARE = 0.8
+"""Most of the free memory that completions may take; the rest is for training."""
 SLOTS = 4
 """The number of slots in the check of a captured graph."""
 TOLERANCE = 0.02
@@ -50,6 +61,7 @@ class GraphBackend:
     decoder: Decoder
     shape: KVShape
     description: str
+    steps: int = STEPS
     cache: SharedPromptCache | None = None
     """The KV cache, kept between calls because graphs contain its addresses."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -74,13 +86,17 @@ class GraphBackend:
             "prompts": min(width, prompts) + 1,
             "prompt_capacity": -(-longest // PROMPT_STEP) * PROMPT_STEP,
         }
-        if self.cache is None or not self.cache.holds(**sizes):
+        if self.cache is None or any(self.sizes[name] < size for name, size in sizes.items()):
             self.graphs.clear()
             self.slots.clear()
-            if self.cache is not None:
-                sizes = {name: max(size, self.sizes[name]) for name, size in sizes.items()}
+            self.sizes = {name: max(size, self.sizes.get(name, 0)) for name, size in sizes.items()}
             self.cache = None  # freed before the next allocation, because both may not fit
-            self.cache, self.sizes = SharedPromptCache(**sizes, shape=self.shape), sizes
+            pages = self._pool_pages(sampling.cache_gigabytes)
+            config = self.model.backbone.config
+            together = slots_together(config.num_attention_heads // self.shape.heads)
+            self.cache = SharedPromptCache(
+                **self.sizes, shape=self.shape, pages=pages, together=together
+            )
         cache, room = self.cache, sampling.max_tokens
         if room not in self.slots:
             self.slots[room] = Slots.make(cache, sampling, self.model.stop_ids)
@@ -89,6 +105,23 @@ class GraphBackend:
         self.distribution = sampling.distribution
         log = KeptLog.make(cache.slots) if sampling.returns_kept else None
         return replace(self.slots[room], kept=log)
+
+    def _pool_pages(self, gigabytes: float) -> int:
+        """Return the number of pages for completions: all at full length, or as many as fit."""
+        shape, capacity = self.shape, self.sizes["capacity"]
+        page = page_for(capacity)
+        longest = -(-capacity // page)
+        room = gigabytes * 2**30 if gigabytes else self._free_bytes()
+        return max(longest, int(min(self.sizes["slots"] * longest, room // shape.bytes(page))))
+
+    def _free_bytes(self) -> float:
+        """Return the memory that completions may take if there is no setting."""
+        if self.shape.device.type != "cuda":
+            return math.inf
+        free, _ = torch.cuda.mem_get_info(self.shape.device)
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        prompts = self.shape.bytes(self.sizes["prompts"] * self.sizes["prompt_capacity"])
+        return FREE_SHARE * (free + cached) - prompts
 
     def refresh(self) -> None:
         """Let the decoder prepare the weights at the addresses that graphs contain."""
@@ -104,7 +137,7 @@ class GraphBackend:
         key = width, slots.room, self.distribution
         if key not in self.graphs:
             self.graphs[key] = self._capture(slots, width)
-        for _ in range(min(STEPS, most)):
+        for _ in range(min(self.steps, most)):
             self.graphs[key].replay()
 
     def _capture(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
@@ -164,7 +197,7 @@ def graph_backend(
 ) -> GraphBackend:
     """Return a CUDA graph backend, or raise UnsupportedModel."""
     if not precision.exact:
-        return _float8_backend(model, shape)
+        return _float8_backend(model, shape, precision)
     try:
         decoder = checked_decoder(model, FusedDecoder, _small_cache)
         return GraphBackend(model, decoder, shape, "CUDA graphs of the fused decoder")
@@ -177,14 +210,20 @@ def graph_backend(
     return GraphBackend(model, decoder, shape, description)
 
 
-def _float8_backend(model: LanguageModel, shape: KVShape) -> GraphBackend:
-    """Return a backend with float8 products; its description says how long quantization takes."""
+def _float8_backend(model: LanguageModel, shape: KVShape, precision: Precision) -> GraphBackend:
+    """Return a backend with float8 numbers; its description says how long quantization takes."""
     checked_decoder(model, FusedDecoder, _small_cache)  # the same layers, without rounding
-    decoder = checked_decoder(model, Float8Decoder, _small_cache, tolerance=FLOAT8_TOLERANCE)
+    kind = Float8Decoder if precision.products else FusedDecoder
+    small = partial(_small_cache, float8=precision.cache)
+    decoder = checked_decoder(model, kind, small, tolerance=FLOAT8_TOLERANCE)
+    shape = replace(shape, float8=precision.cache)
+    cache = ", with a float8 KV cache" if precision.cache else ""
+    if not precision.products:
+        return GraphBackend(model, decoder, shape, f"CUDA graphs of the fused decoder{cache}")
     decoder.begin(1)  # compiles kernels
     seconds = _seconds(lambda: decoder.begin(1), shape.device)
     description = (
-        "CUDA graphs of the float8 decoder; quantizing the weights takes "
+        f"CUDA graphs of the float8 decoder{cache}; quantizing the weights takes "
         f"{1e3 * seconds:.1f} ms per generation call"
     )
     return GraphBackend(model, decoder, shape, description)
@@ -201,7 +240,8 @@ def _seconds(call: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _small_cache(slots: int, shape: KVShape) -> SharedPromptCache:
+def _small_cache(slots: int, shape: KVShape, *, float8: bool = False) -> SharedPromptCache:
+    shape = replace(shape, float8=float8)
     return SharedPromptCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
 
 
@@ -217,6 +257,7 @@ def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
         for tensor in layer:
             tensor.normal_()
     cache.prompt_length[:] = 2
+    cache.reserve(np.arange(SLOTS), np.ones(SLOTS, dtype=np.int64))
     tokens = torch.arange(2, 2 + SLOTS, device=cache.place.device)
     decoder.begin(9)
     try:

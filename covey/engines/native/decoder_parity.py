@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -102,7 +103,8 @@ def _two_steps(
     ids: torch.Tensor, decoder: Decoder, cache: KVCache, states: list[torch.Tensor]
 ) -> torch.Tensor:
     cache.store([0, 1, 2], states, LENGTHS)
-    cache.enter(torch.arange(3, device=ids.device), [0, 1, 2])
+    cache.enter([0, 1, 2], [0, 1, 2])
+    cache.reserve(np.arange(3), np.full(3, 2))
     cache.active[:] = True
     decoder.begin(CAPACITY)
     hidden: list[torch.Tensor] = []

@@ -37,6 +37,8 @@ class NativeEngine:
     version: int = field(init=False, default=0)
     scheduler: Scheduler | None = field(init=False, default=None)
     """The scheduler of the current run, if there is one."""
+    preemptions: int = field(init=False, default=0)
+    """How many times a completion was paused because the KV cache was full."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model, self.precision)
@@ -68,6 +70,11 @@ class NativeEngine:
         """Return no events, because a failure of this engine is a failure of the trainer."""
         return []
 
+    def take_preemptions(self) -> int:
+        """Return the number of pauses of completions since the last call."""
+        taken, self.preemptions = self.preemptions, 0
+        return taken
+
     def close(self) -> None:
         """Do nothing, because the model belongs to the trainer."""
 
@@ -86,6 +93,7 @@ class NativeEngine:
             for finished in self.scheduler.run():
                 requests.done([self._completion(one) for one in finished])
         finally:
+            self.preemptions += 0 if self.scheduler is None else self.scheduler.preemptions
             self.scheduler = None
             if training:
                 self.model.model.train()

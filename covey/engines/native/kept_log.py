@@ -34,9 +34,9 @@ class KeptLog:
         for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
             self.slots[slot].append(ids[start:stop])
 
-    def keep(self, index: torch.Tensor) -> None:
+    def keep(self, slots: Sequence[int]) -> None:
         """Move the given slots to the front."""
-        kept = [self.slots[slot] for slot in index.tolist()]
+        kept = [self.slots[slot] for slot in slots]
         self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
 
     def text(self, slot: int, length: int) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from transformers import Cache, DynamicCache
 
@@ -32,6 +33,8 @@ class KVShape:
     size: int
     dtype: torch.dtype
     device: torch.device
+    float8: bool = False
+    """Whether a cache for CUDA graphs stores float8 numbers."""
 
     @staticmethod
     def of(prefix: DynamicCache) -> KVShape:
@@ -45,11 +48,20 @@ class KVShape:
             device=keys.device,
         )
 
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in which keys and values are stored."""
+        return torch.float8_e4m3fn if self.float8 else self.dtype
+
+    def bytes(self, positions: int) -> int:
+        """Return the memory of this many positions, in bytes."""
+        return 2 * self.layers * self.heads * self.size * self.stored.itemsize * positions
+
     def zeros(self, slots: int, capacity: int) -> list[torch.Tensor]:
         """Return zeros [S, H, L, D] for each layer."""
         return [
             torch.zeros(
-                slots, self.heads, capacity, self.size, dtype=self.dtype, device=self.device
+                slots, self.heads, capacity, self.size, dtype=self.stored, device=self.device
             )
             for _ in range(self.layers)
         ]
@@ -90,9 +102,30 @@ class KVCache:
         """
         raise NotImplementedError
 
-    def enter(self, slots: torch.Tensor, prompts: Sequence[int]) -> None:
+    def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
         """Assign a prompt to each of the given slots."""
         raise NotImplementedError
+
+    def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Make room for this many positions in each slot; return False if there is not enough."""
+        return True
+
+    def admits(self, positions: np.ndarray) -> int:
+        """Return how many new completions may begin, the first of which need `positions`."""
+        return len(positions)
+
+    def store_completions(
+        self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
+    ) -> None:
+        """Store the first `counts` positions of completions that were paused.
+
+        `layers` are keys and values [tokens, H, D], layer by layer, and `rows` are the rows of the
+        positions in them, one slot after the other.
+        """
+        raise NotImplementedError
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Record that the completions in these slots have ended or are paused."""
 
     def all_entered(self, prompt: int) -> None:
         """Record that no further slot needs a prompt."""
@@ -100,10 +133,11 @@ class KVCache:
     def all_ended(self, prompt: int) -> None:
         """Record that all completions of a prompt have ended."""
 
-    def keep(self, slots: torch.Tensor) -> None:
+    def keep(self, slots: Sequence[int]) -> None:
         """Move the given slots to the front and free the other slots."""
+        index = torch.tensor(slots, device=self.place.device)
         for tensor in self.per_slot:
-            tensor[: len(slots)] = tensor[slots]
+            tensor[: len(slots)] = tensor[index]
         self.active[len(slots) :] = False
 
 
@@ -157,23 +191,24 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             self.prompts[prompt] = states, row, length
 
-    def enter(self, slots: torch.Tensor, prompts: Sequence[int]) -> None:
+    def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
         """Copy each prompt into its slot."""
         mine = [self.prompts[prompt] for prompt in prompts]
+        index = torch.tensor(slots, device=self.place.device)
         for states in {id(states): states for states, _, _ in mine}.values():
             picked = [i for i, (other, _, _) in enumerate(mine) if other is states]
-            rows = torch.tensor([mine[i][1] for i in picked], device=slots.device)
+            rows = torch.tensor([mine[i][1] for i in picked], device=index.device)
             for target, source in zip(self.stored, states, strict=True):
-                target[slots[picked], :, : source.shape[2]] = source[rows]
+                target[index[picked], :, : source.shape[2]] = source[rows]
         # Writing a token first increments `place`, and then writes at the new `place`.
-        lengths = torch.tensor([length for _, _, length in mine], device=slots.device)
-        self.place[slots] = lengths - 1
+        lengths = torch.tensor([length for _, _, length in mine], device=index.device)
+        self.place[index] = lengths - 1
 
     def all_entered(self, prompt: int) -> None:
         """Remove the stored prompt, because every slot has a copy."""
         del self.prompts[prompt]
 
-    def keep(self, slots: torch.Tensor) -> None:
+    def keep(self, slots: Sequence[int]) -> None:
         """Move the given slots to the front, and run the next steps only on these slots."""
         super().keep(slots)
         self.width = len(slots)

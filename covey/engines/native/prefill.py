@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 
 import torch
 from transformers import DynamicCache
@@ -34,6 +35,34 @@ def read_prompts(
             cache.store(together, states, lengths)
         found |= dict(zip(together, logits, strict=True))
     return found
+
+
+def read_completions(
+    model: LanguageModel,
+    cache: KVCache,
+    prompts: dict[int, tuple[int, ...]],
+    completions: dict[int, list[int]],
+) -> None:
+    """Prefill completions that were paused into their slots; the cache has their prompts.
+
+    Both arguments are by slot. The cache must have reserved room in the slots.
+    """
+    whole = {slot: (*prompts[slot], *new) for slot, new in completions.items() if new}
+    for slots in _in_parts(whole):
+        tokens = [whole[slot] for slot in slots]
+        if model.fused and model.flash:
+            packed, _ = _prefill_packed(model, tokens)
+            layers = list(chain(*packed))
+            begins = [0, *accumulate(len(row) for row in tokens)][: len(tokens)]
+        else:
+            states, _ = _prefill(model, tokens, keeps_tokens=False)
+            layers = [state.transpose(1, 2).flatten(0, 1) for state in states]
+            begins = [row * states[0].shape[2] for row in range(len(tokens))]
+        rows = [
+            torch.arange(begin + len(prompts[slot]), begin + len(whole[slot]))
+            for slot, begin in zip(slots, begins, strict=True)
+        ]
+        cache.store_completions(slots, [len(row) for row in rows], torch.cat(rows), layers)
 
 
 def _in_parts(prompts: dict[int, tuple[int, ...]]) -> Iterator[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from covey.accel.packing import to_device
 from covey.engines.native.backend import DecodeBackend
-from covey.engines.native.prefill import PREFILL_TOKENS, read_prompts
+from covey.engines.native.prefill import PREFILL_TOKENS, read_completions, read_prompts
 from covey.engines.protocol import Request, RequestSource
 from covey.errors import DataError
 from covey.models.language_model import LanguageModel
@@ -32,6 +32,17 @@ class Finished(NamedTuple):
     finish: Finish
     versions: tuple[VersionSpan, ...]
     kept: str = ""
+
+
+class Paused(NamedTuple):
+    """A completion that lost its slot because the KV cache was full, and continues later."""
+
+    tokens: np.ndarray
+    logp: np.ndarray
+    searched: int
+    """The number of tokens that were already searched for stop strings."""
+    kept: list[np.ndarray]
+    """The kept sets of the tokens, if they are recorded."""
 
 
 class Scheduler:
@@ -60,6 +71,10 @@ class Scheduler:
         """Prompt index -> number of requests that are not complete."""
         self.first_logits: dict[int, torch.Tensor] = {}
         """Prompt index -> first logits, for prefilled prompts with waiting requests."""
+        self.paused: dict[int, Paused] = {}
+        """Request index -> its completion so far, for requests that wait for a slot again."""
+        self.preemptions = 0
+        """How many times a completion lost its slot."""
         self._pull()
         self.width = backend.width_for(min(sampling.max_concurrent, limits.requests))
         self.slots = backend.begin(
@@ -93,12 +108,20 @@ class Scheduler:
 
     def change_version(self, version: int) -> None:
         """Continue with new weights, and record which tokens the old weights generated."""
-        for slot in np.flatnonzero(self.taken).tolist() if version != self.version else ():
-            request, count = self.requests[slot], int(self.counts[slot])
-            assert request is not None
-            spans = self.spans.setdefault(request.number, [])
+        if version == self.version:
+            return
+        counts = {number: len(paused.tokens) for number, paused in self.paused.items()}
+        for slot in np.flatnonzero(self.taken).tolist():
+            counts[self._request(slot).number] = int(self.counts[slot])
+        for number, count in counts.items():
+            spans = self.spans.setdefault(number, [])
             spans.append(VersionSpan(spans[-1].stop if spans else 0, count, self.version))
         self.version = version
+
+    def _request(self, slot: int) -> Request:
+        request = self.requests[slot]
+        assert request is not None
+        return request
 
     def _versions(self, request: Request, length: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of a completion of `length` tokens."""
@@ -124,44 +147,118 @@ class Scheduler:
         """
         ended: list[Finished] = []
         while self.queue or self.running or ended:
-            if self.queue and self._may_refill():
-                self._refill()
+            if self.queue and (requests := self._admitted()):
+                self._refill(requests)
             elif self.running and not self.queue:
                 self._shrink()
             if self.running:
+                self._make_room()
                 self.backend.advance(self.slots, self.width, self.left)
             if ended:
                 yield ended
             ended = self._take_finished() if self.running else []
             self._pull()
 
-    def _may_refill(self) -> bool:
+    def _admitted(self) -> list[Request]:
+        """Take the requests from the queue that get a slot now."""
         free = self.width - self.running
-        return free >= min(max(1, self.width // REFILL_SHARE), len(self.queue))
+        if free < min(max(1, self.width // REFILL_SHARE), len(self.queue)):
+            return []
+        first = list(islice(self.queue, free))
+        counts = [
+            len(self.paused[r.number].tokens) if r.number in self.paused else 1 for r in first
+        ]
+        room = self.slots.cache.admits(self._positions(np.array(counts)))
+        # The cache has room for at least one completion of full length.
+        return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
-    def _refill(self) -> None:
-        """Assign free slots to waiting requests, and write the first token of each request."""
-        free = np.flatnonzero(~self.taken)[: len(self.queue)].tolist()
-        requests = [self.queue.popleft() for _ in free]
+    def _positions(self, counts: np.ndarray) -> np.ndarray:
+        """Return the positions that completions of `counts` tokens need for the next steps.
+
+        The next step computes key and value of the newest token. Those of the last token are never
+        computed.
+        """
+        after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
+        return after - 1
+
+    def _make_room(self) -> None:
+        """Reserve memory for the next steps; while it is not enough, pause the youngest."""
+        while True:
+            slots = np.flatnonzero(self.taken)
+            if self.slots.cache.reserve(slots, self._positions(self.counts[slots])):
+                return
+            self._pause(int(slots[np.argmin(self.counts[slots])]))
+
+    def _pause(self, slot: int) -> None:
+        """Free the slot of an unfinished completion, which continues when there is memory."""
+        request, count, log = self._request(slot), int(self.counts[slot]), self.slots.kept
+        (tokens,), (logp,) = self.slots.written([slot])
+        kept = [] if log is None else log.slots[slot]
+        paused = Paused(tokens[:count], logp[:count], self.searched[slot], kept)
+        self.paused[request.number] = paused
+        self.preemptions += 1
+        self.slots.close([slot])
+        self.slots.cache.leave([slot])
+        self.requests[slot], self.taken[slot] = None, False
+        self.queue.appendleft(request)
+
+    def _refill(self, requests: list[Request]) -> None:
+        """Assign free slots to requests, and write the first token of each new request."""
+        free = np.flatnonzero(~self.taken)[: len(requests)].tolist()
+        new = [request for request in requests if request.number not in self.paused]
+        old = [request for request in requests if request.number in self.paused]
+        for slot, request in zip(free, [*new, *old], strict=True):
+            self.requests[slot], self.searched[slot] = request, 0
+            self.taken[slot], self.counts[slot] = True, 1
+        if new:
+            self._begin(free[: len(new)], new)
+        if old:
+            self._resume(free[len(new) :], old)
+
+    def _begin(self, slots: list[int], requests: list[Request]) -> None:
+        """Start new completions in free slots."""
         cache = self.slots.cache
         reading = [{p: self.prompts[p] for p in self._to_read(requests)}]
         if self.limits.steady and self.model.device.type == "cpu":  # padding changes rounding
             reading = [{prompt: tokens} for prompt, tokens in reading[0].items()]
         for prompts in reading:
             self.first_logits |= read_prompts(self.model, cache, prompts)
-        # The device still runs the prefill. Sending completions does not wait for the prefill.
-        ready = [torch.tensor(free), torch.from_numpy(self._uniforms(requests))]
-        index, uniforms = to_device(ready, self.model.device)
-        cache.enter(index, [r.prompt for r in requests])
-        self.slots.open(index, uniforms)
+        index = self._open(slots, requests)
         self.slots.draw(index, self._logits(requests), self.sampling.distribution)
-        self.taken[free], self.counts[free] = True, 1
-        for slot, request in zip(free, requests, strict=True):
-            self.requests[slot], self.searched[slot] = request, 0
+        for request in requests:
             self.waiting[request.prompt] -= 1
             if not self.waiting[request.prompt]:
                 del self.first_logits[request.prompt]
                 cache.all_entered(request.prompt)
+
+    def _open(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
+        """Assign prompts and random numbers to slots; return the slots on the device."""
+        # The device may still run a prefill. Sending completions does not wait for the prefill.
+        ready = [torch.tensor(slots), torch.from_numpy(self._uniforms(requests))]
+        index, uniforms = to_device(ready, self.model.device)
+        self.slots.cache.enter(slots, [r.prompt for r in requests])
+        self.slots.open(index, uniforms)
+        return index
+
+    def _resume(self, slots: list[int], requests: list[Request]) -> None:
+        """Continue paused completions in free slots."""
+        paused = [self.paused.pop(request.number) for request in requests]
+        index, cache = self._open(slots, requests), self.slots.cache
+        counts = np.array([len(each.tokens) for each in paused])
+        # The next step computes key and value of the newest token.
+        cache.reserve(np.array(slots), counts - 1)
+        read_completions(
+            self.model,
+            cache,
+            {slot: request.tokens for slot, request in zip(slots, requests, strict=True)},
+            {slot: each.tokens[:-1].tolist() for slot, each in zip(slots, paused, strict=True)},
+        )
+        self.slots.resume(index, [each.tokens for each in paused], [each.logp for each in paused])
+        self.counts[slots] = counts
+        for slot, each in zip(slots, paused, strict=True):
+            self.searched[slot] = each.searched
+            if self.slots.kept is not None:
+                self.slots.kept.slots[slot] = each.kept
 
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
         """Return the prompts to prefill: prompts of the given requests that were not prefilled yet.
@@ -176,7 +273,9 @@ class Scheduler:
             return []
         room = min(PREFILL_TOKENS // self.limits.prompt_tokens, self.slots.cache.spare_prompts)
         coming = dict.fromkeys(
-            r.prompt for r in chain(requests, self.queue) if r.prompt not in known
+            r.prompt
+            for r in chain(requests, self.queue)
+            if r.prompt not in known and r.number not in self.paused
         )
         return list(coming)[: max(room, len(needed))]
 
@@ -199,7 +298,7 @@ class Scheduler:
         if 2 * self.running > self.width or width >= self.width:
             return
         kept = np.flatnonzero(self.taken).tolist()
-        self.slots.keep(torch.tensor(kept, device=self.model.device))
+        self.slots.keep(kept)
         spare = width - len(kept)
         self.requests = [self.requests[slot] for slot in kept] + [None] * spare
         self.searched = [self.searched[slot] for slot in kept] + [0] * spare
@@ -222,10 +321,10 @@ class Scheduler:
             return []
         tokens, logps = self.slots.written(ended)
         self.taken[ended] = False
+        self.slots.cache.leave(ended)
         result = []
         for slot, row, row_logps in zip(ended, tokens, logps, strict=True):
-            request, length = self.requests[slot], cut.get(slot, int(self.counts[slot]))
-            assert request is not None
+            request, length = self._request(slot), cut.get(slot, int(self.counts[slot]))
             stopped = slot in cut or int(row[length - 1]) in self.stop_ids
             finish: Finish = "stop" if stopped else "length"
             versions = self._versions(request, length)

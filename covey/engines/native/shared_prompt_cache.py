@@ -1,28 +1,38 @@
-"""KV cache for CUDA graphs, which stores each prompt once for its group of completions.
+"""KV cache for CUDA graphs: each prompt once for its group of completions, completions in pages.
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
-saves memory. Slots that share a prompt read the prompt mostly from the GPU's L2 cache.
+saves memory, and attention reads it once for several slots. Completions are stored in pages, so
+that a pool of pages smaller than all completions at full length is usually enough.
 
-Tensor shapes use P prompts, S slots, K key-value heads, C positions and head size D.
+Tensor shapes use P prompts, S slots, K key-value heads, C positions, head size D, B pages and T
+pages per slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 
 from covey.accel.packing import row_of_each, to_device
 from covey.engines.native.kv_cache import KVCache, KVShape
+from covey.engines.native.pages import Pages, page_for
 
 if TYPE_CHECKING:
     from covey.accel.kernels.decode_attention import LayerCache
 
+UNIT_MARGIN = 4.0
+"""The largest float8 key or value is this many times the largest one of the first prompts."""
+LEAST_UNIT = 1e-10
 PROMPT_STEP = 128
 """The capacity for prompt tokens is a multiple of this, so that calls can share a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
+PRODUCT_ROWS = 16
+"""Rows of a product of tensor cores, which attention fills with query heads of several slots."""
 
 
 def width_for(completions: int) -> int:
@@ -32,52 +42,99 @@ def width_for(completions: int) -> int:
     return next(width for width in WIDTHS if width >= completions)
 
 
+def slots_together(query_heads: int) -> int:
+    """Return for how many slots attention reads a prompt once; `query_heads` share a key head."""
+    return 1 << (max(1, PRODUCT_ROWS // query_heads).bit_length() - 1)
+
+
+def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
+    """Return [S, together]: in each row slots with the same prompt, filled up with -1.
+
+    `prompt_rows` [S] are the prompts of the slots; all free slots have -1.
+    """
+    order = np.argsort(prompt_rows, kind="stable")
+    _, first, counts = np.unique(prompt_rows[order], return_index=True, return_counts=True)
+    rank = np.arange(len(order)) - np.repeat(first, counts)
+    row = np.cumsum(rank % together == 0) - 1
+    found = np.full((len(order), together), -1, dtype=np.int32)
+    found[row, rank % together] = order
+    return found
+
+
 class SharedPromptCache(KVCache):
     """A KV cache with separate tensors for prompts and for completions."""
 
     def __init__(
-        self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int, shape: KVShape
+        self,
+        *,
+        slots: int,
+        capacity: int,
+        prompts: int,
+        prompt_capacity: int,
+        shape: KVShape,
+        pages: int | None = None,
+        together: int = 2,
     ) -> None:
+        """Allocate the cache; by default, `pages` are enough for all slots at full length.
+
+        Attention reads a prompt once for `together` slots.
+        """
         super().__init__(slots, shape.device)
+        page = page_for(capacity)
+        per_slot = -(-capacity // page)
+        self.pages = Pages(slots * per_slot if pages is None else pages, slots, page)
         self.prompt_keys = shape.zeros(prompts, prompt_capacity)
         self.prompt_values = shape.zeros(prompts, prompt_capacity)
-        self.layer_keys = shape.zeros(slots, capacity)
-        self.layer_values = shape.zeros(slots, capacity)
+        self.layer_keys = shape.zeros(self.pages.count, page)
+        self.layer_values = shape.zeros(self.pages.count, page)
+        self.float8 = shape.float8
+        self.units = torch.ones(shape.layers, 2, shape.heads, device=shape.device)
+        """[layers, 2, K]: the units in which keys and values are stored as float8 numbers."""
+        self.has_units = not shape.float8
         self.prompt_row, self.prompt_length = (torch.zeros_like(self.place) for _ in range(2))
         """[S]: the cache row of each slot's prompt, and the prompt's length."""
-        self.per_slot += [self.prompt_row, self.prompt_length]
-        self.per_slot += [*self.layer_keys, *self.layer_values]
+
+        def counters(*sizes: int) -> torch.Tensor:
+            return torch.zeros(*sizes, dtype=torch.int32, device=shape.device)
+
+        self.table = counters(slots, per_slot)
+        """[S, T]: the pages of each slot's completion."""
+        self.per_slot += [self.prompt_row, self.prompt_length, self.table]
+        self.sharing = counters(slots, together)
+        """[S, together]: in each row slots with the same prompt."""
+        self.arrived = counters(slots, shape.heads)
+        """[S, K]: the kernels' counters of finished parts."""
+        self.slot_rows = np.full(slots, -1)
+        """[S]: `prompt_row` on the CPU, with -1 for free slots."""
         self.rows: dict[int, tuple[int, int]] = {}
         """Prompt id -> row of the prompt in the cache, and its length."""
         self.free = list(range(prompts))
+        self._share()
 
     @property
     def spare_prompts(self) -> int:
         """Number of free prompt rows."""
         return len(self.free)
 
-    def holds(self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int) -> bool:
-        """Return whether the cache is large enough for the given sizes."""
-        rows, _, room, _ = self.prompt_keys[0].shape
-        return (
-            self.slots >= slots
-            and self.layer_keys[0].shape[2] >= capacity
-            and rows >= prompts
-            and room >= prompt_capacity
-        )
-
     def emptied(self) -> Self:
         """Free all slots and prompt rows."""
         self.free = list(range(len(self.prompt_keys[0])))
         self.rows.clear()
         self.active.zero_()
+        self.arrived.zero_()
+        self.has_units = not self.float8
+        self.leave(range(self.slots))
+        self._share()
         return self
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
         """Copy prompts to free rows of the cache."""
         index = torch.tensor(self._rows_for(prompts, lengths), device=self.place.device)
-        for target, source in zip(self._prompt_tensors(), states, strict=True):
-            target[index, :, : source.shape[2]] = source
+        by_layer = _by_layer(self.prompt_keys, self.prompt_values)
+        self._set_units(source.abs().amax(dim=(0, 2, 3)) for source in states)
+        units = self.units.flatten(0, 1)
+        for target, source, unit in zip(by_layer, states, units, strict=True):
+            _raw(target)[index, :, : source.shape[2]] = self._stored(source, unit[:, None, None])
 
     def store_packed(
         self,
@@ -91,14 +148,47 @@ class SharedPromptCache(KVCache):
         row = torch.tensor(self._rows_for(prompts, lengths))[which]
         at = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         row, at = to_device([row, at], self.place.device)
-        for target, source in zip(
-            self._prompt_tensors(), (part for layer in layers for part in layer), strict=True
-        ):
-            target[row, :, at] = source
+        by_layer = _by_layer(self.prompt_keys, self.prompt_values)
+        self._set_units(source.abs().amax(dim=(0, 2)) for source in chain(*layers))
+        units = self.units.flatten(0, 1)
+        for target, source, unit in zip(by_layer, chain(*layers), units, strict=True):
+            _raw(target)[row, :, at] = self._stored(source, unit[:, None])
 
-    def _prompt_tensors(self) -> list[torch.Tensor]:
-        layers = zip(self.prompt_keys, self.prompt_values, strict=True)
-        return [tensor for layer in layers for tensor in layer]
+    def _set_units(self, largest: Iterable[torch.Tensor]) -> None:
+        """Set the units of float8 numbers from the largest keys and values [K] of prompts.
+
+        The units stay until the cache is emptied, because stored numbers depend on them. A float8
+        number has the same relative error in any unit, so there is room for larger numbers.
+        """
+        if not self.has_units:
+            top = torch.finfo(torch.float8_e4m3fn).max
+            found = torch.stack(list(largest)).view_as(self.units)
+            self.units.copy_((found * (UNIT_MARGIN / top)).clamp(min=LEAST_UNIT))
+            self.has_units = True
+
+    def _stored(self, numbers: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+        """Return keys or values as they are stored; float8 numbers as bytes."""
+        if not self.float8:
+            return numbers
+        top = torch.finfo(torch.float8_e4m3fn).max
+        return _raw((numbers.float() / unit).clamp(-top, top).to(torch.float8_e4m3fn))
+
+    def store_completions(
+        self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
+    ) -> None:
+        """Copy positions of completions to the pages of their slots."""
+        at = [np.arange(count) for count in counts]
+        page = self.pages.page
+        owned = [
+            np.array(self.pages.of_slot[slot])[mine // page]
+            for slot, mine in zip(slots, at, strict=True)
+        ]
+        pages, inside = np.concatenate(owned), np.concatenate(at) % page
+        parts = [rows, torch.from_numpy(pages), torch.from_numpy(inside)]
+        source, target, cell = to_device(parts, self.place.device)
+        by_layer = _by_layer(self.layer_keys, self.layer_values)
+        for tensor, new, unit in zip(by_layer, layers, self.units.flatten(0, 1), strict=True):
+            _raw(tensor)[target, :, cell] = self._stored(new[source], unit[:, None])
 
     def layer(self, number: int) -> LayerCache:
         """Return the tensors of one layer as an argument for the kernels."""
@@ -111,8 +201,12 @@ class SharedPromptCache(KVCache):
             self.prompt_length,
             self.layer_keys[number],
             self.layer_values[number],
+            self.table,
             self.place,
             self.active,
+            self.sharing,
+            self.arrived,
+            self.units[number],
         )
 
     def _rows_for(self, prompts: Sequence[int], lengths: list[int]) -> list[int]:
@@ -120,13 +214,59 @@ class SharedPromptCache(KVCache):
         self.rows |= dict(zip(prompts, zip(rows, lengths, strict=True), strict=True))
         return rows
 
-    def enter(self, slots: torch.Tensor, prompts: Sequence[int]) -> None:
+    def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
         """Set the prompt row of each slot."""
-        mine = to_device([torch.tensor([self.rows[p] for p in prompts])], slots.device)[0]
-        self.prompt_row[slots], self.prompt_length[slots] = mine.unbind(1)
+        mine = [self.rows[prompt] for prompt in prompts]
+        index, ours = to_device([torch.tensor(slots), torch.tensor(mine)], self.place.device)
+        self.prompt_row[index], self.prompt_length[index] = ours.unbind(1)
         # Writing a token first increments `place`, and then writes at the new `place`.
-        self.place.index_fill_(0, slots, -1)
+        self.place.index_fill_(0, index, -1)
+        self.slot_rows[slots] = [row for row, _ in mine]
+        self._share()
+
+    def _share(self) -> None:
+        """Tell the kernels which slots share a prompt."""
+        rows = torch.from_numpy(slots_by_prompt(self.slot_rows, self.sharing.shape[1]))
+        self.sharing.copy_(to_device([rows], self.place.device)[0])
+
+    def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Assign pages for this many positions to each slot; return whether there were enough."""
+        changes = self.pages.reserve(slots, positions)
+        if changes is None:
+            return False
+        if len(changes):
+            (new,) = to_device([torch.from_numpy(changes)], self.place.device)
+            self.table[new[:, 0], new[:, 1]] = new[:, 2].int()
+        return True
+
+    def admits(self, positions: np.ndarray) -> int:
+        """Return how many new completions have pages, the first of which need `positions`."""
+        return self.pages.admits(positions)
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Free the pages of the given slots."""
+        self.pages.release(slots)
+        self.slot_rows[list(slots)] = -1
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Move the given slots to the front; their keys and values stay where they are."""
+        super().keep(slots)
+        self.pages.keep(slots)
+        kept = self.slot_rows[list(slots)]
+        self.slot_rows[:] = -1
+        self.slot_rows[: len(slots)] = kept
+        self._share()
 
     def all_ended(self, prompt: int) -> None:
         """Free the cache row of a prompt."""
         self.free.append(self.rows.pop(prompt)[0])
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float8 numbers as bytes, which torch can index, and other numbers as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return keys and values in the order of layers."""
+    return [tensor for layer in zip(keys, values, strict=True) for tensor in layer]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from covey.accel.packing import to_device
+from covey.accel.packing import row_of_each, to_device
 from covey.engines.draw import Distribution, log_distribution, pick_from, pick_tokens
 from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVCache
@@ -94,16 +94,40 @@ class Slots:
         self.last[index] = tokens
         self.count[index] = count + 1
         self.cache.place[index] += 1
-        ended = torch.isin(tokens, self.stop_ids) | (count + 1 == self.room)
-        self.cache.active[index] = ~ended
+        self.cache.active[index] = ~self._ended(tokens, count + 1)
 
-    def keep(self, slots: torch.Tensor) -> None:
+    def _ended(self, tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return whether completions of `count` tokens end with `tokens`."""
+        return torch.isin(tokens, self.stop_ids) | (count == self.room)
+
+    def keep(self, slots: Sequence[int]) -> None:
         """Move the given slots to the front."""
         self.cache.keep(slots)
+        index = torch.tensor(slots, device=self.count.device)
         for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
-            tensor[: len(slots)] = tensor[slots]
+            tensor[: len(slots)] = tensor[index]
         if self.kept is not None:
             self.kept.keep(slots)
+
+    def resume(
+        self, index: torch.Tensor, tokens: list[np.ndarray], logps: list[np.ndarray]
+    ) -> None:
+        """Continue paused completions in the slots `index`, which are open.
+
+        A completion may have ended with its newest token.
+        """
+        counts = torch.tensor([len(row) for row in tokens])
+        which = row_of_each(counts)
+        at = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+        written, said = (torch.from_numpy(np.concatenate(rows)) for rows in (tokens, logps))
+        last = torch.tensor([int(row[-1]) for row in tokens])
+        parts = to_device([counts, which, at, written, said, last], index.device)
+        count, which, at, written, said, last = parts
+        self.tokens[index[which], at] = written.long()
+        self.logps[index[which], at] = said
+        self.last[index], self.count[index] = last, count
+        self.cache.place[index] += count
+        self.cache.active[index] = ~self._ended(last, count)
 
     def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which slots are unfinished, and their token counts; this waits for the device."""

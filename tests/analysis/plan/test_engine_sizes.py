@@ -7,7 +7,7 @@ import torch
 
 from covey.accel import attention, static_buffers
 from covey.analysis.plan import engine_sizes as sizes
-from covey.engines.native import backend, llama_decoder, prefill, shared_prompt_cache
+from covey.engines.native import backend, llama_decoder, pages, prefill, shared_prompt_cache
 from covey.models.micro_batches import balanced_parts
 from tests.analysis.plan.test_memory import equal_rows
 
@@ -18,6 +18,7 @@ def test_limits_are_those_of_their_modules() -> None:
     assert prefill.PREFILL_TOKENS == sizes.PREFILL_TOKENS
     assert (backend.CAPACITY_STEP, backend.SPARE_BYTES) == (sizes.CAPACITY_STEP, sizes.SPARE_BYTES)
     assert shared_prompt_cache.PROMPT_STEP == sizes.PROMPT_STEP
+    assert (pages.PAGE, pages.LEAST_PAGE) == (sizes.PAGE, sizes.LEAST_PAGE)
 
 
 def test_limits_are_those_of_the_kernels() -> None:
@@ -32,6 +33,7 @@ def test_slots_and_padded_tokens() -> None:
     for count in (*range(1, 2100, 7), 5000, 40_001, 1_000_000):
         assert sizes.width_for(count) == shared_prompt_cache.width_for(count)
         assert sizes.padded_tokens(count) == static_buffers.bucket(count)
+        assert sizes.page_for(count) == pages.page_for(count)
 
 
 @pytest.mark.parametrize("completion", [1, 2, 40])

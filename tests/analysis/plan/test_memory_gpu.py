@@ -117,8 +117,10 @@ def test_micro_batches_are_those_of_a_gpu(budget: int) -> None:
     assert prompts * 30 + rows * 39 == max(packed)
 
 
-def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
+@pytest.mark.parametrize("gigabytes", [0.0, 0.001])
+def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel, gigabytes: float) -> None:
     overrides = (
+        f"engine.cache_gigabytes={gigabytes}",
         "rollout.prompts_per_step=9",
         "rollout.group_size=4",
         "evaluate.every=5",

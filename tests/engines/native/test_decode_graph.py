@@ -27,6 +27,7 @@ from tests.conftest import build, rollouts_of
 
 pytest.importorskip("triton")
 
+from covey.engines.native import fused_decoder
 from covey.engines.native.decode_graph import GraphBackend
 from covey.engines.native.fused_decoder import FusedDecoder
 from covey.engines.native.llama_decoder import UnsupportedModel
@@ -126,10 +127,11 @@ def test_upcoming_prompts_are_prefilled_together(
     assert read == [1, 1, 1]
 
 
-def test_small_16_bit_heads_are_not_fused() -> None:
-    # Half a head of 16 is 8 numbers; tensor cores need 16 of a 16-bit type.
-    FusedDecoder(load_language_model("embedded", dtype="float32", device="cpu"))
+def test_small_16_bit_heads_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     small = load_language_model("embedded", dtype="bfloat16", device="cpu")
+    FusedDecoder(small)
+    monkeypatch.setattr(fused_decoder, "SMALLEST_HEAD", 64)
+    FusedDecoder(load_language_model("embedded", dtype="float32", device="cpu"))
     with pytest.raises(UnsupportedModel, match="its heads are too small"):
         FusedDecoder(small)
 
@@ -163,7 +165,7 @@ def test_slots_are_refilled_without_synchronization() -> None:
         cache.emptied()
         cache.store_packed([8, 9], [3, 4], read)
         index, uniforms = to_device([torch.arange(4), torch.rand(4, 5)], device)
-        cache.enter(index, [8, 8, 9, 9])
+        cache.enter([0, 1, 2, 3], [8, 8, 9, 9])
         room.open(index, uniforms)
         room.write(index, tokens, logps)
 
