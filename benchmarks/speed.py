@@ -14,7 +14,7 @@ sampler     tokens per second; one decode step at half length; its floor: weight
             read once (a group's prompt once) at the measured copy bandwidth
 float8      the same for a model of 7B parameters, in each precision of the engine, and how long
             the engine takes to prepare new weights
-sampler_long  decode steps of 64 completions of up to 16,384 tokens, with peak and forecast memory, and
+sampler_long  decode steps of 64 completions of up to 16,384 tokens, with peak and forecast memory;
             a generation whose KV cache has room for half of the completions
 update      tokens per second, counting the prompt once per completion; MFU over those tokens,
             `work` over the tokens processed: 6 flops per weight and token plus attention, against

@@ -28,7 +28,7 @@ STEPS = 8
 
 
 def sampler_long(sizes: Sizes, report: Report) -> None:
-    """Measure decode steps of long completions, and a generation with half of the cache it needs."""
+    """Measure decode steps of long completions, and a generation with half of its KV cache."""
     forget(sizes.device)
     engine = random_engine(sizes, sizes.long_shape)
     completions, group = sizes.long_completions, sizes.group

@@ -322,8 +322,10 @@ def _decode_attention(
                 at_page = pages + _picked(owner, index, sequence) * slot_pages + start // page
                 more = (sequence > 0) & (sequence < sequences)
                 page_row = tl.load(at_page, mask=more, other=0).to(tl.int64)
-                key = tl.load(key_at + cell, mask=seen[:, None], other=0.0).to(kind)
-                value = tl.load(value_at + cell, mask=seen[:, None], other=0.0).to(kind)
+                key = tl.load(key_at + cell, mask=seen[:, None], other=0.0)
+                value = tl.load(value_at + cell, mask=seen[:, None], other=0.0)
+                if rounds:
+                    key, value = key.to(kind), value.to(kind)
                 score = tl.dot(query, tl.trans(key), input_precision=precision)
                 score = tl.where(mine[:, None] & seen[None, :], score * log2, float("-inf"))
                 largest, total, result = online_softmax(

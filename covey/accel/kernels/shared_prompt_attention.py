@@ -68,24 +68,22 @@ def _shared_prompt_attention(
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    whole = tl.arange(0, room)
+    whole, member = tl.arange(0, room), tl.arange(0, rows)
     known = whole < size
-    member = tl.arange(0, rows)
     real = (member < shared)[:, None] & known[None, :]
     out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
     if tl.load(active + slot) == 0:
         tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # replaces the old values
         return
-    at = tl.load(place + slot)
-    before = tl.load(prompt_length + slot)
+    at, before = tl.load(place + slot), tl.load(prompt_length + slot)
     row = tl.load(prompt_row + slot)
     kind = keys.dtype.element_ty
 
     query_at = query + slot * query_slot + (head * shared + member)[:, None] * query_head + whole
     q = tl.load(query_at, mask=real, other=0.0).to(kind)
     k = tl.load(key + slot * key_slot + head * key_head + whole, mask=known, other=0.0).to(kind)
-    v = tl.load(value + slot * value_slot + head * value_head + whole, mask=known, other=0.0)
-    v = v.to(kind)
+    value_at = value + slot * value_slot + head * value_head + whole
+    v = tl.load(value_at, mask=known, other=0.0).to(kind)
     own = pages + slot * slot_pages
     new_row = (tl.load(own + at // page).to(tl.int64) * key_heads + head) * page + at % page
     tl.store(keys + new_row * size + whole, k, mask=known)
