@@ -2,8 +2,8 @@
 
 Float8 numbers take half the memory of 16-bit numbers, and tensor cores multiply them twice as fast.
 The weights of all products in the layers are quantized, with one power of two per output, whenever
-the engine gets new weights. The kernel that makes the input of a product also quantizes it, with one
-scale per token. Embedding, norms, residual stream, attention and head keep their precision.
+the engine gets new weights. The kernel that makes the input of a product also quantizes it, with
+one scale per token. Embedding, norms, residual stream, attention and head keep their precision.
 
 The engine then samples from a slightly different policy than the trainer's, so a run needs a
 correction (covey/objective/correction.py).
