@@ -42,7 +42,7 @@ class FirstStep:
     """A backend that times its first decode step and then ends generation."""
 
     def __init__(self, backend: Any, device: str) -> None:
-        self.backend, self.device = backend, device
+        self.backend, self.device, self.steps = backend, device, backend.steps
         self.begun = self.ended = 0.0
 
     def width_for(self, completions: int) -> int:

@@ -218,7 +218,8 @@ def _merge_parts(
 def _decode_attention(
     heads, cosine, sine, query_gain, key_gain,
     prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
-    sharing, arrived, units, parts, attended, scale, eps, prompt_capacity, slot_pages, slots, programs,
+    sharing, arrived, units, parts, attended,
+    scale, eps, prompt_capacity, slot_pages, slots, programs,
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
     together: tl.constexpr, sequences: tl.constexpr, page: tl.constexpr, block: tl.constexpr,
     splits: tl.constexpr, norms: tl.constexpr, rounds: tl.constexpr, early: tl.constexpr,

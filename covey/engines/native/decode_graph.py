@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ class GraphBackend:
             self.sizes = {name: max(size, self.sizes.get(name, 0)) for name, size in sizes.items()}
             self.cache = None  # freed before the next allocation, because both may not fit
             pages = self._pool_pages(sampling.cache_gigabytes)
-            config = self.model.backbone.config
+            config: Any = self.model.backbone.config
             together = slots_together(config.num_attention_heads // self.shape.heads)
             self.cache = SharedPromptCache(
                 **self.sizes, shape=self.shape, pages=pages, together=together
