@@ -118,6 +118,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "kind": st.sampled_from(["native", "process", "vllm"]),
         "device": st.sampled_from(["auto", "cpu", "cuda:1"]),
         "max_concurrent": st.integers(1, 10**6),
+        "cache_gigabytes": st.floats(0, 1e6),
         "vllm": st.fixed_dictionaries({"urls": st.lists(st.text(min_size=1)), "memory": size}),
     },
     "cluster": {
