@@ -66,7 +66,7 @@ def test_the_second_run_reads_what_the_first_has_generated(
     second = generate(
         prompts,
         engine=shared(names_file="second"),
-        sampling=replace(SAMPLING, max_concurrent=2),  # changes no completion
+        sampling=replace(SAMPLING, max_concurrent=2, cache_gigabytes=1.0),  # change no completion
         finished=lambda number, rollout: seen.append((number, rollout)),
         **usual,
     )
