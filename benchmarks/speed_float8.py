@@ -15,7 +15,11 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.native.precision import MODEL_PRECISION, Precision
 from covey.models.load_model import wrap
 
-PRECISIONS = {"model": MODEL_PRECISION, "float8": Precision(products=True)}
+PRECISIONS = {
+    "model": MODEL_PRECISION,
+    "float8": Precision(products=True),
+    "float8, KV cache too": Precision(products=True, cache=True),
+}
 
 
 @torch.inference_mode()
@@ -38,7 +42,7 @@ def float8(sizes: Sizes, report: Report) -> None:
             found = timed(engine, sizes, completions, sizes.repeat)
             least = step_bytes(
                 shape, weights, completions=completions, group=sizes.group, prompt=sizes.prompt,
-                written=sizes.tokens // 2, size=sizes.dtype.itemsize,
+                written=sizes.tokens // 2, size=1 if precision.cache else sizes.dtype.itemsize,
             )  # fmt: skip
             step, floor = step_seconds(engine, sizes, completions), least / bandwidth
             refreshes = [seconds_of(engine.backend.refresh, sizes.device) for _ in range(5)]

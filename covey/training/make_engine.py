@@ -85,7 +85,8 @@ def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> Nat
 
 def precision_of(config: Config) -> Precision:
     """Return the precision of the native engine."""
-    return Precision(products=config.engine.dtype == "float8")
+    engine = config.engine
+    return Precision(products=engine.dtype == "float8", cache=engine.kv_dtype == "float8")
 
 
 def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:

@@ -226,14 +226,17 @@ def test_float8_halves_the_bytes_of_the_layers(monkeypatch: pytest.MonkeyPatch) 
     sizes, report = sizes_for("cpu", tokens=3, float8=(4,)), Report.at(None, ENVIRONMENT)
     with report.section("float8"):
         speed_float8.float8(sizes, report)
-    plain, small = report.sections["float8"]["rows"]
+    plain, small, smallest = report.sections["float8"]["rows"]
     assert (plain["who"], small["who"]) == ("model", "float8")
-    assert plain["tokens"] == small["tokens"] == 4 * 3
+    assert plain["tokens"] == small["tokens"] == smallest["tokens"] == 4 * 3
     config = tiny_shapes()["qwen2.5"].config
     layers = weights(config) - 512 * 32 - 32  # without the embedding, which is the head, and a norm
     less = layers * (1 - 1 / 4)  # 8 of 32 bits
     bandwidth = ENVIRONMENT["copy_bytes_per_s"]
     assert plain["floor_ms"] - small["floor_ms"] == pytest.approx(1e3 * 4 * less / bandwidth)
+    # A prompt of 8 tokens, and 1 token of each of 4 completions: 8 of 32 bits.
+    keys = tiny_shapes()["qwen2.5"].key_numbers * (8 + 4) * 3
+    assert small["floor_ms"] - smallest["floor_ms"] == pytest.approx(1e3 * keys / bandwidth)
     assert small["refresh_ms"] > 0
 
 

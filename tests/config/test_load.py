@@ -117,6 +117,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "engine": {
         "dtype": st.sampled_from(["model", "float8"]),
+        "kv_dtype": st.sampled_from(["model", "float8"]),
         "kind": st.sampled_from(["native", "process", "vllm"]),
         "device": st.sampled_from(["auto", "cpu", "cuda:1"]),
         "max_concurrent": st.integers(1, 10**6),

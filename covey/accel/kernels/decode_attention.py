@@ -23,6 +23,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from covey.accel.kernels.float8_cache import as_stored, units_of
+from covey.accel.kernels.running_softmax import merge_parts, online_softmax
+
 LEAST_ROWS = 16
 """Minimum rows of a tensor core product; query heads that share keys are padded to this."""
 LEAST = tl.constexpr(-1e30)
@@ -45,6 +48,10 @@ SPLIT_POSITIONS = 512
 """With fewer Triton programs, completions are split, into parts of at least so many positions."""
 SMALLEST_HEAD = 16
 """Smallest head size in 16-bit types, a limit of tensor cores."""
+
+
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Types in which keys, values and queries are multiplied."""
 
 
 class LayerCache(NamedTuple):
@@ -73,6 +80,8 @@ class LayerCache(NamedTuple):
     once; the last rows are empty."""
     arrived: torch.Tensor
     """[S, K] int32: the number of parts that are ready; zero before and after the kernel."""
+    units: torch.Tensor
+    """[2, K] float32: the units in which keys and values are stored as float8 numbers."""
 
 
 class Tiling(NamedTuple):
@@ -110,36 +119,9 @@ def _rotated(
 
 
 @triton.jit
-def online_softmax(score, value, largest, total, result, precision: tl.constexpr):
-    """Add more positions to a running softmax; scores are logarithms to base 2."""
-    larger = tl.maximum(largest, tl.max(score, axis=1))
-    shrink = tl.exp2(largest - larger)
-    weight = tl.exp2(score - larger[:, None])
-    total = total * shrink + tl.sum(weight, axis=1)
-    result = result * shrink[:, None]
-    result += tl.dot(weight.to(value.dtype), value, input_precision=precision)
-    return larger, total, result
-
-
-@triton.jit
 def _part_size(length, splits: tl.constexpr, block: tl.constexpr):
     """Return the number of positions in each part of `length` positions but the last."""
     return tl.maximum(tl.cdiv(tl.cdiv(length, splits), block), 1) * block
-
-
-@triton.jit
-def _add_part(part, largest, total, result, rows: tl.constexpr, size: tl.constexpr):
-    """Add a part, stored at `part`, to a running softmax."""
-    row = tl.arange(0, rows)
-    cell = row[:, None] * size + tl.arange(0, size)
-    # Another multiprocessor may have written the part, so this one's L1 cache is bypassed.
-    new = tl.load(part + cell, cache_modifier=".cg")
-    other = tl.load(part + rows * size + row, cache_modifier=".cg")
-    weight = tl.load(part + rows * size + rows + row, cache_modifier=".cg")
-    larger = tl.maximum(largest, other)
-    mine, theirs = tl.exp2(largest - larger), tl.exp2(other - larger)
-    total = total * mine + weight * theirs
-    return larger, total, result * mine[:, None] + new * theirs[:, None]
 
 
 @triton.jit
@@ -151,7 +133,9 @@ def _picked(values, index, chosen):
 @triton.jit
 def _new_position(
     token, real, writes, q1, q2, cos, sin, key_gain, keys, values, new, head, eps, log2,
+    key_unit, value_unit,
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
+    rounds: tl.constexpr,
 ):  # fmt: skip
     """Write key and value of the new position, and begin a softmax with it.
 
@@ -160,54 +144,31 @@ def _new_position(
     half, whole = tl.arange(0, size // 2), tl.arange(0, size)
     k1, k2 = _rotated(
         token + (key_heads * shared + head) * size, real, cos, sin, key_gain, eps,
-        keys.dtype.element_ty, size, norms,
+        q1.dtype, size, norms,
     )  # fmt: skip
     value = tl.load(
         token + (key_heads * shared + key_heads + head) * size + whole, mask=real, other=0.0
     )
-    tl.store(keys + new + half, k1, mask=writes)
-    tl.store(keys + new + size // 2 + half, k2, mask=writes)
-    tl.store(values + new + whole, value, mask=writes)
+    kind: tl.constexpr = keys.dtype.element_ty
+    tl.store(keys + new + half, as_stored(k1, key_unit, kind, rounds), mask=writes)
+    second = keys + new + size // 2 + half
+    tl.store(second, as_stored(k2, key_unit, kind, rounds), mask=writes)
+    tl.store(values + new + whole, as_stored(value, value_unit, kind, rounds), mask=writes)
     score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
     score += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
     return score * log2, value.to(tl.float32)
 
 
 @triton.jit
-def _merge_parts(
-    parts, flag, part, count, largest, total, result,
-    rows: tl.constexpr, size: tl.constexpr,
-):  # fmt: skip
-    """Store a part, or add all others to part 0 as soon as they are ready."""
-    stride: tl.constexpr = rows * (size + 2)
-    if part == 0:
-        while tl.atomic_add(flag, 0, sem="acquire") < count - 1:
-            pass
-        tl.debug_barrier()
-        tl.atomic_xchg(flag, 0)
-        for other in range(1, count):
-            largest, total, result = _add_part(
-                parts + other * stride, largest, total, result, rows, size
-            )
-    else:
-        row = tl.arange(0, rows)
-        cell = parts + part * stride
-        tl.store(cell + row[:, None] * size + tl.arange(0, size), result)
-        tl.store(cell + rows * size + row, largest)
-        tl.store(cell + rows * size + rows + row, total)
-        tl.debug_barrier()
-        tl.atomic_add(flag, 1, sem="release")
-    return largest, total, result
-
-
-@triton.jit
 def _decode_attention(
     heads, cosine, sine, query_gain, key_gain,
     prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, pages, place, active,
-    sharing, arrived, parts, attended, scale, eps, prompt_capacity, slot_pages, slots, programs,
+    sharing, arrived, units, parts, attended,
+    scale, eps, prompt_capacity, slot_pages, slots, programs,
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
     together: tl.constexpr, sequences: tl.constexpr, page: tl.constexpr, block: tl.constexpr,
-    splits: tl.constexpr, norms: tl.constexpr, early: tl.constexpr, precision: tl.constexpr,
+    splits: tl.constexpr, norms: tl.constexpr, rounds: tl.constexpr, kind: tl.constexpr,
+    early: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     if early:
         gdc_launch_dependents()
@@ -249,6 +210,7 @@ def _decode_attention(
         count = tl.max(tl.cdiv(length, per), axis=0)
         if (part == 0) | (part < count):
             width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
+            key_unit, value_unit = units_of(units, head, key_heads, rounds)
             log2 = scale * 1.4426950408889634
             real = goes_on[:, None]
             half, whole = tl.arange(0, size // 2), tl.arange(0, size)
@@ -261,7 +223,7 @@ def _decode_attention(
             token = heads + (slot * width)[:, None]
             q1, q2 = _rotated(
                 token + ((head * shared + member) * size)[:, None], real, cos, sin, query_gain, eps,
-                keys.dtype.element_ty, size, norms,
+                kind, size, norms,
             )  # fmt: skip
             query = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), (rows, size))
             largest = tl.full((rows,), LEAST, tl.float32)
@@ -272,9 +234,12 @@ def _decode_attention(
                 writes = (goes_on & (member == 0))[:, None]
                 largest, result = _new_position(
                     token, real, writes, q1, q2, cos, sin, key_gain, keys, values, new, head, eps,
-                    log2, key_heads, shared, size, norms,
+                    log2, key_unit, value_unit, key_heads, shared, size, norms, rounds,
                 )  # fmt: skip
                 total = tl.full((rows,), 1.0, tl.float32)
+            # The sums below are in the units of keys and values.
+            log2 *= key_unit
+            result /= value_unit
             # One loop over the tiles of all sequences keeps loads in flight from one to the next.
             # The address of a tile is computed one iteration ahead, because it needs a page.
             sequence = tl.sum((ends <= 0).to(tl.int32), axis=0)
@@ -300,15 +265,17 @@ def _decode_attention(
                 page_row = tl.load(at_page, mask=more, other=0).to(tl.int64)
                 key = tl.load(key_at + cell, mask=seen[:, None], other=0.0)
                 value = tl.load(value_at + cell, mask=seen[:, None], other=0.0)
+                key, value = key.to(kind), value.to(kind)
                 score = tl.dot(query, tl.trans(key), input_precision=precision)
                 score = tl.where(mine[:, None] & seen[None, :], score * log2, float("-inf"))
                 largest, total, result = online_softmax(
                     score, value, largest, total, result, precision
                 )
+            result *= value_unit
             if splits > 1:
                 flag = arrived + first * key_heads + head
                 own = parts + (first * key_heads + head) * splits * (rows * (size + 2))
-                largest, total, result = _merge_parts(
+                largest, total, result = merge_parts(
                     own, flag, part, count, largest, total, result, rows, size
                 )
             if part == 0:
@@ -360,6 +327,7 @@ def launch(
     parts = slots * key_heads * tiling.splits * rows * (size + 2) if tiling.splits > 1 else 1
     workspace = heads.new_empty(parts, dtype=torch.float32)
     query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
+    rounds = cache.keys.dtype == torch.float8_e4m3fn
     programs = slots * key_heads
     arguments = (
         heads, *rope, query_gain, key_gain, *cache, workspace, attended,
@@ -369,6 +337,7 @@ def launch(
         "key_heads": key_heads, "shared": shared, "size": size, "rows": rows,
         "together": together, "sequences": triton.next_power_of_2(together + 1), "page": page,
         "block": min(tiling.block, page), "splits": tiling.splits, "norms": norms is not None,
+        "rounds": rounds, "kind": KINDS[heads.dtype if rounds else cache.keys.dtype],
         "early": tiling.early,
         "precision": "ieee" if cache.keys.dtype == torch.float32 else "tf32",
         "num_warps": tiling.warps, "num_stages": tiling.stages,

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from covey.accel.kernels.decode_attention import LEAST_ROWS, LayerCache, online_softmax, tile_sizes
+from covey.accel.kernels.decode_attention import LEAST_ROWS, LayerCache, tile_sizes
+from covey.accel.kernels.running_softmax import online_softmax
 
 NO_WINDOW = 2**31 - 1
 

@@ -73,11 +73,18 @@ class EngineFacts:
     """Tokens of the longest prompt."""
     completion: int
     """Tokens of the longest completion."""
+    float8_cache: bool = False
+    """Whether the KV cache of CUDA graphs stores float8 numbers."""
 
     @property
     def position(self) -> int:
-        """Bytes of the KV cache per token."""
+        """Bytes of keys and values per token."""
         return 2 * self.shape.layers * self.shape.key * self.size
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the KV cache of CUDA graphs per token."""
+        return self.position // self.size if self.float8_cache else self.position
 
 
 def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part]:
@@ -165,20 +172,20 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call], gigabytes: float) ->
     longest = -(-facts.completion // page)
     pages = width * longest
     if gigabytes:
-        pages = max(longest, min(pages, int(gigabytes * 2**30 // (page * facts.position))))
+        pages = max(longest, min(pages, int(gigabytes * 2**30 // (page * facts.stored))))
     passing = [
         part for call in calls for part in (_prefill(facts, call), _first_tokens(facts, call))
     ]
     return [
         Part(
             "KV cache",
-            pages * page * facts.position + width * facts.completion * TOKEN_BYTES,
+            pages * page * facts.stored + width * facts.completion * TOKEN_BYTES,
             ALWAYS,
             f"{pages} pages of {page} positions for {width} completions",
         ),
         Part(
             "prompt KV cache",
-            prompts * positions * facts.position,
+            prompts * positions * facts.stored,
             ALWAYS,
             f"{prompts} prompts, {positions} positions each",
         ),

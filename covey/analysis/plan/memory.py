@@ -204,6 +204,7 @@ class _Run:
             device=self.device.kind,
             prompt=self.prompt,
             completion=self.config.rollout.max_tokens,
+            float8_cache=self.config.engine.kv_dtype == "float8",
         )
         elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.engine_actors
         return (

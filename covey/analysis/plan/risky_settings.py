@@ -106,7 +106,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
     engine = setup.config.engine
     if engine.rounds:
         yield Said(
-            ("engine.dtype", "objective.correction"),
+            ("engine.dtype", "engine.kv_dtype", "objective.correction"),
             title=f"engine.{engine.rounds} = 'float8' samples from a rounded policy",
             why="Completions are generated faster, but their log-probs differ from the trainer's "
             "more than in bfloat16. The correction weighs tokens by this difference, which wastes "

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,7 @@ def graph_backend(
 ) -> GraphBackend:
     """Return a CUDA graph backend, or raise UnsupportedModel."""
     if not precision.exact:
-        return _float8_backend(model, shape)
+        return _float8_backend(model, shape, precision)
     try:
         decoder = checked_decoder(model, FusedDecoder, _small_cache)
         return GraphBackend(model, decoder, shape, "CUDA graphs of the fused decoder")
@@ -210,14 +211,20 @@ def graph_backend(
     return GraphBackend(model, decoder, shape, description)
 
 
-def _float8_backend(model: LanguageModel, shape: KVShape) -> GraphBackend:
-    """Return a backend with float8 products; its description says how long quantization takes."""
+def _float8_backend(model: LanguageModel, shape: KVShape, precision: Precision) -> GraphBackend:
+    """Return a backend with float8 numbers; its description says how long quantization takes."""
     checked_decoder(model, FusedDecoder, _small_cache)  # the same layers, without rounding
-    decoder = checked_decoder(model, Float8Decoder, _small_cache, tolerance=FLOAT8_TOLERANCE)
+    kind = Float8Decoder if precision.products else FusedDecoder
+    small = partial(_small_cache, float8=precision.cache)
+    decoder = checked_decoder(model, kind, small, tolerance=FLOAT8_TOLERANCE)
+    shape = replace(shape, float8=precision.cache)
+    cache = ", with a float8 KV cache" if precision.cache else ""
+    if not precision.products:
+        return GraphBackend(model, decoder, shape, f"CUDA graphs of the fused decoder{cache}")
     decoder.begin(1)  # compiles kernels
     seconds = _seconds(lambda: decoder.begin(1), shape.device)
     description = (
-        "CUDA graphs of the float8 decoder; quantizing the weights takes "
+        f"CUDA graphs of the float8 decoder{cache}; quantizing the weights takes "
         f"{1e3 * seconds:.1f} ms per generation call"
     )
     return GraphBackend(model, decoder, shape, description)
@@ -234,7 +241,8 @@ def _seconds(call: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _small_cache(slots: int, shape: KVShape) -> SharedPromptCache:
+def _small_cache(slots: int, shape: KVShape, *, float8: bool = False) -> SharedPromptCache:
+    shape = replace(shape, float8=float8)
     return SharedPromptCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
 
 

@@ -112,11 +112,11 @@ class Float8Decoder(FusedDecoder):
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
         """Run all layers."""
         hidden = embedding(tokens, self.embedding.weight).float()
-        delta = None
+        delta, kind = None, self.embedding.weight.dtype
         for number, (block, products) in enumerate(zip(self.blocks, self.products, strict=True)):
             normed = add_norm_quantized(hidden, delta, *gain(block.input_norm))
             attended = decode_attention(
-                rescaled(products.qkv(normed)),
+                rescaled(products.qkv(normed)).to(kind),
                 cache.layer(number),
                 rope=self.rope,
                 scale=block.scaling,

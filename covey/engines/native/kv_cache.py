@@ -33,6 +33,8 @@ class KVShape:
     size: int
     dtype: torch.dtype
     device: torch.device
+    float8: bool = False
+    """Whether a cache for CUDA graphs stores float8 numbers."""
 
     @staticmethod
     def of(prefix: DynamicCache) -> KVShape:
@@ -46,15 +48,20 @@ class KVShape:
             device=keys.device,
         )
 
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in which keys and values are stored."""
+        return torch.float8_e4m3fn if self.float8 else self.dtype
+
     def bytes(self, positions: int) -> int:
         """Return the memory of this many positions, in bytes."""
-        return 2 * self.layers * self.heads * self.size * self.dtype.itemsize * positions
+        return 2 * self.layers * self.heads * self.size * self.stored.itemsize * positions
 
     def zeros(self, slots: int, capacity: int) -> list[torch.Tensor]:
         """Return zeros [S, H, L, D] for each layer."""
         return [
             torch.zeros(
-                slots, self.heads, capacity, self.size, dtype=self.dtype, device=self.device
+                slots, self.heads, capacity, self.size, dtype=self.stored, device=self.device
             )
             for _ in range(self.layers)
         ]

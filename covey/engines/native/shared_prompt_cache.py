@@ -10,7 +10,7 @@ pages per slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +24,9 @@ from covey.engines.native.pages import Pages, page_for
 if TYPE_CHECKING:
     from covey.accel.kernels.decode_attention import LayerCache
 
+UNIT_MARGIN = 4.0
+"""The largest float8 key or value is this many times the largest one of the first prompts."""
+LEAST_UNIT = 1e-10
 PROMPT_STEP = 128
 """The capacity for prompt tokens is a multiple of this, so that calls can share a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -84,6 +87,10 @@ class SharedPromptCache(KVCache):
         self.prompt_values = shape.zeros(prompts, prompt_capacity)
         self.layer_keys = shape.zeros(self.pages.count, page)
         self.layer_values = shape.zeros(self.pages.count, page)
+        self.float8 = shape.float8
+        self.units = torch.ones(shape.layers, 2, shape.heads, device=shape.device)
+        """[layers, 2, K]: the units in which keys and values are stored as float8 numbers."""
+        self.has_units = not shape.float8
         self.prompt_row, self.prompt_length = (torch.zeros_like(self.place) for _ in range(2))
         """[S]: the cache row of each slot's prompt, and the prompt's length."""
 
@@ -115,6 +122,7 @@ class SharedPromptCache(KVCache):
         self.rows.clear()
         self.active.zero_()
         self.arrived.zero_()
+        self.has_units = not self.float8
         self.leave(range(self.slots))
         self._share()
         return self
@@ -123,8 +131,10 @@ class SharedPromptCache(KVCache):
         """Copy prompts to free rows of the cache."""
         index = torch.tensor(self._rows_for(prompts, lengths), device=self.place.device)
         by_layer = _by_layer(self.prompt_keys, self.prompt_values)
-        for target, source in zip(by_layer, states, strict=True):
-            target[index, :, : source.shape[2]] = source
+        self._set_units(source.abs().amax(dim=(0, 2, 3)) for source in states)
+        units = self.units.flatten(0, 1)
+        for target, source, unit in zip(by_layer, states, units, strict=True):
+            _raw(target)[index, :, : source.shape[2]] = self._stored(source, unit[:, None, None])
 
     def store_packed(
         self,
@@ -139,8 +149,29 @@ class SharedPromptCache(KVCache):
         at = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         row, at = to_device([row, at], self.place.device)
         by_layer = _by_layer(self.prompt_keys, self.prompt_values)
-        for target, source in zip(by_layer, chain(*layers), strict=True):
-            target[row, :, at] = source
+        self._set_units(source.abs().amax(dim=(0, 2)) for source in chain(*layers))
+        units = self.units.flatten(0, 1)
+        for target, source, unit in zip(by_layer, chain(*layers), units, strict=True):
+            _raw(target)[row, :, at] = self._stored(source, unit[:, None])
+
+    def _set_units(self, largest: Iterable[torch.Tensor]) -> None:
+        """Set the units of float8 numbers from the largest keys and values [K] of prompts.
+
+        The units stay until the cache is emptied, because stored numbers depend on them. A float8
+        number has the same relative error in any unit, so there is room for larger numbers.
+        """
+        if not self.has_units:
+            top = torch.finfo(torch.float8_e4m3fn).max
+            found = torch.stack(list(largest)).view_as(self.units)
+            self.units.copy_((found * (UNIT_MARGIN / top)).clamp(min=LEAST_UNIT))
+            self.has_units = True
+
+    def _stored(self, numbers: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+        """Return keys or values as they are stored; float8 numbers as bytes."""
+        if not self.float8:
+            return numbers
+        top = torch.finfo(torch.float8_e4m3fn).max
+        return _raw((numbers.float() / unit).clamp(-top, top).to(torch.float8_e4m3fn))
 
     def store_completions(
         self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
@@ -155,8 +186,9 @@ class SharedPromptCache(KVCache):
         pages, inside = np.concatenate(owned), np.concatenate(at) % page
         parts = [rows, torch.from_numpy(pages), torch.from_numpy(inside)]
         source, target, cell = to_device(parts, self.place.device)
-        for tensor, new in zip(_by_layer(self.layer_keys, self.layer_values), layers, strict=True):
-            tensor[target, :, cell] = new[source]
+        by_layer = _by_layer(self.layer_keys, self.layer_values)
+        for tensor, new, unit in zip(by_layer, layers, self.units.flatten(0, 1), strict=True):
+            _raw(tensor)[target, :, cell] = self._stored(new[source], unit[:, None])
 
     def layer(self, number: int) -> LayerCache:
         """Return the tensors of one layer as an argument for the kernels."""
@@ -174,6 +206,7 @@ class SharedPromptCache(KVCache):
             self.active,
             self.sharing,
             self.arrived,
+            self.units[number],
         )
 
     def _rows_for(self, prompts: Sequence[int], lengths: list[int]) -> list[int]:
@@ -227,6 +260,11 @@ class SharedPromptCache(KVCache):
     def all_ended(self, prompt: int) -> None:
         """Free the cache row of a prompt."""
         self.free.append(self.rows.pop(prompt)[0])
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float8 numbers as bytes, which torch can index, and other numbers as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:

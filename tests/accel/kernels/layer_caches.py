@@ -35,7 +35,7 @@ def random_layer(size: int, page: int, device: torch.device, together: int = 2) 
     found = LayerCache(
         prompts[0], prompts[1], torch.tensor(PROMPT_ROW), torch.tensor(PROMPT_LENGTH),
         pool[0], pool[1], pages.int(), torch.tensor(PLACE), torch.tensor(ACTIVE),
-        sharing, torch.zeros(4, KEY_HEADS, dtype=torch.int32),
+        sharing, torch.zeros(4, KEY_HEADS, dtype=torch.int32), torch.ones(2, KEY_HEADS),
     )  # fmt: skip
     return LayerCache(*(tensor.to(device) for tensor in found))
 

@@ -75,6 +75,31 @@ def test_attention_covers_prompt_and_completion(
         assert torch.equal(theirs[:, at].double(), value)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_keys_and_values_may_be_float8_numbers(device: torch.device, splits: int) -> None:
+    from covey.accel.kernels.decode_attention import Tiling, decode_attention
+
+    heads, rope = inputs(device)
+    exact = random_layer(SIZE, 32, device)
+    units = torch.tensor([[0.01, 0.02], [0.015, 0.03]], device=device)
+    names = ("keys", "prompt_keys", "values", "prompt_values")
+    rounded, dense = {}, {}
+    for number, name in enumerate(names):
+        unit = units[number // 2][:, None, None]
+        rounded[name] = (getattr(exact, name).nan_to_num() / unit).to(torch.float8_e4m3fn)
+        dense[name] = rounded[name].float() * unit
+    before, cache = exact._replace(**dense), exact._replace(**rounded, units=units)
+    tiling = Tiling(16, 4, 2, together=True, splits=splits)
+    got = decode_attention(heads, cache, rope=rope, scale=0.2, tiling=tiling)
+    for slot in (slot for slot in range(4) if ACTIVE[slot]):
+        expected, key, value = one_slot(before, slot, heads, rope, None)
+        torch.testing.assert_close(got[slot].double(), expected, atol=1e-5, rtol=0)
+        at = int(cache.place[slot])
+        for stored, unit, new in zip((cache.keys, cache.values), units, (key, value), strict=True):
+            mine = completion(cache, stored.float(), slot)[:, at] * unit[:, None]
+            torch.testing.assert_close(mine.double(), new, rtol=1 / 16, atol=float(unit.max()))
+
+
 def test_results_do_not_depend_on_pages(device: torch.device) -> None:
     from covey.accel.kernels.decode_attention import decode_attention
 

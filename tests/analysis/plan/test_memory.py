@@ -233,7 +233,11 @@ def test_the_float8_copies_are_those_of_the_decoder(embedded: LanguageModel) -> 
     found = forecast(config_of("engine.dtype=float8"), GPU)
     expected = sum(w.values.nbytes + w.exponents.nbytes for w in products)
     assert bytes_of(found, "float8 weights") == expected
-    assert not [part for part in forecast(config_of(), GPU).parts if "float8" in part.name]
+    plain = forecast(config_of(), GPU)
+    assert not [part for part in plain.parts if "float8" in part.name]
+    cache = forecast(config_of("engine.kv_dtype=float8"), GPU)
+    assert 2 * bytes_of(cache, "prompt KV cache") == bytes_of(plain, "prompt KV cache")
+    assert bytes_of(cache, "KV cache") < bytes_of(plain, "KV cache")
 
 
 @pytest.mark.parametrize(

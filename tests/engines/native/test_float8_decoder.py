@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -105,3 +106,21 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
     layer.gate_proj = layer.up_proj = torch.nn.Linear(32, 60, bias=False)
     with pytest.raises(UnsupportedModel, match="32 inputs and 120 outputs"):
         Float8Decoder(model)
+
+
+def test_the_cache_may_store_float8_numbers() -> None:
+    model = made("qwen2")
+    expected = decode_without_cache(model)
+    small = partial(_small_cache, float8=True)
+    found = apart(decode_with_cache(model, FusedDecoder(model), small), expected)
+    assert 1e-4 < found < 0.1
+    engine = NativeEngine(model, Precision(cache=True))
+    assert not engine.info.exact_logp
+    assert "float8 KV cache" in engine.info.backend
+    sampling = Sampling(group_size=2, max_tokens=4, max_concurrent=4, seed=1)
+    generate(questions(model), engine=engine, model=model, sampling=sampling, step=1)
+    cache = engine.backend.cache
+    assert {cache.layer_keys[0].dtype, cache.prompt_keys[0].dtype} == {torch.float8_e4m3fn}
+    # The largest key of the prompts is about a quarter of the largest float8 number, 448.
+    largest = torch.stack([k.float().abs().amax(dim=(0, 2, 3)) for k in cache.prompt_keys])
+    assert ((largest >= 104) & (largest <= 120)).all()

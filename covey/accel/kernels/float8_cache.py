@@ -1,0 +1,22 @@
+"""Keys and values that are stored as float8 numbers, in a unit for each head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_stored(numbers, unit, kind: tl.constexpr, rounds: tl.constexpr):
+    """Return keys or values as they are stored; float8 numbers in the given unit."""
+    if not rounds:
+        return numbers
+    return tl.clamp(numbers.to(tl.float32) / unit, -448.0, 448.0).to(kind)
+
+
+@triton.jit
+def units_of(units, head, key_heads: tl.constexpr, rounds: tl.constexpr):
+    """Return the units of keys and of values of a head, which are 1 without float8 numbers."""
+    if not rounds:
+        return 1.0, 1.0
+    return tl.load(units + head), tl.load(units + key_heads + head)
