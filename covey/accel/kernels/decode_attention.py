@@ -15,7 +15,6 @@ C positions, B pages and T pages per slot.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from covey.accel.kernels.early_start import starts_early
 from covey.accel.kernels.float8_cache import as_stored, units_of
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
@@ -34,16 +34,19 @@ FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
 program should have many loads in flight. If many Triton programs run, each program is faster with
-less data. These values were the fastest on an H200 with head sizes 64 and 128. In float32 the
-compiler unrolls products, and would need four seconds to compile larger tiles.
+less data. In float32 the compiler unrolls products, and would need four seconds to compile larger
+tiles.
 """
-STAGE_BYTES = 64 * 2**10
-"""Maximum bytes of keys and values that a Triton program has in flight. Large heads are read in
-smaller tiles, because larger tiles would not fit in a multiprocessor's shared memory.
+HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
+"""The fastest tiles on an H200, from a number of Triton programs on, counted in heads of 64."""
+STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
+"""Maximum bytes of keys and values that a Triton program has in flight: in a stage, and in all
+stages since Hopper. Large heads are read in smaller tiles, because larger tiles would not fit in a
+multiprocessor's shared memory.
 """
-SHARING_PROGRAMS = 1024
+SHARING_PROGRAMS = 512
 """From this number of slots and key heads on, a Triton program computes several slots."""
-SPLIT_PROGRAMS = 512
+SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer Triton programs, completions are split, into parts of at least so many positions."""
 SMALLEST_HEAD = 16
@@ -292,21 +295,22 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
     return min(block, STAGE_BYTES // (2 * head * kind.itemsize)), warps, stages
 
 
-def tiling_for(slots: int, cache: LayerCache) -> Tiling:
-    """Return the fastest tiling for a number of slots; it depends on nothing that changes."""
+def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
+    """Return the fastest tiling for a number of slots; it depends on nothing that changes.
+
+    `hopper` says whether the GPU is a Hopper or later; by default, the device of the cache decides.
+    """
     _, key_heads, page, head = cache.keys.shape
+    hopper = starts_early(cache.keys.device) if hopper is None else hopper
     programs, capacity = slots * key_heads, page * cache.pages.shape[1]
     splits = max(1, min(16, SPLIT_PROGRAMS // programs, capacity // SPLIT_POSITIONS))
     tile = tile_sizes(programs, head, cache.keys.dtype)
-    if cache.keys.dtype != torch.float32 and programs >= SHARING_PROGRAMS:
-        tile = (32, 1, 3) if head <= 64 else (32, 2, 3)
-    return Tiling(*tile, together=programs >= SHARING_PROGRAMS, splits=splits, early=_overlaps())
-
-
-@lru_cache
-def _overlaps() -> bool:
-    """Return whether kernels may start before the last one has ended, a feature since Hopper."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    if hopper and cache.keys.dtype != torch.float32:
+        work = programs * head // 64
+        block, warps, stages = next(tile for least, tile in HOPPER.items() if work >= least)
+        block = min(block, HOPPER_BYTES // (2 * stages * head * cache.keys.itemsize))
+        tile = block, warps, stages
+    return Tiling(*tile, together=programs >= SHARING_PROGRAMS, splits=splits, early=hopper)
 
 
 def launch(

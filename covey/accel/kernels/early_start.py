@@ -12,7 +12,7 @@ import torch
 
 
 @functools.cache
-def _supported(device: torch.device) -> bool:
+def starts_early(device: torch.device) -> bool:
     """Return whether a device has programmatic dependent launch, as Hopper and later GPUs do."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -21,4 +21,4 @@ def _supported(device: torch.device) -> bool:
 
 def early_start(device: torch.device) -> dict[str, bool]:
     """Return the arguments of a kernel that starts early if the device supports it."""
-    return {"early": True, "launch_pdl": True} if _supported(device) else {"early": False}
+    return {"early": True, "launch_pdl": True} if starts_early(device) else {"early": False}
