@@ -55,7 +55,7 @@ AGAIN = [
 ]  # fmt: skip
 FITTED = (
     "key_bandwidth", "train_flops", "layer_seconds", "row_seconds", "token_seconds", "recompute",
-    "call_seconds",
+    "call_seconds", "prefill_flops",
 )  # fmt: skip
 
 
@@ -132,11 +132,12 @@ def updates(gpu: Gpu) -> Iterator[Case]:
         seconds = update_seconds(SHAPES[row["shape"]], load, gpu)
         name = f"update, {row['shape']}, {sizes[0]} x {sizes[1] + sizes[2]} tokens{recomputed}"
         yield Case(name, "H200", seconds, row["seconds"])
-    if ranks := results("ranks-gpu"):
-        load = work(32, 256, 768)
-        seconds = update_seconds(SHAPES["qwen2.5"], load, gpu)
-        measured = ranks["settings"]["ranks"]["seconds"]["graphs"]
-        yield Case("update, qwen2.5, 32 x 1024 tokens, beside FSDP2", "H200", seconds, measured)
+    for row in results("ranks-gpu")["settings"]["ranks"]["steps"]:
+        seconds = update_seconds(SHAPES["qwen2.5"], work(32, 256, 768), gpu)
+        for kind in ("graphs", "fused", "fsdp"):
+            tokens = f"{row['micro_batch_tokens']:,} in a micro-batch"
+            name = f"update, qwen2.5, 32 x 1024 tokens, {tokens}, {kind}"
+            yield Case(name, "H200", seconds, row["seconds"][kind])
     # Model flops are 6 x parameters + 6 x layers x hidden x context a token, over 989 TFLOP/s.
     for shape, load, utilization in (
         ("7b", work(16, 256, 768, checkpointing=True), 0.571),
@@ -241,19 +242,21 @@ def page_with(text: str, found: list[Case]) -> str:
 
 
 def fit() -> Gpu:
-    """Return the constants with the least squared differences of logarithms."""
-    from scipy.optimize import least_squares
+    """Return the constants whose largest difference is the least; a high power stands for it."""
+    from scipy.optimize import minimize
 
-    def gpu_of(factors: Any) -> Gpu:
-        return replace(
-            H200, **{n: getattr(H200, n) * f for n, f in zip(FITTED, factors, strict=True)}
-        )
+    def gpu_of(logs: Any) -> Gpu:
+        changes = {n: getattr(H200, n) * math.exp(x) for n, x in zip(FITTED, logs, strict=True)}
+        return replace(H200, **changes)
 
-    def errors(logs: Any) -> list[float]:
-        return [math.log1p(one.off) for one in cases(gpu_of([math.exp(log) for log in logs]))]
+    def largest(logs: Any) -> float:
+        return sum(abs(math.log1p(one.off)) ** 10 for one in cases(gpu_of(logs))) ** 0.1
 
-    found = least_squares(errors, [0.0] * len(FITTED), diff_step=1e-3)
-    return gpu_of([math.exp(log) for log in found.x])
+    found = [0.0] * len(FITTED)
+    for _ in range(6):  # the simplex is started again where it has shrunk
+        options = {"maxfev": 1500, "adaptive": True}
+        found = minimize(largest, found, method="Nelder-Mead", options=options).x
+    return gpu_of(found)
 
 
 def main() -> int:

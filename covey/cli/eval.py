@@ -41,7 +41,7 @@ Source = Annotated[
         "--config",
         metavar="CONFIG",
         help="Configuration that defines the task and the reward. Default: the configuration of "
-        "the run, or the recipe arithmetic if a model is given.",
+        "the run, or the recipe 'arithmetic' if a model is given.",
     ),
 ]
 Overrides = Annotated[

@@ -1,4 +1,4 @@
-"""`covey explain`: the gradient of a recorded step, for the run's and other algorithms."""
+"""`covey explain`: the gradient of a recorded step, for the run's own algorithm and others."""
 
 from __future__ import annotations
 

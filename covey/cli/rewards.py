@@ -195,7 +195,7 @@ def log_command(
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Show how the reward changed from run to run, with reasons, expected and observed effects.
+    """Show how the reward changed from run to run, with the reasons and effects.
 
     The reason and the expected effect come from [reward_change] in the configuration.
     """

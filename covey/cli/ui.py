@@ -23,7 +23,7 @@ def ui_command(
         typer.Argument(
             metavar="[RUNS]...",
             help="Run folders, comparison folders, or folders that contain runs or comparisons. "
-            "Default: the folders runs and comparisons.",
+            "Default: the folders ./runs and ./comparisons.",
         ),
     ] = None,
     port: Annotated[

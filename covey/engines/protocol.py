@@ -170,7 +170,7 @@ class Engine(Protocol):
         """
 
     def events(self) -> list[str]:
-        """Return a line for each repaired failure since the last call, such as a restart.
+        """Return a line for each failure since the last call that was repaired, as by a restart.
 
         The run logs all lines, and counts those that are not of the class `News`.
         """

@@ -214,4 +214,4 @@ def _check_pairs(name: str, objective: Objective) -> None:
                 f"completions with the reference; leave objective.{option} out"
             )
     if objective.beta <= 0:
-        raise ConfigError(f"objective.beta = {objective.beta} of {name} must be above 0")
+        raise ConfigError(f"objective.beta = {objective.beta}: {name} needs a value above 0")

@@ -104,6 +104,6 @@ def check_metric(name: str, *, samples: int) -> None:
     ]
     if name not in known:
         raise ConfigError(
-            f"config: save.best: {name!r} is neither a metric of training steps nor a metric "
-            f"of evaluations with evaluate.samples = {samples}{nearest(name, known)}"
+            f"config: save.best: {name!r} is not a metric of training steps, and evaluations "
+            f"with evaluate.samples = {samples} do not have it{nearest(name, known)}"
         )

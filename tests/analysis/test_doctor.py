@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from covey.analysis.doctor import machine
 from covey.analysis.doctor.checkup import _fitting, examine_run, small
 from covey.analysis.doctor.clock import Clock
 from covey.analysis.doctor.engine import engine_checks, weights_check
@@ -175,3 +177,17 @@ def test_progress_names_every_slow_check(tmp_path: Path, parts: Parts) -> None:
     made = [*engine_checks(parts, groups, clock), *gradient_checks(parts, groups, clock)]
     names = [text.split(", about")[0] for text in said]
     assert [result.name for result in made] == [name for name in names if name != "gradient"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "used", "passed"),
+    [("cuda", 147, True), ("cuda", 400, False), ("cpu", 147, False)],
+)
+def test_workspaces_of_a_gpu_count_as_memory_of_a_tiny_model(
+    kind: str, used: int, passed: bool
+) -> None:
+    """The embedded model needs 22 MiB for tensors, and torch took 147 MiB of an H200 for it."""
+    expected = SimpleNamespace(
+        device=SimpleNamespace(kind=kind), tensors=22 * 2**20, peak=22 * 2**20
+    )
+    assert machine._memory(cast(Any, expected), used * 2**20).passed is passed

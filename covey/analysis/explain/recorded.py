@@ -196,9 +196,9 @@ class Trainee:
 
 
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
-    """Return the policy of a run before `step`, from the nearest earlier checkpoint.
+    """Return the policy of the nearest checkpoint before `step`.
 
-    If `exact` is true, the recorded steps after the checkpoint are trained again. Training recorded
+    If `exact` is true, the recorded steps after the checkpoint are trained again, up to `step`. Training recorded
     steps again takes as long as the first time, and gives the same weights.
     """
     config = load_config(str(run.config_file))

@@ -60,7 +60,7 @@ def _case(line: str, where: str) -> Case:
     text = _pop(row, TEXTS)
     if not isinstance(text, str):
         keys = " or ".join(map(repr, TEXTS))
-        raise DataError(f"{where} has no completion text; the text must have the key {keys}")
+        raise DataError(f"{where} has no completion text; put the text under the key {keys}")
     content, target = _pop(row, PROMPTS), _pop(row, ("target", "answer"))
     correct = row.pop("correct", None)
     if correct is not None and not isinstance(correct, bool):

@@ -29,23 +29,23 @@ class Gpu:
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
     """Bytes per second when reading weights, measured by a copy."""
-    key_bandwidth: float = 4.8e12
+    key_bandwidth: float = 5.38e12
     """Bytes per second when reading the KV cache."""
     decode_flops: float = 779e12
-    train_flops: float = 551e12
+    train_flops: float = 610e12
     attention_flops: float = 276e12
     """FLOP per second of flash attention in training, forward and backward."""
-    layer_seconds: float = 25.8e-6
+    layer_seconds: float = 30.0e-6
     """The minimum seconds of a layer's kernels in one decode step."""
-    row_seconds: float = 26.8e-12
+    row_seconds: float = 17.5e-12
     """The seconds of a decode step for each row, layer and element of the hidden state."""
-    token_seconds: float = 132e-12
+    token_seconds: float = 146e-12
     """The seconds of an update for each token, layer and element of the hidden state."""
-    recompute: float = 1.12
+    recompute: float = 1.14
     """The factor by which gradient checkpointing increases the time of an update."""
-    call_seconds: float = 57e-3
+    call_seconds: float = 29.6e-3
     """The seconds of an engine call besides decoding."""
-    prefill_flops: float = 500e12
+    prefill_flops: float = 148e12
     node_link: float = 300e9
     """Bytes per second between GPUs of a node, in each direction: two thirds of the data sheet."""
     far_link: float = 40e9
