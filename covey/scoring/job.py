@@ -156,6 +156,6 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward; weights that follow a schedule have their values at this point of the run."""
+    """Return the reward, with the values that scheduled weights have at this point of the run."""
     at = getattr(reward, "at", None)
     return reward if at is None else at(progress)

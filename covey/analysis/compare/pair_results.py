@@ -1,8 +1,8 @@
 """Results of every pair of arms: tests of algorithms over seeds, of checkpoints over prompts.
 
 Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds:
-each seed is a separate training run, and a difference must be large beside the variation between seeds. The
-test for the better of two *checkpoints* compares prompts, with the weights fixed.
+each seed is a separate training run, and a difference must be large beside the variation between
+seeds. The test for the better of two *checkpoints* compares prompts, with the weights fixed.
 docs/statistics.md describes the tests and intervals.
 """
 

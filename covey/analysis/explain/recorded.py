@@ -198,8 +198,8 @@ class Trainee:
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
-    If `exact` is true, the recorded steps after the checkpoint are trained again, up to `step`. Training recorded
-    steps again takes as long as the first time, and gives the same weights.
+    If `exact` is true, the recorded steps after the checkpoint are trained again, up to
+    `step`. This takes as long as the first time, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)
