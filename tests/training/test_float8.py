@@ -112,7 +112,7 @@ def test_a_run_measures_and_corrects_what_float8_rounds(tmp_path: Path) -> None:
     gaps = {cause.name: cause.gap.mean for cause in report.causes}
     assert list(gaps).index("float8") == list(gaps).index("slots") + 1
     assert gaps["kernel"] < 1e-5
-    assert 0.1 > gaps["float8"] > 3e-5
+    assert 0.1 > gaps["float8"] > 20 * max(gaps["kernel"], gaps["slots"])
     folder = RunFolder.create(tmp_path / "run", "", {})
     train(parts, folder, [notes], StopSignal())
     (row,) = folder.steps()
