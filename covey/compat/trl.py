@@ -21,6 +21,7 @@ from covey.compat.trl_options import (
     NAMED,
     OLDER,
     TRACKERS,
+    TRAINER,
     VERSION,
 )
 from covey.compat.trl_source import Arguments, Values, attributes, called, loading, parsed
@@ -151,6 +152,8 @@ def _trainer(call: ast.Call, known: Values) -> Ported:
     model = values.get("model", call.args[0] if call.args else None)
     if model is not None and (path := known.text(model)) is not None:
         settings["model.path"] = path
+    elif model is not None:
+        notes.append(f"model = {ast.unparse(model)}: set model.path, or pass model=... a name")
     for name, how in TRAINER.items():
         if name in values and not (name == "peft_config" and _is_lora(values[name])):
             notes.append(f"{name} = {ast.unparse(values[name])}: {how}")
@@ -192,17 +195,6 @@ def _adapter(call: ast.Call, known: Values) -> Ported:
     settings = {key: options[name] for name, key in ADAPTER.items() if options.get(name)}
     settings["adapter.alpha"] = max(1, round(options["lora_alpha"]))
     return Ported(settings=settings, notes=tuple(notes))
-
-
-TRAINER = {
-    "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
-    "train_dataset": "pass it as dataset=... to covey.train, or use the task hub or jsonl",
-    "eval_dataset": "pass it as held_out=... to covey.train",
-    "peft_config": "set adapter.rank, adapter.alpha, adapter.targets and adapter.dropout",
-    "callbacks": "callbacks=[f] of covey.train get the metrics of each step",
-    "processing_class": "the tokenizer is that of the model's folder",
-    "environment_factory": "pass it as environment=... to covey.train",
-}
 
 
 def ported(given: Mapping[str, Any]) -> Ported:

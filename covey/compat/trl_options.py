@@ -211,3 +211,14 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
 """Options -> further settings that are only right if the option is known."""
+
+TRAINER: Mapping[str, str] = {
+    "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
+    "train_dataset": "pass it as dataset=... to covey.train, or use the task hub or jsonl",
+    "eval_dataset": "pass it as held_out=... to covey.train",
+    "peft_config": "set adapter.rank, adapter.alpha, adapter.targets and adapter.dropout",
+    "callbacks": "callbacks=[f] of covey.train get the metrics of each step",
+    "processing_class": "the tokenizer is that of the model's folder",
+    "environment_factory": "pass it as environment=... to covey.train",
+}
+"""Arguments of GRPOTrainer -> what to do instead."""

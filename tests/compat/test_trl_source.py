@@ -148,6 +148,7 @@ def test_a_checkpoint_and_a_type_of_weights_are_named() -> None:
     ported = port(start)
     assert noted(ported, "from_pretrained: torch_dtype = torch.float16: set model.dtype")
     assert not noted(ported, "resume_from_checkpoint")
+    assert noted(port(start, END.replace('"embedded"', "model")), "model = model: set model.path")
     for argument in ("resume_from_checkpoint='last'", "'last'"):
         ported = port(start, END.replace("train()", f"train({argument})"))
         assert noted(ported, "resume_from_checkpoint = 'last'", "resume=FOLDER")
