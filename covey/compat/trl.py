@@ -9,19 +9,22 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from covey.compat.trl_options import (
     ALGORITHMS,
+    COMPUTED,
     DEFAULTS,
     DIRECT,
     HANDLED,
     NAMED,
     OLDER,
     TRACKERS,
+    TRAINER,
     VERSION,
 )
+from covey.compat.trl_source import Arguments, Values, attributes, called, loading, parsed
 from covey.config.load import toml_lines
 from covey.errors import ConfigError
 from covey.rewards.user import FUNCTIONS
@@ -50,19 +53,34 @@ class Ported:
     given: frozenset[str] = frozenset()
     """The settings that follow from options that the script sets. The others are TRL's defaults."""
 
+    computed: Mapping[str, str] = field(default_factory=dict)
+    """Setting -> the option it follows from, whose value the script computes."""
+    unpacked: tuple[str, ...] = ()
+    """Each `**name` in the script whose options are not known."""
+
     def toml(self) -> str:
         """Return the settings as a configuration file, with the notes as comments."""
         tables: dict[str, list[str]] = {"": []}
         for key, value in self.settings.items():
             section, _, name = key.rpartition(".")
-            mark = "" if key in self.given else DEFAULT_MARK
             table = tables.setdefault(section, [])
-            table += [f"{line}{mark}" for line in toml_lines({name: value})]
+            table += [f"{line}{self._mark(key)}" for line in toml_lines({name: value})]
+        for key in sorted(self.computed.keys() - self.settings.keys()):
+            section, _, name = key.rpartition(".")
+            tables.setdefault(section, []).append(f"# {name} = ...{self._mark(key)}")
         lines = [f"# {note}" for note in (*HEAD, *self.notes)]
         lines += ["", *tables.pop("")]
         for section, table in tables.items():
             lines += ["", f"[{section}]", *table]
         return "\n".join(lines) + "\n"
+
+    def _mark(self, key: str) -> str:
+        """Return the comment behind a setting."""
+        if key in self.computed:
+            return f"  # {self.computed[key]} is computed in the script; set it yourself"
+        if key in self.given:
+            return ""
+        return DEFAULT_MARK + "".join(f", unless {name} sets it" for name in self.unpacked)
 
 
 def from_grpo_config(config: Any) -> Ported:
@@ -77,69 +95,65 @@ def _given(config: Any) -> dict[str, Any]:
     if not is_dataclass(config) or isinstance(config, type):
         raise ConfigError("port: give a GRPOConfig, or a dict of its options")
     return {
-        field.name: value
-        for field in fields(config)
-        if (value := getattr(config, field.name)) != field.default and field.init
+        option.name: value
+        for option in fields(config)
+        if (value := getattr(config, option.name)) != option.default and option.init
     }
 
 
 def from_script(text: str, name: str = "script.py") -> Ported:
     """Port the GRPOConfig and the GRPOTrainer of a script, without running it."""
-    calls = [node for node in ast.walk(parsed(text, name)) if isinstance(node, ast.Call)]
-    configs = [call for call in calls if called(call) == "GRPOConfig"]
-    if not configs:
-        raise ConfigError(f"port: {name} creates no GRPOConfig")
-    options, unknown = _literals(configs[0])
-    trainers = [call for call in calls if called(call) == "GRPOTrainer"]
-    more = _trainer(trainers[0]) if trainers else Ported(settings={}, notes=())
-    adapters = [call for call in calls if called(call) == "LoraConfig"]
-    adapter = _adapter(adapters[0]) if adapters else Ported(settings={}, notes=())
-    found = ported(options)
-    missing = tuple(
-        f"{key}: its value is computed in the script; set it yourself" for key in unknown
+    tree = parsed(text, name)
+    values, calls = Values.of(tree), [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    config, trainer, adapter = (
+        next((call for call in calls if called(call) == wanted), None)
+        for wanted in ("GRPOConfig", "GRPOTrainer", "LoraConfig")
     )
-    own = {**more.settings, **adapter.settings}
+    if config is None:
+        raise ConfigError(f"port: {name} creates no GRPOConfig")
+    given = values.arguments(config)
+    for attribute in attributes(tree, config, trainer):
+        if attribute.plain:
+            values.put(given, attribute.name, attribute.value)
+        else:
+            given.options.pop(attribute.name, None)
+            given.unknown[attribute.name] = ast.unparse(attribute.value)
+    more = _trainer(trainer, values) if trainer else Ported(settings={}, notes=())
+    lora = _adapter(adapter, values) if adapter else Ported(settings={}, notes=())
+    found, own = ported(given.options), {**more.settings, **lora.settings}
     return Ported(
         settings=dict(sorted({**found.settings, **own}.items())),
-        notes=(*more.notes, *adapter.notes, *found.notes, *missing),
+        notes=(*more.notes, *lora.notes, *loading(tree, trainer), *found.notes, *_missing(given)),
         given=found.given | own.keys(),
+        computed={k: name for name in given.unknown for k in _follows(name, found.settings)},
+        unpacked=tuple(given.unpacked),
     )
 
 
-def parsed(text: str, name: str) -> ast.Module:
-    """Parse a script, or raise ConfigError."""
-    try:
-        return ast.parse(text)
-    except SyntaxError as error:
-        raise ConfigError(
-            f"port: {name} is not valid Python, line {error.lineno}: {error.msg}"
-        ) from None
+def _missing(given: Arguments) -> list[str]:
+    """Return notes about options whose values or names are not known."""
+    return [
+        *(f"{key}: its value is computed in the script; set it yourself" for key in given.unknown),
+        *(f"options in {name} are not known: add them yourself" for name in given.unpacked),
+    ]
 
 
-def called(call: ast.Call) -> str:
-    """Return the name of the class or function that is called, without its module."""
-    return ast.unparse(call.func).rpartition(".")[2]
+def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings that are not known if an option is not, whether they are set or not."""
+    first, *others = *_depends(option), None
+    found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]
+    return found if first is None else [first, *found]
 
 
-def _literals(call: ast.Call) -> tuple[dict[str, Any], list[str]]:
-    """Return the keyword arguments with literal values, and the names of all other keywords."""
-    options, unknown = {}, []
-    for keyword in call.keywords:
-        try:
-            if keyword.arg is not None:
-                options[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-            unknown.append(str(keyword.arg))
-    return options, unknown
-
-
-def _trainer(call: ast.Call) -> Ported:
+def _trainer(call: ast.Call, known: Values) -> Ported:
     """Return the model of a GRPOTrainer, with notes about its other arguments."""
     values = {keyword.arg: keyword.value for keyword in call.keywords}
     settings, notes = {}, []
     model = values.get("model", call.args[0] if call.args else None)
-    if isinstance(model, ast.Constant) and isinstance(model.value, str):
-        settings["model.path"] = model.value
+    if model is not None and (path := known.text(model)) is not None:
+        settings["model.path"] = path
+    elif model is not None:
+        notes.append(f"model = {ast.unparse(model)}: set model.path, or pass model=... a name")
     for name, how in TRAINER.items():
         if name in values and not (name == "peft_config" and _is_lora(values[name])):
             notes.append(f"{name} = {ast.unparse(values[name])}: {how}")
@@ -162,10 +176,11 @@ ADAPTER = {
 }
 
 
-def _adapter(call: ast.Call) -> Ported:
-    """Port a LoraConfig with literal values; the defaults are those of peft."""
-    options, unknown = _literals(call)
-    notes = [f"LoraConfig: {name} is computed in the script; set it yourself" for name in unknown]
+def _adapter(call: ast.Call, known: Values) -> Ported:
+    """Port a LoraConfig with known values; the defaults are those of peft."""
+    given = known.arguments(call)
+    options, lost = given.options, (*given.unknown, *given.unpacked)
+    notes = [f"LoraConfig: {name} is computed in the script; set it yourself" for name in lost]
     for name in sorted(options.keys() - ADAPTER.keys() - {"task_type", "inference_mode"}):
         notes.append(f"LoraConfig: {name} = {options[name]!r} has no counterpart")
     targets = options.pop("target_modules", None)
@@ -180,17 +195,6 @@ def _adapter(call: ast.Call) -> Ported:
     settings = {key: options[name] for name, key in ADAPTER.items() if options.get(name)}
     settings["adapter.alpha"] = max(1, round(options["lora_alpha"]))
     return Ported(settings=settings, notes=tuple(notes))
-
-
-TRAINER = {
-    "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
-    "train_dataset": "pass it as dataset=... to covey.train, or use the task hub or jsonl",
-    "eval_dataset": "pass it as held_out=... to covey.train",
-    "peft_config": "set adapter.rank, adapter.alpha, adapter.targets and adapter.dropout",
-    "callbacks": "callbacks=[f] of covey.train get the metrics of each step",
-    "processing_class": "the tokenizer is that of the model's folder",
-    "environment_factory": "pass it as environment=... to covey.train",
-}
 
 
 def ported(given: Mapping[str, Any]) -> Ported:
@@ -215,7 +219,7 @@ def ported(given: Mapping[str, Any]) -> Ported:
     named = {key for name in given for key in _depends(name)}
     return Ported(
         settings=dict(sorted(settings.items())),
-        notes=(*notes, *_remarks(options)),
+        notes=(*notes, *_remarks(options), *_differences(given)),
         given=frozenset(named | FROM_PYTHON.keys()),
     )
 
@@ -364,5 +368,20 @@ def _remarks(options: Mapping[str, Any]) -> list[str]:
     if options["importance_sampling_level"] == "sequence" and loss != "grpo":
         found.append(
             f"importance_sampling_level = 'sequence' with loss_type = {loss!r}: see objective.ratio"
+        )
+    return found
+
+
+def _differences(given: Mapping[str, Any]) -> list[str]:
+    """Return notes about options of the script that mean something else in Covey."""
+    found = []
+    if "logging_steps" in given:
+        found.append(
+            f"logging_steps = {given['logging_steps']!r}: Covey logs every step, in steps.jsonl"
+        )
+    if given.get("loss_type") == "bnpo":
+        found.append(
+            "loss_type = 'bnpo': TRL divides by the tokens of each micro-batch, which depends on "
+            "the accumulation; Covey's dapo divides by the tokens of the whole optimizer step"
         )
     return found

@@ -112,7 +112,7 @@ NAMED: Mapping[str, str] = {
     **dict.fromkeys(
         ("logging_strategy", "logging_first_step", "logging_nan_inf_filter",
          "log_level", "log_level_replica", "log_multimodal", "log_unique_prompts",
-         "log_completions", "num_completions_to_print", "disable_tqdm", "debug",
+         "num_completions_to_print", "disable_tqdm", "debug",
          "include_for_metrics", "include_num_input_tokens_seen", "skip_memory_metrics",
          "prediction_loss_only", "batch_eval_metrics", "eval_do_concat_batches",
          "eval_use_gather_object", "eval_accumulation_steps", "trackio_bucket_id",
@@ -122,6 +122,7 @@ NAMED: Mapping[str, str] = {
          "save_only_model", "restore_callback_states_from_checkpoint", "use_cpu",
          "per_device_eval_batch_size", "bf16_full_eval", "fp16_full_eval", "disable_dropout"),
         _NOT_NEEDED),
+    "log_completions": "completions of every step are in rollouts/*.jsonl of the run folder",
     "output_dir": "covey train --run FOLDER",
     "run_name": "covey train --run FOLDER",
     "resume_from_checkpoint": "covey train --resume FOLDER",
@@ -177,7 +178,7 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "num_train_epochs": ("train.stop_after",),
     "loss_type": ("objective.name",),
     "importance_sampling_level": ("objective.name",),
-    "scale_rewards": (),
+    "scale_rewards": ("objective.name",),
     "beta": ("objective.beta",),
     "use_bias_correction_kl": ("objective.kl",),
     "epsilon": ("objective.clip_low", "objective.clip_high"),
@@ -196,7 +197,28 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "save_steps": ("save.every",),
     "eval_steps": ("evaluate.every",),
     "eval_strategy": ("evaluate.every",),
-    "logging_steps": (),  # used only if eval_steps is missing
+    "logging_steps": (),  # a note; used only if eval_steps is missing
     "max_prompt_length": ("rollout.long_prompts",),
 }  # fmt: skip
 """Options that are ported in combination with others -> the settings that depend on them."""
+
+_STEPS = ("train.steps", "save.every", "evaluate.every")
+COMPUTED: Mapping[str, tuple[str, ...]] = {
+    "max_steps": ("train.stop_after",),
+    "logging_steps": ("evaluate.every",),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+         "generation_batch_size", "num_iterations"), _STEPS),
+}  # fmt: skip
+"""Options -> further settings that are only right if the option is known."""
+
+TRAINER: Mapping[str, str] = {
+    "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
+    "train_dataset": "pass it as dataset=... to covey.train, or use the task hub or jsonl",
+    "eval_dataset": "pass it as held_out=... to covey.train",
+    "peft_config": "set adapter.rank, adapter.alpha, adapter.targets and adapter.dropout",
+    "callbacks": "callbacks=[f] of covey.train get the metrics of each step",
+    "processing_class": "the tokenizer is that of the model's folder",
+    "environment_factory": "pass it as environment=... to covey.train",
+}
+"""Arguments of GRPOTrainer -> what to do instead."""

@@ -6,7 +6,7 @@ import ast
 import json
 from dataclasses import dataclass, field
 
-from covey.compat.trl import called, parsed
+from covey.compat.trl_source import assigned, called, parsed
 from covey.errors import ConfigError
 
 TRL_OBJECTS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
@@ -56,6 +56,7 @@ def covey_script(text: str, config: str, name: str = "script.py") -> str:
         _object(edits, node)
     for node in statements:
         _use(edits, node, call)
+        _attribute(edits, node)
     if not edits.trains:
         raise ConfigError(f"port: {name} never calls train() of its GRPOTrainer as a statement")
     lines = edits.apply(text)
@@ -102,6 +103,19 @@ def _use(edits: _Edits, node: ast.stmt, call: list[str]) -> None:
     target = f"{ast.unparse(node.targets[0])} = " if isinstance(node, ast.Assign) else "result = "
     edits.replace(node, f"{target}{call[0]}", *call[1:])
     edits.trains = True
+
+
+def _attribute(edits: _Edits, node: ast.stmt) -> None:
+    """Replace an assignment to an attribute of a TRL object by a comment."""
+    targets = [target for target, _ in assigned(node)]
+    if isinstance(node, ast.AugAssign):
+        targets = [node.target]
+    for target in targets:
+        if isinstance(target, ast.Attribute):
+            owner = ast.unparse(target).partition(".")[0]
+            if owner in edits.removed:
+                start = "pass  # " if node.col_offset else "# "
+                edits.replace(node, f"{start}{' '.join(ast.unparse(node).split())}  (TRL)")
 
 
 def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:

@@ -48,7 +48,7 @@ from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
 dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
-rate = 1e-6 * 2
+rate = 1e-6 * len(dataset)
 
 def reward_num_unique_chars(completions, **kwargs):
     return [len(set(c)) for c in completions]
