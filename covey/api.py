@@ -25,6 +25,7 @@ from covey.run.new_run import check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal
+from covey.training.passed_objects import check_resumed
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
@@ -134,7 +135,7 @@ def train(
         if any(given is not None for given in (config, model, run)):
             raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
         folder = RunFolder.open(Path(resume))
-        _check_passed(folder, passed, reward)
+        check_resumed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
@@ -276,33 +277,6 @@ def _with_objects(
         # In the settings, so that a resumed run has the same prompts even if it evaluates.
         return load_config(config, **{f"task.{SHARE}": 0.0})
     return config
-
-
-def _check_passed(folder: RunFolder, passed: set[str], reward: Reward | None) -> None:
-    """Refuse to resume a run without the objects that it was started with."""
-    from covey.environments.registry import PASSED
-    from covey.rewards.user import FUNCTIONS, own_name
-    from covey.tasks.dataset import NAME as DATASET
-
-    config = load_config(folder.config_file)
-    for where, name, wanted in (
-        ("task", "dataset", DATASET),
-        ("reward", "rewards", FUNCTIONS),
-        ("environment", "environment", PASSED),
-    ):
-        if (getattr(config, where).name == wanted) != (where in passed):
-            started, advice = (
-                ("without", "leave it out") if where in passed else ("with", "pass it again")
-            )
-            raise ConfigError(
-                f"resume: {folder.path} was started {started} the argument {name}; {advice}"
-            )
-    then = str(folder.environment().get("reward") or "").partition("@")[0]
-    if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):
-        raise ConfigError(
-            f"resume: {folder.path} was started with the reward {then}; pass the reward {then}, "
-            f"not {own_name(reward)}"
-        )
 
 
 def _train(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import covey
+from covey.cli.main import run as command
 from covey.errors import ConfigError, DataError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
@@ -243,3 +244,12 @@ def test_evaluations_have_a_reward_of_their_own(tmp_path: Path) -> None:
     assert environment["reward"] != environment["evaluation_reward"]
     with pytest.raises(ConfigError, match=r"evaluate\.reward\.name = 'think_answr' is not known"):
         small(tmp_path, "other", **{"evaluate.reward.name": "think_answr"})
+
+
+def test_eval_of_a_run_with_own_objects_names_the_function_of_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = small(tmp_path, **{"train.steps": 1, "evaluate.every": 0}).folder
+    assert command(["eval", str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("call covey.evaluate(..., dataset=..., rewards=...) in Python")
