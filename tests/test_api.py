@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -252,4 +253,26 @@ def test_eval_of_a_run_with_own_objects_names_the_function_of_python(
     run = small(tmp_path, **{"train.steps": 1, "evaluate.every": 0}).folder
     assert command(["eval", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("call covey.evaluate(..., dataset=..., rewards=...) in Python")
+    advice = "call covey.evaluate(..., dataset=..., rewards=...) in Python"
+    assert line.endswith(advice)
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        covey.evaluate(run)
+
+
+def test_a_run_is_evaluated_at_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = small(
+        tmp_path, **{"save.every": 1, "evaluate.every": 0, "optimizer.learning_rate": 0.01}
+    ).folder
+    newest = max((run / "checkpoints").iterdir())
+    objects: dict[str, Any] = {"dataset": ROWS[:6], "rewards": correct}
+    found = covey.evaluate(run, **objects)
+    same = covey.evaluate(newest, run / "config.toml", **objects)
+    texts = [[item.greedy.text for item in evaluation.items] for evaluation in (found, same)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 6
+
+
+@pytest.mark.parametrize("function", [covey.train, covey.evaluate])
+def test_a_model_object_is_refused_in_one_line(function: Any) -> None:
+    with pytest.raises(covey.CoveyError, match="a name or a folder, not an object of type object"):
+        function(model=object(), dataset=ROWS, rewards=correct)

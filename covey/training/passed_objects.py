@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from covey.config import Config, load_config
 from covey.environments.registry import PASSED
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ModelError
 from covey.rewards.user import FUNCTIONS, own_name
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import NAME as DATASET
@@ -21,6 +22,16 @@ OBJECTS = (
     ("environment", "environment", PASSED),
 )
 """Section of each object, the argument that passes it, and the section's name in such a run."""
+
+
+def model_name(model: object) -> str:
+    """Return the name or the folder of a model as text, and refuse a model object."""
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    raise ModelError(
+        f"model: give a name or a folder, not an object of type {type(model).__name__}; save it "
+        "with model.save_pretrained(folder) first, and its tokenizer too"
+    )
 
 
 def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
