@@ -20,6 +20,7 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import SHARE, dataset_task, with_share
+from covey.tasks.overlap import shared_prompts
 
 ROOT = Path(__file__).parent.parent
 ROWS = [
@@ -276,3 +277,14 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint(tmp_path: Path) -> None:
 def test_a_model_object_is_refused_in_one_line(function: Any) -> None:
     with pytest.raises(covey.CoveyError, match="a name or a folder, not an object of type object"):
         function(model=object(), dataset=ROWS, rewards=correct)
+
+
+def test_equal_prompts_are_on_one_side_of_the_split() -> None:
+    single, repeated = dataset_task(ROWS), dataset_task(ROWS + ROWS[::-1] + ROWS)
+    assert shared_prompts(repeated.train(), repeated.held_out()) == []
+    assert len(repeated.train()) + len(repeated.held_out()) == 3 * len(ROWS)
+    assert {p.text for p in repeated.held_out()} == {p.text for p in single.held_out()}
+    last = dataset_task([*ROWS[:3], ROWS[0]])  # no row is chosen by its hash
+    assert [p.id[-1] for p in last.held_out()] == ["0", "3"]
+    same = dataset_task(ROWS[:1] * 4)
+    assert (len(same.train()), len(same.held_out())) == (3, 1)
