@@ -223,11 +223,14 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Return the tracker objects (None: the console), and the setting for named trackers."""
+    """Return the tracker objects (None: the console), and the setting for named trackers.
+
+    Names replace those of the settings, and an empty list removes them; objects alone keep them.
+    """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
     shown = None if trackers is None or (named and not sinks) else sinks
-    return shown, {"trackers": named} if named else {}
+    return shown, {} if trackers is None or (sinks and not named) else {"trackers": named}
 
 
 def _objects(

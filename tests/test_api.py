@@ -288,3 +288,24 @@ def test_equal_prompts_are_on_one_side_of_the_split() -> None:
     assert [p.id[-1] for p in last.held_out()] == ["0", "3"]
     same = dataset_task(ROWS[:1] * 4)
     assert (len(same.train()), len(same.held_out())) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"trackers": []}, []), ({"trackers": ["trackio"]}, ["trackio"]), ({}, ["tensorboard"])],
+)
+def test_given_trackers_replace_those_of_the_settings(
+    given: dict[str, Any], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[list[str]] = []
+    monkeypatch.setattr("covey.run.trackers.choose.find_spec", lambda package: True)
+    monkeypatch.setattr(
+        "covey.training.loop.make_trackers", lambda names, *rest: used.append(list(names)) or []
+    )
+    small(
+        tmp_path,
+        config={"trackers": ["tensorboard"]},
+        **{"train.steps": 1, "evaluate.every": 0},
+        **given,
+    )
+    assert used == [named]
