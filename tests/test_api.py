@@ -309,3 +309,14 @@ def test_given_trackers_replace_those_of_the_settings(
         **given,
     )
     assert used == [named]
+
+
+def test_an_evaluation_plays_the_environment_of_the_settings(tmp_path: Path) -> None:
+    settings = {"evaluate.prompts": 8, "model.device": "cpu"}
+    found = covey.evaluate("embedded-calculator", "agent-calculator", samples=4, **settings)
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    out = tmp_path / "items.jsonl"
+    target = ["eval", "embedded-calculator", "--config", "agent-calculator", "--samples", "4"]
+    assert command([*target, "--out", str(out), *words]) == 0
+    rows = [{name: row[name] for name in row if name != "model"} for row in lines(out)]
+    assert rows == json.loads(json.dumps([item.row() for item in found.items], default=str))
