@@ -25,6 +25,7 @@ from covey.run.new_run import check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal
+from covey.training.passed_objects import check_evaluated, check_resumed, model_name
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
@@ -134,7 +135,7 @@ def train(
         if any(given is not None for given in (config, model, run)):
             raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
         folder = RunFolder.open(Path(resume))
-        _check_passed(folder, passed, reward)
+        check_resumed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
@@ -154,40 +155,35 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
-    With a dataset, all of its rows are evaluated.
+    With a dataset, all of its rows are evaluated. For a run folder, the newest checkpoint is
+    evaluated, by default with the run's own settings.
     """
-    from covey.engines.native.engine import NativeEngine
-    from covey.evaluation.evaluate import evaluate as evaluate_prompts
-    from covey.rollout.collect import Collector
-    from covey.training.build import load_model
-    from covey.training.prompt_limit import fitting_prompts
-    from covey.training.resolve import (
-        evaluation_config,
-        held_out_of,
-        resolve,
-        sampling_of,
-        task_of,
-    )
-    from covey.training.scorers import baselines_of, scorer_of
+    from covey.training.model_evaluation import evaluate_model
+    from covey.training.resolve import resolve
 
+    model, source = _evaluated(model_name(model), config)
     task, reward = _objects(dataset, dataset, rewards)
     passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
-    source = "arithmetic" if config is None and dataset is None else config
+    source = "arithmetic" if source is None and dataset is None else source
     settings = {**overrides, "evaluate.samples": samples}
-    chosen = resolve(_with_objects(source, passed, model, settings), passed=passed)
-    prompts = held_out_of(chosen, task or task_of(chosen))
-    language_model = load_model(chosen)
-    prompts, _ = fitting_prompts(chosen, language_model, prompts, "held-out")
-    scored_by = chosen if reward else evaluation_config(chosen)
-    with closing(scorer_of(scored_by, reward)) as scorer:
-        return evaluate_prompts(
-            prompts,
-            Collector(engine=NativeEngine(language_model), model=language_model, scorer=scorer),
-            sampling=sampling_of(chosen),
-            samples=chosen.evaluate.samples,
-            temperature=chosen.evaluate.temperature,
-            baselines=baselines_of(scored_by, scorer, prompts, reward),
-        )
+    unresolved = _with_objects(source, passed, model, settings)
+    check_evaluated(unresolved, passed)
+    chosen = resolve(unresolved, passed=passed)
+    return evaluate_model(chosen, task, reward)
+
+
+def _evaluated(model: str, config: Source) -> tuple[str, Source]:
+    """Return the model to evaluate and its settings; of a run, its newest checkpoint and its own.
+
+    A checkpoint's path is a model like any other, and does not bring the run's settings.
+    """
+    from covey.cli.checkpoint_choice import run_around, weights_of
+
+    folder = Path(model)
+    if run_around(folder) != folder:
+        return model, config
+    chosen = str(weights_of(folder, "covey.evaluate('{}', ...)"))
+    return chosen, folder / "config.toml" if config is None else config
 
 
 def compare(
@@ -227,11 +223,14 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Return the tracker objects (None: the console), and the setting for named trackers."""
+    """Return the tracker objects (None: the console), and the setting for named trackers.
+
+    Names replace those of the settings, and an empty list removes them; objects alone keep them.
+    """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
     shown = None if trackers is None or (named and not sinks) else sinks
-    return shown, {"trackers": named} if named else {}
+    return shown, {} if trackers is None or (sinks and not named) else {"trackers": named}
 
 
 def _objects(
@@ -270,39 +269,12 @@ def _with_objects(
     names = {"task": DATASET, "reward": FUNCTIONS, "environment": PASSED}
     given = {f"{where}.name": names[where] for where in sorted(passed)}
     if model is not None:
-        given["model.path"] = str(model)
+        given["model.path"] = model_name(model)
     config = load_config(source, **{**given, **overrides})
     if "task" in passed and not config.evaluate.every and SHARE not in config.task.options:
         # In the settings, so that a resumed run has the same prompts even if it evaluates.
         return load_config(config, **{f"task.{SHARE}": 0.0})
     return config
-
-
-def _check_passed(folder: RunFolder, passed: set[str], reward: Reward | None) -> None:
-    """Refuse to resume a run without the objects that it was started with."""
-    from covey.environments.registry import PASSED
-    from covey.rewards.user import FUNCTIONS, own_name
-    from covey.tasks.dataset import NAME as DATASET
-
-    config = load_config(folder.config_file)
-    for where, name, wanted in (
-        ("task", "dataset", DATASET),
-        ("reward", "rewards", FUNCTIONS),
-        ("environment", "environment", PASSED),
-    ):
-        if (getattr(config, where).name == wanted) != (where in passed):
-            started, advice = (
-                ("without", "leave it out") if where in passed else ("with", "pass it again")
-            )
-            raise ConfigError(
-                f"resume: {folder.path} was started {started} the argument {name}; {advice}"
-            )
-    then = str(folder.environment().get("reward") or "").partition("@")[0]
-    if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):
-        raise ConfigError(
-            f"resume: {folder.path} was started with the reward {then}; pass the reward {then}, "
-            f"not {own_name(reward)}"
-        )
 
 
 def _train(

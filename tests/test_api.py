@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 import covey
+from covey.cli.main import run as command
 from covey.errors import ConfigError, DataError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import SHARE, dataset_task, with_share
+from covey.tasks.overlap import shared_prompts
 
 ROOT = Path(__file__).parent.parent
 ROWS = [
@@ -243,3 +246,77 @@ def test_evaluations_have_a_reward_of_their_own(tmp_path: Path) -> None:
     assert environment["reward"] != environment["evaluation_reward"]
     with pytest.raises(ConfigError, match=r"evaluate\.reward\.name = 'think_answr' is not known"):
         small(tmp_path, "other", **{"evaluate.reward.name": "think_answr"})
+
+
+def test_eval_of_a_run_with_own_objects_names_the_function_of_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = small(tmp_path, **{"train.steps": 1, "evaluate.every": 0}).folder
+    assert command(["eval", str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    advice = "call covey.evaluate(..., dataset=..., rewards=...) in Python"
+    assert line.endswith(advice)
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        covey.evaluate(run)
+
+
+def test_a_run_is_evaluated_at_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = small(
+        tmp_path, **{"save.every": 1, "evaluate.every": 0, "optimizer.learning_rate": 0.01}
+    ).folder
+    newest = max((run / "checkpoints").iterdir())
+    objects: dict[str, Any] = {"dataset": ROWS[:6], "rewards": correct}
+    found = covey.evaluate(run, **objects)
+    same = covey.evaluate(newest, run / "config.toml", **objects)
+    texts = [[item.greedy.text for item in evaluation.items] for evaluation in (found, same)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 6
+
+
+@pytest.mark.parametrize("function", [covey.train, covey.evaluate])
+def test_a_model_object_is_refused_in_one_line(function: Any) -> None:
+    with pytest.raises(covey.CoveyError, match="a name or a folder, not an object of type object"):
+        function(model=object(), dataset=ROWS, rewards=correct)
+
+
+def test_equal_prompts_are_on_one_side_of_the_split() -> None:
+    single, repeated = dataset_task(ROWS), dataset_task(ROWS + ROWS[::-1] + ROWS)
+    assert shared_prompts(repeated.train(), repeated.held_out()) == []
+    assert len(repeated.train()) + len(repeated.held_out()) == 3 * len(ROWS)
+    assert {p.text for p in repeated.held_out()} == {p.text for p in single.held_out()}
+    last = dataset_task([*ROWS[:3], ROWS[0]])  # no row is chosen by its hash
+    assert [p.id[-1] for p in last.held_out()] == ["0", "3"]
+    same = dataset_task(ROWS[:1] * 4)
+    assert (len(same.train()), len(same.held_out())) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"trackers": []}, []), ({"trackers": ["trackio"]}, ["trackio"]), ({}, ["tensorboard"])],
+)
+def test_given_trackers_replace_those_of_the_settings(
+    given: dict[str, Any], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[list[str]] = []
+    monkeypatch.setattr("covey.run.trackers.choose.find_spec", lambda package: True)
+    monkeypatch.setattr(
+        "covey.training.loop.make_trackers", lambda names, *rest: used.append(list(names)) or []
+    )
+    small(
+        tmp_path,
+        config={"trackers": ["tensorboard"]},
+        **{"train.steps": 1, "evaluate.every": 0},
+        **given,
+    )
+    assert used == [named]
+
+
+def test_an_evaluation_plays_the_environment_of_the_settings(tmp_path: Path) -> None:
+    settings = {"evaluate.prompts": 8, "model.device": "cpu"}
+    found = covey.evaluate("embedded-calculator", "agent-calculator", samples=4, **settings)
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    out = tmp_path / "items.jsonl"
+    target = ["eval", "embedded-calculator", "--config", "agent-calculator", "--samples", "4"]
+    assert command([*target, "--out", str(out), *words]) == 0
+    rows = [{name: row[name] for name in row if name != "model"} for row in lines(out)]
+    assert rows == json.loads(json.dumps([item.row() for item in found.items], default=str))

@@ -19,6 +19,7 @@ from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError, RewardError
 from covey.models.model_path import check_model_path
 from covey.run.folder import RunFolder
+from covey.training.passed_objects import check_evaluated
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
@@ -100,6 +101,7 @@ def eval_command(
     if samples is not None:
         settings.append(f"evaluate.samples={samples}")
     config = _config(target, source, settings, smoke)
+    check_evaluated(config)
     models = [config.model.path, *([_model(against)] if against is not None else [])]
     for path in models:
         check_model_path(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from covey.errors import ConfigError
 from covey.tasks.jsonl import json_lines
+from covey.tasks.overlap import compared_text
 from covey.tasks.rows import PROMPT_COLUMNS, TARGET_COLUMNS, NumberedRow, RowReader
 from covey.tasks.task import hash_fraction
 from covey.types import Prompt
@@ -44,16 +45,27 @@ class DatasetTask:
         return self._split()[1]
 
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-        """Hold out prompts by a hash of the row's index, so that other rows do not matter."""
+        """Hold out prompts by a hash of the row's index, so that other rows do not matter.
+
+        Prompts of equal text stay together, on the side of the first; if that leaves a side empty,
+        each row is chosen for itself.
+        """
         if self.evaluation is not None or not self.share:
             return self.prompts, self.evaluation or []
-        chosen = [hash_fraction(prompt.id) < self.share for prompt in self.prompts]
-        if not any(chosen):
-            chosen[-1] = True
+        first: dict[str, str] = {}
+        together = [first.setdefault(compared_text(p), p.id) for p in self.prompts]
+        chosen = self._held_out(together)
+        if all(chosen):
+            chosen = self._held_out([prompt.id for prompt in self.prompts])
         training = [p for p, out in zip(self.prompts, chosen, strict=True) if not out]
         if not training:
             raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
         return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
+
+    def _held_out(self, ids: Sequence[str]) -> list[bool]:
+        """Return for each id whether it is held out; the last id is if no other one is."""
+        chosen = [hash_fraction(each) < self.share for each in ids]
+        return chosen if any(chosen) else [each == ids[-1] for each in ids]
 
 
 def dataset_task(

@@ -10,10 +10,10 @@ from covey.types import Prompt
 
 def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
     """Return the held-out prompts whose text equals that of a training prompt."""
-    texts = {_text(prompt) for prompt in train}
-    return [prompt for prompt in held_out if _text(prompt) in texts]
+    texts = {compared_text(prompt) for prompt in train}
+    return [prompt for prompt in held_out if compared_text(prompt) in texts]
 
 
-def _text(prompt: Prompt) -> str:
+def compared_text(prompt: Prompt) -> str:
     """Return the text of all messages, with whitespace and case normalised."""
     return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())

@@ -178,6 +178,21 @@ def test_a_missing_package_is_one_line_with_the_extra(
     )
 
 
+def test_wandb_without_a_login_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="needs covey[wandb]")
+
+    def init(**options: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.\nMore")
+
+    monkeypatch.setattr(wandb, "init", init)
+    (tracker,) = make_trackers(["wandb"], RunFolder.create(tmp_path / "run", "", {}), SETTINGS)
+    with pytest.raises(ConfigError, match="`wandb login`, set WANDB_MODE=offline, or") as found:
+        tracker.started(steps=9, done=0, rollouts=4)
+    assert str(found.value).endswith("set trackers = []")
+    assert "\n" not in str(found.value)
+    tracker.close()
+
+
 def test_an_unknown_tracker_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="trackers: 'wandbb' is not a tracker; did you mean 'wandb'"

@@ -6,7 +6,10 @@ WANDB_PROJECT, WANDB_ENTITY and the other environment variables of wandb apply.
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from covey.errors import ConfigError
+from covey.escape import printable
 from covey.run.trackers.external import PROJECT, RememberingTracker
 
 
@@ -16,9 +19,21 @@ class WandbTracker(RememberingTracker):
     name = "wandb"
 
     def open(self, done: int) -> None:
-        """Start or continue the W&B run."""
+        """Start or continue the W&B run. Without a login, the error names the ways on."""
         import wandb
 
+        try:
+            self._start(wandb, done)
+        except wandb.errors.Error as error:
+            first = str(error).strip().partition("\n")[0].partition(". ")[0]
+            why = printable(first).rstrip(".")
+            raise ConfigError(
+                f"config: trackers: wandb cannot start: {why}; run `wandb login`, set "
+                "WANDB_MODE=offline, or set trackers = []"
+            ) from None
+        self.remember()
+
+    def _start(self, wandb: Any, done: int) -> None:
         self.session = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=self.run.path.name,
@@ -28,4 +43,3 @@ class WandbTracker(RememberingTracker):
             config=dict(self.settings),
             settings=wandb.Settings(console="off", quiet=True),  # notes may quote text of a model
         )
-        self.remember()

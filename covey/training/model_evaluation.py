@@ -1,0 +1,41 @@
+"""Evaluation of the model that a configuration names, outside a run."""
+
+from __future__ import annotations
+
+from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING
+
+from covey.config import Config
+from covey.engines.native.engine import NativeEngine
+from covey.evaluation.evaluate import Evaluation, evaluate
+from covey.rollout.collect import Collector
+from covey.training.build import load_model
+from covey.training.interaction import interaction_of, with_stops
+from covey.training.prompt_limit import fitting_prompts
+from covey.training.resolve import evaluation_config, held_out_of, sampling_of, task_of
+from covey.training.scorers import baselines_of, scorer_of
+
+if TYPE_CHECKING:
+    from covey.rewards import Reward
+    from covey.tasks.task import Task
+
+
+def evaluate_model(config: Config, task: Task | None, reward: Reward | None) -> Evaluation:
+    """Evaluate a model on held-out prompts; a given task or reward replaces the named one."""
+    prompts = held_out_of(config, task or task_of(config))
+    model = load_model(config)
+    prompts, _ = fitting_prompts(config, model, prompts, "held-out")
+    scored_by = config if reward else evaluation_config(config)
+    interaction = interaction_of(config, model)
+    hosted = closing(interaction.host) if interaction else nullcontext()
+    with hosted, closing(scorer_of(scored_by, reward)) as scorer:
+        return evaluate(
+            prompts,
+            Collector(
+                engine=NativeEngine(model), model=model, scorer=scorer, interaction=interaction
+            ),
+            sampling=with_stops(sampling_of(config), interaction),
+            samples=config.evaluate.samples,
+            temperature=config.evaluate.temperature,
+            baselines=baselines_of(scored_by, scorer, prompts, reward),
+        )

@@ -1,0 +1,68 @@
+"""Checks of the objects that were passed from Python: data, rewards, environments and models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from covey.config import Config, load_config
+from covey.environments.registry import PASSED
+from covey.errors import ConfigError, ModelError
+from covey.rewards.user import FUNCTIONS, own_name
+from covey.run.folder import RunFolder
+from covey.tasks.dataset import NAME as DATASET
+
+if TYPE_CHECKING:
+    from covey.rewards import Reward
+
+OBJECTS = (
+    ("task", "dataset", DATASET),
+    ("reward", "rewards", FUNCTIONS),
+    ("environment", "environment", PASSED),
+)
+"""Section of each object, the argument that passes it, and the section's name in such a run."""
+
+
+def model_name(model: object) -> str:
+    """Return the name or the folder of a model as text, and refuse a model object."""
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    raise ModelError(
+        f"model: give a name or a folder, not an object of type {type(model).__name__}; save it "
+        "with model.save_pretrained(folder) first, and its tokenizer too"
+    )
+
+
+def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
+    """Refuse to evaluate without the data and the rewards that a run was started with."""
+    missing = [
+        (f"{where}.name = {name!r}", f"{argument}=...")
+        for where, argument, name in OBJECTS[:2]
+        if getattr(config, where).name == name and where not in passed
+    ]
+    if missing:
+        settings, arguments = zip(*missing, strict=True)
+        raise ConfigError(
+            f"config: {' and '.join(settings)}: passed in Python, so not in the settings; call "
+            f"covey.evaluate(..., {', '.join(arguments)}) in Python"
+        )
+
+
+def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | None) -> None:
+    """Refuse to resume a run without the objects that it was started with."""
+    config = load_config(str(folder.config_file))
+    for where, argument, name in OBJECTS:
+        if (getattr(config, where).name == name) != (where in passed):
+            started, advice = (
+                ("without", "leave it out") if where in passed else ("with", "pass it again")
+            )
+            raise ConfigError(
+                f"resume: {folder.path} was started {started} the argument {argument}; {advice}"
+            )
+    then = str(folder.environment().get("reward") or "").partition("@")[0]
+    if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):
+        raise ConfigError(
+            f"resume: {folder.path} was started with the reward {then}; pass the reward {then}, "
+            f"not {own_name(reward)}"
+        )
