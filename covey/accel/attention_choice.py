@@ -122,14 +122,23 @@ def measured(shape: ShapeClass) -> Choice:
                 seconds[name] = _seconds(partial(rows.results, name))
         except (RuntimeError, NotImplementedError):
             continue  # not for this shape
-    if _activate_flash3():
-        seconds[FLASH3] = _seconds(partial(rows.results, FLASH))
-        if rows.agree(rows.results(FLASH), expected) and seconds[FLASH3] < seconds[FLASH]:
-            seconds[FLASH] = seconds[FLASH3]
-        else:
-            _restore_flash2()
+    if _activate_flash3() and not _keeps_flash3(rows, expected, seconds):
+        _restore_flash2()
     name = min(KERNELS, key=lambda name: seconds.get(name, float("inf")))
     return Choice(name, seconds)
+
+
+def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
+    """Measure FlashAttention 3, which is active; return whether it is right and faster."""
+    try:
+        right = rows.agree(rows.results(FLASH), expected)
+        seconds[FLASH3] = _seconds(partial(rows.results, FLASH))
+    except (RuntimeError, NotImplementedError):
+        return False  # not for this shape
+    if not right or seconds[FLASH3] >= seconds[FLASH]:
+        return False
+    seconds[FLASH] = seconds[FLASH3]
+    return True
 
 
 class _Rows:

@@ -233,6 +233,23 @@ def test_flash_attention_3_replaces_2_where_it_is_faster(
     assert bool(restored) == (time > 3.0)
 
 
+@pytest.mark.usefixtures("times")
+def test_flash_attention_3_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[int] = []
+
+    def fails(rows: Any, name: str) -> list[torch.Tensor]:
+        raise RuntimeError("no kernel for this head size")
+
+    def activate() -> bool:
+        monkeypatch.setattr(attention_choice._Rows, "results", fails)
+        return True
+
+    monkeypatch.setattr(attention_choice, "_activate_flash3", activate)
+    monkeypatch.setattr(attention_choice, "_restore_flash2", lambda: restored.append(1))
+    assert attention_choice.measured(SHAPE).name == CUDNN
+    assert restored
+
+
 def test_a_class_is_measured_once_and_never_with_deterministic_algorithms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,7 +17,7 @@ import covey
 
 PACKAGE = Path(covey.__file__).parent
 MOST = 90
-"""A reader of a step has to know so many files; a change that adds one should have a reason."""
+"""The limit of files that a training step calls; a change that adds a file should have a reason."""
 
 
 def files_of_step(number: int, run: Path, **settings: Any) -> list[str]:

@@ -48,7 +48,7 @@ SHARING_PROGRAMS = 512
 """From this number of slots and key heads on, a Triton program computes several slots."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
-"""With fewer Triton programs, completions are split, into parts of at least so many positions."""
+"""With fewer Triton programs, completions are split into parts of at least this many positions."""
 SMALLEST_HEAD = 16
 """Smallest head size in 16-bit types, a limit of tensor cores."""
 
