@@ -79,6 +79,8 @@ class Completion:
     """
     kept: str = ""
     """The kept set of each token (see kept_sets.py), if `Sampling.returns_kept` is true."""
+    text: str | None = None
+    """The text of the tokens, if the engine has decoded them as `LanguageModel.decode` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

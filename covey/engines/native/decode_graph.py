@@ -37,7 +37,7 @@ from covey.engines.native.shared_prompt_cache import (
     slots_together,
     width_for,
 )
-from covey.engines.native.slots import Slots
+from covey.engines.native.slots import Progress, Slots
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
 from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
@@ -128,18 +128,28 @@ class GraphBackend:
         """Let the decoder prepare the weights at the addresses that graphs contain."""
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
-    def advance(self, slots: Slots, width: int, most: int) -> None:
-        """Start to generate tokens in every unfinished slot, without waiting for the result."""
+    def advance(self, slots: Slots, width: int, most: int) -> Progress:
+        """Start to generate tokens in every unfinished slot, without waiting for the result.
+
+        The progress is read before the last step, so that the device runs this step while the CPU
+        looks for ended completions. If all completions end with the last step, it is read after it.
+        """
         # Without CUDA the kernels run in Triton's interpreter. Kept sets go to main memory, which
         # a graph cannot do.
         if self.shape.device.type != "cuda" or slots.kept is not None:
             self._step(slots, width)
-            return
+            return slots.progress(width)
         key = width, slots.room, self.distribution
         if key not in self.graphs:
             self.graphs[key] = self._capture(slots, width)
-        for _ in range(min(self.steps, most)):
-            self.graphs[key].replay()
+        steps, graph = min(self.steps, most), self.graphs[key]
+        one_more = steps < most
+        for _ in range(steps - one_more):
+            graph.replay()
+        progress = slots.progress(width, one_more=one_more)
+        if one_more:
+            graph.replay()
+        return progress
 
     def _capture(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
         """Capture a decode step, which takes about a quarter of a second."""
