@@ -19,6 +19,7 @@ import torch
 
 from covey.accel.packing import to_device
 from covey.models.logp import LogProbs
+from covey.models.training_mode import set_training
 from covey.objective import (
     Objective,
     PolicyLoss,
@@ -262,7 +263,7 @@ def _train_policy(
     """Take the policy's optimizer steps; return the metrics that are not in the meter."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     world = learner.world
-    policy.model.model.train()
+    set_training(policy.model.model, True)
     losses: list[list[torch.Tensor]] = []
     skipped = 0
     for number, index in enumerate(facts.mini_batches(settings, step)):

@@ -6,6 +6,7 @@ several steps per call as a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -114,6 +115,24 @@ class EagerBackend:
         logits = head.logits(hidden)[index] if steady else head.logits(hidden[index])
         slots.draw(index, logits, self.sampling.distribution)
         return slots.progress(width)
+
+
+def advance_by(
+    step: Callable[[], object], slots: Slots, width: int, *, steps: int, most: int
+) -> Progress:
+    """Start up to `steps` decode steps, at most `most`, without waiting for the result.
+
+    The progress is that before the last step, so that the device runs this step while the CPU looks
+    for ended completions. With `most` steps all completions end, and the progress is that after the
+    last step.
+    """
+    one_more = steps < most
+    for _ in range(min(steps, most) - one_more):
+        step()
+    progress = slots.progress(width, one_more=one_more)
+    if one_more:
+        step()
+    return progress
 
 
 @torch.inference_mode()

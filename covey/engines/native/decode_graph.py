@@ -23,6 +23,7 @@ import torch
 from covey.accel.kernels.sample import SlotState, sample_tokens
 from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
+from covey.engines.native.backend import advance_by
 from covey.engines.native.decoder_parity import checked_decoder, first_error_line
 from covey.engines.native.float8_decoder import FLOAT8_TOLERANCE, Float8Decoder
 from covey.engines.native.fused_decoder import FusedDecoder
@@ -129,11 +130,7 @@ class GraphBackend:
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
-        """Start to generate tokens in every unfinished slot, without waiting for the result.
-
-        The progress is read before the last step, so that the device runs this step while the CPU
-        looks for ended completions. If all completions end with the last step, it is read after it.
-        """
+        """Start to generate tokens in every unfinished slot, without waiting for the result."""
         # Without CUDA the kernels run in Triton's interpreter. Kept sets go to main memory, which
         # a graph cannot do.
         if self.shape.device.type != "cuda" or slots.kept is not None:
@@ -142,14 +139,7 @@ class GraphBackend:
         key = width, slots.room, self.distribution
         if key not in self.graphs:
             self.graphs[key] = self._capture(slots, width)
-        steps, graph = min(self.steps, most), self.graphs[key]
-        one_more = steps < most
-        for _ in range(steps - one_more):
-            graph.replay()
-        progress = slots.progress(width, one_more=one_more)
-        if one_more:
-            graph.replay()
-        return progress
+        return advance_by(self.graphs[key].replay, slots, width, steps=self.steps, most=most)
 
     def _capture(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
         """Capture a decode step, which takes about a quarter of a second."""
