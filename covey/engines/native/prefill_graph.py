@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -126,7 +126,8 @@ def fits_graph(model: LanguageModel, cache: SharedPromptCache, tokens: int) -> b
 
     The scale of float8 keys depends on the first prompts, so it is not part of a graph.
     """
-    weights = sum(parameter.numel() for parameter in model.backbone.parameters())
+    layers: Any = model.backbone.layers
+    weights = sum(parameter.numel() for parameter in layers.parameters())
     return not cache.float8 and 2 * weights * tokens <= MAX_FLOPS
 
 
