@@ -24,7 +24,7 @@ REFILL_SHARE = 8
 """Slots are refilled when one slot in this many is free, because small prefills are slow."""
 
 
-READ_TOKENS = 32
+READ_TOKENS = 16
 """Tokens of completions in progress are read when a completion has this many new tokens."""
 
 
