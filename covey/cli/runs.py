@@ -171,6 +171,9 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
         about = {"reward_change": None if changed is None else changed.row()}
         typer.echo(json.dumps({**_overview(run, evaluations), **about, "evaluations": evaluations}))
         return
+    if not evaluations:
+        console.print(fitting_table([_overview(run, evaluations)], console.width))
+        console.print("This run has no evaluations (evaluate.every).", style="dim")
     names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
     for row in evaluations:
@@ -182,7 +185,8 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
             _number(row.get("distinct_answers"), "d"),
             _number(row.get("mean_tokens"), ".1f"),
         )
-    console.print(table)
+    if evaluations:
+        console.print(table)
     if changed is not None:
         for line in changed.lines():
             console.print(cell(line))
