@@ -244,7 +244,9 @@ def test_evaluations_have_a_reward_of_their_own(tmp_path: Path) -> None:
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["evaluation_reward"].startswith("think_answer")
     assert environment["reward"] != environment["evaluation_reward"]
-    with pytest.raises(ConfigError, match=r"evaluate\.reward\.name = 'think_answr' is not known"):
+    with pytest.raises(
+        ConfigError, match=r"evaluate\.reward\.name = 'think_answr' is not a known reward"
+    ):
         small(tmp_path, "other", **{"evaluate.reward.name": "think_answr"})
 
 

@@ -130,7 +130,7 @@ def test_versions_of_vllm(version: str, good: bool) -> None:
     if good:
         check_version(version, "vLLM")
         return
-    with pytest.raises(EngineError, match=rf"has version {version}; Covey needs vLLM >= 0.27"):
+    with pytest.raises(EngineError, match=rf"has version {version}, but Covey needs vLLM >= 0.27"):
         check_version(version, "vLLM")
 
 
