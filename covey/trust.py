@@ -94,7 +94,7 @@ def _trusted() -> list[str]:
 def _check_trust(module: str, path: str, where: str) -> None:
     if not is_trusted(module):
         raise ConfigError(
-            f"config: {where} = {path!r} would run code of the module {module}, which is not "
+            f"config: {where} = {path!r} would run code of the module {module!r}, which is not "
             f"trusted; if you trust this code, add --trust {module}, or set the environment "
             f"variable {VARIABLE}={module}"
         )

@@ -172,7 +172,7 @@ def compare_command(
     elif add:
         raise ConfigError(
             "--add extends an existing comparison: give --folder, and leave out the recipe and "
-            "all settings"
+            "options such as --set"
         )
     else:
         prepared = prepare(request, PARENT, folder)

@@ -86,7 +86,7 @@ def read_settings(source: str) -> dict[str, Any]:
         if source in recipe_names():
             return tomllib.loads((RECIPES / f"{source}.toml").read_text("utf-8"))
     except RecursionError:
-        raise ConfigError(f"config: {source} contains values that are nested too deeply") from None
+        raise ConfigError(f"config: {source}: values are nested too deeply") from None
     except OSError as error:
         raise ConfigError(f"config: {source}: {reason(error)}") from None
     except ConfigError:
@@ -105,7 +105,7 @@ def _check_depth(data: Mapping[str, Any], where: str) -> None:
         level = [v for values in inner for v in values]
         level = [v for v in level if isinstance(v, Mapping | list | tuple)]
     if level:
-        raise ConfigError(f"{where} contains values that are nested in more than {DEEPEST} tables")
+        raise ConfigError(f"{where}: values are nested too deeply, in more than {DEEPEST} tables")
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -100,7 +100,7 @@ def check_context(section: Teacher, prompt: Prompt) -> None:
         if name not in (SUCCESS, FEEDBACK, *known):
             columns = ", ".join(known)
             raise ConfigError(
-                f"config: teacher.context.{name!r}: the data has no column {name!r}; use one of "
+                f"config: teacher.context.{name}: the data has no column {name!r}; use one of "
                 f"the columns {columns}, or {SUCCESS!r} or {FEEDBACK!r}"
             )
 

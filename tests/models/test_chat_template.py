@@ -113,7 +113,7 @@ def test_a_required_chat_template_must_exist_and_work() -> None:
         DataError, match="conversation with the roles user, assistant, user: one turn"
     ):
         made(alternating).text([ASKED, TOLD, ASKED])
-    with pytest.raises(DataError, match="a prompt has 3 turns"):
+    with pytest.raises(DataError, match="a prompt has 3 messages"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
 
 

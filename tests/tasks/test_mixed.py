@@ -170,7 +170,7 @@ def test_mixtures_may_be_mixed() -> None:
         ({"tools": {"weight": float("inf")}}, "config: task.parts.tools.weight = inf must be"),
         (
             {"no.such.module": {}},
-            "config: task.parts.no.such.module.name = 'no.such.module' runs code",
+            "config: task.parts.no.such.module.name = 'no.such.module' would run code",
         ),
         (
             {"g": {"name": "reasoning_gym:chain_sum", "dataset": "lcm"}},

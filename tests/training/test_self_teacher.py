@@ -230,7 +230,7 @@ def test_feedback_comes_from_the_score() -> None:
             ["teacher.context={success = 'x'}"],
             "teacher.context.success must contain the placeholder {text}",
         ),
-        (["teacher.template={prompt}"], "teacher.template must contain {context}"),
+        (["teacher.template={prompt}"], "teacher.template must contain the placeholder {context}"),
         (["environment.name=calculator"], "does not work with an environment"),
     ],
 )

@@ -142,7 +142,7 @@ def checked(**replies: Any) -> None:
 
 def test_a_server_is_checked_before_a_model_is_loaded() -> None:
     checked()
-    with pytest.raises(EngineError, match=r"has version 0.20.0; Covey needs"):
+    with pytest.raises(EngineError, match=r"has version 0.20.0, but Covey needs"):
         checked(**{"/version": {"version": "0.20.0"}})
     with pytest.raises(EngineError, match=r"is not a vLLM server"):
         checked(**{"/version": {"name": "nginx"}})
