@@ -170,10 +170,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError(
-            "--add extends an existing comparison: give --folder, and leave out the recipe and "
-            "options such as --set"
-        )
+        raise ConfigError("--add needs an existing comparison in --folder, and no new settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)

@@ -60,9 +60,7 @@ def doctor_command(
             help="Time limit in seconds. Checks that would exceed the time limit are skipped.",
         ),
     ] = LIMIT,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check a configuration on this machine, in at most two minutes.
 

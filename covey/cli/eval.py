@@ -89,9 +89,7 @@ def eval_command(
     out: Out = None,
     smoke: Smoke = False,
     trust: Trust = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
@@ -166,8 +164,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 if found and len(fitting) < len(prompts):
                     raise DataError(
                         f"{path}: this model cannot use all prompts of the other model "
-                        f"({notes[0]}); set rollout.max_prompt_tokens to a length that both models "
-                        "support"
+                        f"({notes[0]}); set rollout.max_prompt_tokens to a length that fits both"
                     )
                 prompts = fitting
                 engine = NativeEngine(model)

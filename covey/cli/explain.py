@@ -66,9 +66,7 @@ def explain_command(
     options: Options = None,
     exact: Exact = False,
     trust: Trust = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Explain the gradient of a recorded training step by group, by rollout or by token.
 
@@ -82,9 +80,7 @@ def explain_command(
             "step; leave out one of these options"
         )
     if options and algorithms is None:
-        raise ConfigError(
-            "--set changes options of the algorithms in --replay, so --replay is needed too"
-        )
+        raise ConfigError("--set changes options of the algorithms in --replay; add --replay")
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded

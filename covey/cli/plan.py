@@ -79,9 +79,7 @@ def plan_command(
     trust: Trust = None,
     cluster: Cluster = False,
     measure_steps: MeasureSteps = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Show what a run will do, how much time and memory it needs, and settings without effect.
 

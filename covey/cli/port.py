@@ -66,9 +66,7 @@ def trl_command(
             )
         return echo(found.toml())
     if ported is not None and (ported.exists() or ported == script):
-        raise ConfigError(
-            f"port: the file --script {ported} already exists; choose another file name"
-        )
+        raise ConfigError(f"port: {ported} already exists; give --script another file name")
     written = None if ported is None else covey_script(text, str(out), str(script))
     write_text(out, found.toml())
     echo(f"{out}: {len(found.settings)} settings, {len(found.notes)} notes; please read them")

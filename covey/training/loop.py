@@ -81,9 +81,7 @@ def run_loop(
         except GivenUp:
             abandoned = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(
-                    f"{abandoned}; to continue from the last checkpoint, use --resume"
-                ) from None
+                raise RunError(f"{abandoned}; resume from the last checkpoint") from None
             log.note(abandoned)
         except Exception:
             loop.keep_progress()

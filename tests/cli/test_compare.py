@@ -280,7 +280,7 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["--algorithms", "grpo"], "nothing to compare: give at least two arms"),
-        (["--add", "dapo"], "--add extends an existing comparison"),
+        (["--add", "dapo"], "--add needs an existing comparison in --folder"),
         (["--report", "nowhere"], "nowhere is not a comparison"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
         (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs --amount"),
