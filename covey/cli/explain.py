@@ -80,7 +80,7 @@ def explain_command(
             "step; leave out one of these options"
         )
     if options and algorithms is None:
-        raise ConfigError("--set changes options of the algorithms in --replay; add --replay")
+        raise ConfigError("--set needs --replay, because it sets options of replayed algorithms")
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded

@@ -165,8 +165,8 @@ def _token(variable: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"--token-env {variable}: the environment variable {variable} must contain a token of "
-            "printable ASCII characters"
+            f"--token-env {variable}: the environment variable must contain a token of printable "
+            "ASCII characters"
         )
     return token
 

@@ -86,8 +86,7 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     model = _inject(model, config)
     if not _is_plain(model):
         raise ModelError(
-            f"model: {folder} must be a plain LoRA adapter, and only for linear layers of the "
-            "backbone"
+            f"model: {folder} must be a plain LoRA adapter on linear layers of the backbone"
         )
     weights = named_weights(model, saved)
     if unknown := saved.keys() - {_file_name(name) for name in weights}:

@@ -86,7 +86,7 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
             raise ConfigError(
                 f"objective: the reward of completion {rollout.sample} of prompt "
                 f"{rollout.prompt_id} has no part {missing[0]!r}, only {_listed(rollout.parts)}; "
-                "list only parts in objective.parts that every completion has"
+                "objective.parts may contain only parts that every completion has"
             )
     rows = [
         [math.nan] * len(names) if r.reward is None else [r.parts[name] for name in names]

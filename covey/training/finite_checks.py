@@ -44,6 +44,6 @@ def check_finite(batch: Batch, step: int) -> None:
         if count:
             source, remedy = CAUSES[name]
             raise ModelError(
-                f"step {step} was not trained, because {count} of {tokens} tokens have log-probs "
-                f"of {source} that are not finite; {remedy}"
+                f"step {step} was not trained, because the log-probs of {source} are not finite "
+                f"for {count} of {tokens} tokens; {remedy}"
             )

@@ -242,8 +242,8 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
         staleness, groups = resolved.overlap.staleness, resolved.replay.groups
         cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: with {cause}, the engine generates with older weights than the trainer's; to "
-            f"correct for the difference, set objective.correction = {CORRECTION!r}"
+            f"config: with {cause}, the engine generates with older weights than the trainer has; "
+            f"to correct for the difference, set objective.correction = {CORRECTION!r}"
         )
     taken = from_sampler and "old_entropy" not in objective.needs
     if taken and objective.corrects:

@@ -108,7 +108,7 @@ def test_a_run_with_a_nan_reference_stops_before_it_learns(
     assert isinstance(parts.reference, FrozenReference)
     spoil(parts.reference.model, value)
     folder = RunFolder.create(tmp_path / "run", "", {})
-    words = "[0-9]+ of [0-9]+ tokens have log-probs of the reference that are not finite"
+    words = "log-probs of the reference are not finite for [0-9]+ of [0-9]+ tok"
     with closing(parts.scorer), pytest.raises(ModelError, match=words) as raised:
         train(parts, folder, [Notes()], StopSignal())
     assert str(raised.value).startswith("step 1 was not trained")
@@ -144,7 +144,7 @@ def test_padding_may_hold_anything_and_trained_tokens_may_not() -> None:
         spoilt = logp.clone()
         spoilt[row, column] = -math.inf
         tokens = int(batch.mask.sum())
-        words = f"1 of {tokens} tokens have log-probs of {whose} that are not finite"
+        words = f"log-probs of {whose} are not finite for 1 of {tokens} tokens"
         with pytest.raises(ModelError, match=words):
             check_finite(replace(batch, **{name: spoilt}), step=3)
 

@@ -233,7 +233,7 @@ def test_a_missing_rank_is_one_line(tmp_path: Path) -> None:
     [
         ({"RANK": "2"}, "RANK = 2 must be less than WORLD_SIZE = 2"),
         ({"RANK": "one"}, "RANK = 'one' is not a number"),
-        ({"WORLD_SIZE": ""}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": ""}, "RANK is set, but WORLD_SIZE is not"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
     ],
 )

@@ -233,9 +233,10 @@ def _declared(design: Design, arm: Arm) -> Arm:
         )
     if fixed:
         key, value = fixed[0], toml_value(differences[fixed[0]])
+        other_seeds = ", or add an offset with seed+=1000" if key == "seed" else ""
         raise ConfigError(
-            f"--arm {arm.name}: {key} = {value} must be the same for all arms; set {key} with "
-            "--set, which changes all arms, or use seed+=1000 to give an arm other seeds"
+            f"--arm {arm.name}: {key} = {value} must be the same for all arms; set {key} for all "
+            f"arms with --set{other_seeds}"
         )
     if arm.seed_offset:
         differences["seed"] = f"+{arm.seed_offset}"
