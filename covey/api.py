@@ -213,7 +213,7 @@ def compare(
     code = run_command([*words, "--folder", str(where)])
     if not (where / "report.json").is_file():
         raise ConfigError(
-            f"compare: the comparison ended with exit code {code}; the printed output gives the "
+            f"compare: the comparison failed with exit code {code}; the printed output gives the "
             "reason"
         )
     report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))

@@ -74,8 +74,8 @@ def token_logp(
 
         if kept is not None and head.softcap is not None:
             raise ModelError(
-                "model: rollout.mask_replay does not work on a GPU with this model, whose logits "
-                "have a soft cap; set rollout.mask_replay = false"
+                "model: on a GPU, rollout.mask_replay does not work with this model, because the "
+                "model applies a soft cap to its logits; set rollout.mask_replay = false"
             )
         return fused_token_logp(
             hidden,

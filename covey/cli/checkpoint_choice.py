@@ -48,11 +48,13 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
             raise RunError(f"{run.path} has no checkpoint yet")
         where = run.path / "checkpoints"
         raise RunError(
-            f"{run.path} saved a checkpoint of step {saved}, but {where} contains no checkpoint; "
-            "mount the folder's disk, or restore the folder"
+            f"{run.path} saved a checkpoint of step {saved}, but the folder {where} contains no "
+            "checkpoint; mount the disk of this folder, or restore the folder"
         )
     wanted = max(checkpoints) if step is None else step
     if wanted not in checkpoints:
         kept = ", ".join(str(s) for s in checkpoints)
-        raise RunError(f"--step {step}: {run.path} has only checkpoints of steps {kept}")
+        raise RunError(
+            f"--step {step}: {run.path} has no checkpoint of this step, only of the steps {kept}"
+        )
     return checkpoints[wanted]

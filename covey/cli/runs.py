@@ -52,7 +52,7 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs, show a run, check its health, verify its records, or write its report. "
+    help="List runs, show a run, check the health of a run, verify its records, or write a report. "
     "`covey runs RUN` is short for `covey runs show RUN`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -68,11 +68,13 @@ def runs_command(
     ] = Path("runs"),
     step: Annotated[
         int | None,
-        typer.Option(min=1, help="Show the completions of this training step of the run FOLDER."),
+        typer.Option(
+            min=1, help="Show the completions of this training step; FOLDER must be a run."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List runs, or show one run: its evaluations, or the completions of a step."""
+    """List runs, show the evaluations of a run, or show the completions of a training step."""
     console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)

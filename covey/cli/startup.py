@@ -30,27 +30,29 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration: a TOML file, or the name of a recipe that `covey recipes` lists. "
+        help="Configuration: a TOML file, or the name of a recipe (see `covey recipes`). "
         "Default: arithmetic.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=20."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting, for example train.steps=20."
+    ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model (sets model.path): a folder, a Hugging Face name, a GGUF file, or a packaged "
-        "model ('embedded' or 'smollm2')."
+        help="Model to use instead of model.path: a folder, a Hugging Face name, a GGUF file, or "
+        "one of the packaged models 'embedded' and 'smollm2'."
     ),
 ]
 Smoke = Annotated[
     bool,
     typer.Option(
         "--smoke",
-        help="Quick test: reduce batch sizes, lengths and steps, so that a run takes 1 or 2 "
-        "minutes.",
+        help="Quick test: reduce batch sizes, completion lengths and the number of steps, so that "
+        "a run takes 1 or 2 minutes.",
     ),
 ]
 Trust = Annotated[
@@ -60,8 +62,9 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Allow settings such as reward.name=MODULE:FUNCTION to import this module or package. "
-        "The module's code runs with your permissions.",
+        help="Trust a Python module or package, so that settings such as "
+        "reward.name=MODULE:FUNCTION can import it. The code of a trusted module runs with your "
+        "permissions.",
     ),
 ]
 """The option --trust; its callback runs before the command."""

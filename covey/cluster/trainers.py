@@ -52,8 +52,8 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
     except ray.exceptions.GetTimeoutError:
         ray.util.remove_placement_group(group)
         raise EngineError(
-            f"cluster: there were no free resources for {ranks} trainer ranks within {patience:g} "
-            "s; `ray status` shows the free resources"
+            f"cluster: Ray had no free resources for {ranks} trainer ranks within {patience:g} s; "
+            "`ray status` shows the free resources"
         ) from None
     return group
 
@@ -180,8 +180,8 @@ class _Ranks:
             return told[0]
         rank = next(rank for rank, code in sorted(self.codes.items()) if code)
         raise EngineError(
-            f"rank {rank} died: its process or its Ray actor was killed, or its node is down; all "
-            "ranks stop, and --resume continues from the last checkpoint"
+            f"rank {rank} died, because its process or its Ray actor was killed or its node is "
+            "down; all ranks stop, and --resume continues from the last checkpoint"
         )
 
     @contextmanager

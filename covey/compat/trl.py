@@ -93,7 +93,7 @@ def _given(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if not is_dataclass(config) or isinstance(config, type):
-        raise ConfigError("port: give a GRPOConfig, or a dict of its options")
+        raise ConfigError("port: pass a GRPOConfig object, or a dict with options of GRPOConfig")
     return {
         option.name: value
         for option in fields(config)

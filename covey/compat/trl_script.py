@@ -48,7 +48,9 @@ def covey_script(text: str, config: str, name: str = "script.py") -> str:
     tree = parsed(text, name)
     trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)
     if not isinstance(trainer, ast.Call):
-        raise ConfigError(f"port: {name} makes no GRPOTrainer, so there is no script to write")
+        raise ConfigError(
+            f"port: {name} creates no GRPOTrainer, so --script has nothing to convert"
+        )
     edits, call = _Edits(), _train_call(tree, trainer, config)
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     for node in statements:
@@ -58,7 +60,7 @@ def covey_script(text: str, config: str, name: str = "script.py") -> str:
         _use(edits, node, call)
         _attribute(edits, node)
     if not edits.trains:
-        raise ConfigError(f"port: {name} never calls train() of its GRPOTrainer as a statement")
+        raise ConfigError(f"port: {name} has no statement that calls train() of its GRPOTrainer")
     lines = edits.apply(text)
     result = "\n".join([*_leftovers(lines, edits.removed), *lines]) + "\n"
     parsed(result, f"the ported {name}")

@@ -32,7 +32,7 @@ def parsed(text: str, name: str) -> ast.Module:
         return ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(
-            f"port: {name} is not valid Python, line {error.lineno}: {error.msg}"
+            f"port: {name} is not valid Python: line {error.lineno}: {error.msg}"
         ) from None
 
 

@@ -59,4 +59,4 @@ def check_algorithm_name(name: str) -> None:
     """Reject a name that is not an algorithm."""
     if name != COMPOSED and name not in ALGORITHM_NAMES:
         hint = nearest(name, [*ALGORITHM_NAMES, COMPOSED])
-        raise ConfigError(f"config: objective.name = {name!r} is not known{hint}")
+        raise ConfigError(f"config: objective.name = {name!r} is not a known algorithm{hint}")

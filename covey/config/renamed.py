@@ -53,7 +53,7 @@ def check_names(data: Mapping[str, Any]) -> str | None:
         for key in keys or [section]:
             if new := new_setting(key):
                 example = ", as in stop_after = {tokens = 1000000}" if "stop_after" in new else ""
-                return f"config: {key} is called {new} now{example}"
+                return f"config: {key} was renamed to {new}{example}"
     return None
 
 

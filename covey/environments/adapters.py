@@ -42,7 +42,7 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     if not hasattr(kind, "reset"):
         raise ConfigError(
             f"environment: {kind.__name__} has no method reset; an environment needs either "
-            "reset(prompt, seed) and step(message), or reset(**row) and tools as public methods"
+            "reset(prompt, seed) and step(message), or reset(**row) and public methods as tools"
         )
     return partial(TrlEnvironment, kind)
 

@@ -35,8 +35,8 @@ def _loaded(package: str, arguments: str) -> Any:
     if group:
         function = group[0].__name__
         raise ConfigError(
-            f"environment: the rubric of {package} scores whole groups in {function}, which is not "
-            "supported"
+            f"environment: the function {function} in the rubric of {package} scores whole groups, "
+            "which Covey does not support"
         )
     return environment
 

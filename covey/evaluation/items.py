@@ -121,7 +121,7 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
     known = {"task"}.union(*(prompt.info for prompt in prompts))
     if key not in known:
         hint = nearest(key, known)
-        raise ConfigError(f"--by {key}: no prompt has this key in its info{hint}")
+        raise ConfigError(f"--by {key}: no prompt has this key in its `info` field{hint}")
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:

@@ -86,18 +86,20 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     model = _inject(model, config)
     if not _is_plain(model):
         raise ModelError(
-            f"model: {folder} is not a plain LoRA adapter on the backbone's linear layers"
+            f"model: {folder} must be a plain LoRA adapter on linear layers of the backbone"
         )
     weights = named_weights(model, saved)
     if unknown := saved.keys() - {_file_name(name) for name in weights}:
         name = min(unknown)
-        raise ModelError(f"model: the adapter {folder} does not fit the model, which has no {name}")
+        raise ModelError(
+            f"model: the adapter {folder} does not fit the model, which has no tensor {name}"
+        )
     with torch.no_grad():
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
                 raise ModelError(
-                    f"model: the adapter {folder} does not fit the model: {name} is missing or has "
-                    "another shape"
+                    f"model: the adapter {folder} does not fit the model: the tensor {name} is "
+                    "missing or has another shape"
                 )
             parameter.copy_(weights[name])
     return model
@@ -173,8 +175,8 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
         found = _modules(model, name, "targets").values()
         if not all(_is_linear(m) and m is not head for m in found):
             raise ConfigError(
-                f"config: adapter.targets: {name!r} is not a linear layer of the backbone; "
-                f"to train {name!r} in full, list it in adapter.also_train"
+                f"config: adapter.targets: {name!r} is not a linear layer of the backbone; to "
+                f"train all weights of {name!r}, list it in adapter.also_train"
             )
 
 
@@ -184,7 +186,10 @@ def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[st
     for name in also_train:
         found = _modules(model, name, "also_train")
         if any(m._modules or not m._parameters for m in found.values()):
-            raise ConfigError(f"config: adapter.also_train: {name!r} is not a single layer")
+            raise ConfigError(
+                f"config: adapter.also_train: {name!r} must be a single layer, not a group of "
+                "layers"
+            )
         names.update(found)
     return sorted(names)
 

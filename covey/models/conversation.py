@@ -194,7 +194,10 @@ def _after(text: str, count: int) -> str:
         if len(piece) >= count:
             return CUT.join([piece[count:], *pieces[number + 1 :]])
         count -= len(piece)
-    raise DataError("model: the chat template drops the text of a message")
+    raise DataError(
+        "model: the chat template changes or drops the text of a message; set model.template to "
+        "'plain'"
+    )
 
 
 def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:

@@ -37,9 +37,9 @@ def make_deterministic() -> None:
     if os.environ.get(WORKSPACE) not in FIXED:
         if torch.cuda.is_initialized():  # cuBLAS may have read the variable already
             raise ModelError(
-                "model: deterministic = true comes too late, because this process has already used "
-                f"CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before the process "
-                "starts"
+                "model: model.deterministic = true has no effect now, because this process has "
+                f"already used CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before "
+                "the process starts"
             )
         os.environ[WORKSPACE] = FIXED[0]
     torch.set_float32_matmul_precision("highest")  # no TF32

@@ -121,7 +121,7 @@ def wrap(
     """Split a causal language model into backbone and head; check that they give its logits."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
+        raise ModelError(f"model: Covey needs a linear output layer, which {name} does not have")
     _disable_dropout(model)
     training = model.training
     model.eval()
@@ -198,7 +198,8 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     best = min(range(len(heads)), key=errors.__getitem__)
     if errors[best] > 1e-2 * float(expected.abs().max()):
         raise ModelError(
-            f"model: {name} ({type(model).__name__}) computes logits in an unsupported way"
+            f"model: {name} ({type(model).__name__}) computes its logits in a way that Covey does "
+            "not support"
         )
     return heads[best]
 

@@ -46,9 +46,8 @@ def check_model_path(path: str) -> None:
         raise ModelError(f"model: cannot load {path!r}: {why}")
     elif prepare_hub(path) and not in_hub_cache(path):
         raise ModelError(
-            f"model: cannot load {path!r}: it is not in the local cache of the Hugging Face Hub, "
-            "and the Hub cannot be reached or is turned off by HF_HUB_OFFLINE"
-            f"{missing_folder_note(path)}"
+            f"model: cannot load {path!r}, which is not in the local Hugging Face cache: the Hub "
+            f"cannot be reached, or HF_HUB_OFFLINE turns it off{missing_folder_note(path)}"
         )
 
 
@@ -68,7 +67,7 @@ def adapter_base(path: str) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
-        raise ModelError(f"model: {file} does not name the adapter's base model")
+        raise ModelError(f"model: {file} does not give the name of the adapter's base model")
     return base
 
 

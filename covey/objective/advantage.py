@@ -202,11 +202,15 @@ def parts_standardized(
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
     count = parts.shape[1]
     weights = [float(weight) for weight in part_weights] or [1.0] * count
-    if len(weights) != count or not -1 <= gate < count:
+    if len(weights) != count:
         raise ConfigError(
-            f"gdpo: the reward has {count} parts, but objective.part_weights has {len(weights)} "
-            f"numbers and objective.gate is {gate}; give one weight per part, and a gate (the "
-            f"index of a part) below {count}"
+            f"gdpo: objective.part_weights has {len(weights)} numbers, but the reward has {count} "
+            "parts; give one weight per part"
+        )
+    if not -1 <= gate < count:
+        raise ConfigError(
+            f"gdpo: objective.gate = {gate} must be the index of one of the {count} reward parts, "
+            "or -1 for no gate"
         )
     if gate >= 0:
         shut = (parts[:, gate] < gate_at)[:, None] & (torch.arange(count) != gate).to(parts.device)

@@ -100,7 +100,7 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
             problem += f"; no time for another try in total_seconds = {policy.total_seconds:g}"
             break
         time.sleep(delay)
-    raise RewardError(f"{url} {problem} (tries: {attempt + 1})")
+    raise RewardError(f"the request to {url} failed: the server {problem} (tries: {attempt + 1})")
 
 
 def one_line(text: str) -> str:
@@ -163,5 +163,8 @@ def _content(body: bytes) -> str:
         raise RewardError(f"the reply is not a chat completion: {_server_message(body)!r}")
     if finish == "length":
         # A truncated reply may end within a number.
-        raise RewardError(f"the reply is truncated; raise max_tokens: {one_line(content)!r}")
+        raise RewardError(
+            "the reply was truncated at max_tokens; raise max_tokens (the reply: "
+            f"{one_line(content)!r})"
+        )
     return content

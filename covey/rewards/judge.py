@@ -121,7 +121,8 @@ def parse_grade(content: str, scale: int) -> int:
     value = values.pop() if len(values) == 1 else ""
     if not re.fullmatch("[0-9]{1,9}", value) or int(value) > scale:
         raise RewardError(
-            f"judge: the reply must have one grade from 0 to {scale}, not {one_line(content)!r}"
+            f"judge: the reply must contain exactly one grade from 0 to {scale}, not "
+            f"{one_line(content)!r}"
         )
     return int(value)
 
@@ -211,8 +212,8 @@ class Judge(Reward):
             wrong = "not a key" if key else "not set"
             raise ConfigError(
                 f"judge: the environment variable {self.api_key_env} is {wrong}; set this "
-                "variable, or set api_key_env to the name of another variable, or to '' for a "
-                "server without a key"
+                "variable, set api_key_env to another variable, or set api_key_env = '' if the "
+                "server needs no key"
             )
         return key
 

@@ -69,6 +69,7 @@ def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
 def _not_a_reward(function: Callable[..., Any], why: str) -> ConfigError:
     name = getattr(function, "__name__", type(function).__name__)
     return ConfigError(
-        f"reward: {name} is not a reward function: {why}; write f(prompt, text) to score one "
-        "completion, or, as in TRL, f(completions, **columns) to score the completions of a prompt"
+        f"reward: {name} is not a reward function: {why}; define f(prompt, text), which scores one "
+        "completion, or f(completions, **columns) as in TRL, which scores all completions of a "
+        "prompt"
     )

@@ -143,10 +143,11 @@ class UserFunction(_GroupReward):
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is parameter.empty and not variadic and name not in given:
                 raise ConfigError(
-                    f"reward: {self.name} has the argument {name!r}, but {self._lack(prompt, name)}"
+                    f"reward: {self.name} needs the argument {name!r}, but "
+                    f"{self._why_missing(prompt, name)}"
                 )
 
-    def _lack(self, prompt: Prompt, name: str) -> str:
+    def _why_missing(self, prompt: Prompt, name: str) -> str:
         """Say why the function gets no argument of this name."""
         if name in NOT_PASSED:
             return f"only TRL passes it; write {name}=None"
@@ -230,7 +231,7 @@ def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = 
     if all(hasattr(reward, name) for name in ("bounds", "quick", "version")):
         return reward  # type: ignore[no-any-return]
     if not callable(reward):
-        raise ConfigError(f"reward: {reward!r} cannot be called with a prompt and a text")
+        raise ConfigError(f"reward: {reward!r} must be a function that takes a prompt and a text")
     own = {k: given.pop(k) for k in ("success_at", "conversational") if k in given}
     check_signature(reward, given)
     return UserFunction(function=reward, options=given, **own)
@@ -331,6 +332,8 @@ def function_reward(
         if name in functions:
             raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
-            raise ConfigError(f"rewards: the weight of {name} is {weight}, not a finite number")
+            raise ConfigError(
+                f"rewards: the weight of {name} must be a finite number, not {weight}"
+            )
         functions[name], weights[name] = made, float(weight)
     return WeightedFunctions(functions=functions, weights=weights)

@@ -83,7 +83,7 @@ class PromptChoice:
         if self.settings.mixture == "progress" and not self.block:
             raise ConfigError(
                 "config: curriculum.mixture = 'progress' needs task.name = 'mixed', because it "
-                "sets the weights of the parts of a mixed task"
+                "sets how often each part of a mixed task is drawn"
             )
 
     @property
@@ -199,8 +199,8 @@ class PromptChoice:
             raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error!r}") from None
         if not same:
             raise RunError(
-                f"checkpoint {folder} has curriculum statistics of other prompts, because the data "
-                "has changed; resume with the original data"
+                f"checkpoint {folder} has curriculum statistics for other prompts, because the "
+                "data has changed; resume with the original data"
             )
 
 

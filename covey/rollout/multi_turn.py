@@ -311,8 +311,8 @@ class MultiTurnEpisodes:
         if episode.taken:
             return None
         raise DataError(
-            f"prompt {episode.prompt.id} has {size} tokens, which together with a turn of "
-            f"{self.sampling.max_tokens} tokens exceed environment.max_tokens = "
+            f"prompt {episode.prompt.id} has {size} tokens, and with a turn of "
+            f"{self.sampling.max_tokens} tokens it would exceed environment.max_tokens = "
             f"{self.interaction.max_tokens}; raise environment.max_tokens, up to the model's "
             f"context of {self.model.context} tokens"
         )

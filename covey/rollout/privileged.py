@@ -101,7 +101,7 @@ def check_context(section: Teacher, prompt: Prompt) -> None:
             columns = ", ".join(known)
             raise ConfigError(
                 f"config: teacher.context.{name}: the data has no column {name!r}; use one of "
-                f"{columns}, or {SUCCESS!r} or {FEEDBACK!r}"
+                f"the columns {columns}, or {SUCCESS!r} or {FEEDBACK!r}"
             )
 
 

@@ -223,7 +223,8 @@ class _Filling:
         selected, step = self.selected, self.ticket.step
         if not selected.uniform and not selected.stale:
             raise RewardError(
-                f"step {step}: no group has two scored completions, so there is nothing to compare"
+                f"step {step}: no group has two scored completions, so there is no group to train "
+                "on"
             )
         self.notes.append(
             f"step {step}: no group to train on after {self.rounds} sampling rounds: "

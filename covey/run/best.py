@@ -91,8 +91,8 @@ def check_metric(name: str, *, samples: int) -> None:
     if own is not None:
         if own.source == MACHINE:
             raise ConfigError(
-                f"config: save.best: the metric {name!r} depends on the machine; choose another "
-                "metric"
+                f"config: save.best: the metric {name!r} depends on the machine; choose a metric "
+                "that does not"
             )
         return
     powers = [2**power for power in range(1, samples.bit_length())]
@@ -104,6 +104,6 @@ def check_metric(name: str, *, samples: int) -> None:
     ]
     if name not in known:
         raise ConfigError(
-            f"config: save.best: {name!r} is not a metric of training steps, and evaluations "
-            f"with evaluate.samples = {samples} do not have it{nearest(name, known)}"
+            f"config: save.best: {name!r} is neither a metric of training steps nor a metric of "
+            f"evaluations with evaluate.samples = {samples}{nearest(name, known)}"
         )

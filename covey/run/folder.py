@@ -311,8 +311,8 @@ class RunFolder:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise RunError(
-                f"{path} cannot be locked: {error.strerror}; remove this file if no other process "
-                "uses the run"
+                f"{path} cannot be locked: {error.strerror}; if no other process uses the run, "
+                "delete this file"
             ) from None
         with os.fdopen(handle, "rb", closefd=True) as file:
             try:

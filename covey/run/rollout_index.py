@@ -212,7 +212,7 @@ class RolloutIndexes:
         try:
             found = path.stat()
         except OSError:
-            raise RunError(f"the run has no rollouts file {path.name}") from None
+            raise RunError(f"the run has no file {path.name} with rollouts") from None
         key = (path, found.st_size, found.st_mtime_ns)
         with self._lock:
             index = self._kept.pop(key, None) or RolloutIndex(path)

@@ -47,7 +47,7 @@ def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
     try:
         folder, lock = _make(parent)
     except OSError as error:
-        raise RewardError(f"sandbox: cannot make a cgroup: {error}") from None
+        raise RewardError(f"sandbox: cannot create a cgroup: {error}") from None
     try:
         _limit(folder, limits)
         yield folder

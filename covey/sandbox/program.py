@@ -82,9 +82,9 @@ def require_isolation() -> None:
     reason = isolation_problem()
     if reason:
         raise ConfigError(
-            f"sandbox: programs cannot be isolated on this machine: {reason}; run `apt install "
-            "bubblewrap` (0.7 or newer, on a Linux that allows namespaces), or set unsafe = true "
-            "to run programs without protection"
+            f"sandbox: programs cannot be isolated on this machine: {reason}; install bubblewrap "
+            "0.7 or newer on a Linux that allows namespaces (`apt install bubblewrap`), or set "
+            "unsafe = true to run programs without protection"
         )
 
 

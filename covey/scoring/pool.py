@@ -141,7 +141,7 @@ class Pool:
         future: Future[list[ScoreResult]] = Future()
         with self._changed:
             if self._closed:
-                raise RewardError("reward: the scoring processes are closed")
+                raise RewardError("reward: cannot score, because the scoring processes are closed")
             self._queue.append((job, future))
             self._changed.notify()
         return future
@@ -171,7 +171,7 @@ class Pool:
         """Start a process and register it at once, so that `close` kills it."""
         with self._changed:
             if self._closed:
-                raise RewardError("reward: the scoring processes are closed")
+                raise RewardError("reward: cannot score, because the scoring processes are closed")
             try:
                 worker = Worker(self._payload, self._gigabytes, self._timeout)
             except OSError as error:  # out of memory, processes or file descriptors

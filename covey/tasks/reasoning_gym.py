@@ -162,8 +162,8 @@ class ReasoningGym(GeneratedTask):
             except Exception as error:  # datasets raise assertions, type errors and others
                 options, kind = dict(self.options or {}), type(error).__name__
                 raise ConfigError(
-                    f"task: reasoning_gym's {self.dataset} does not accept {split}_size = {size} "
-                    f"and options = {options}: {kind}: {error}"
+                    f"task: the dataset {self.dataset} of reasoning_gym does not accept "
+                    f"{split}_size = {size} and options = {options}: {kind}: {error}"
                 ) from None
         self._check_hash_seed()
 
@@ -173,7 +173,7 @@ class ReasoningGym(GeneratedTask):
         if dependent and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             datasets = ", ".join(sorted(dependent))
             raise ConfigError(
-                f"task: reasoning_gym's {datasets} gives different prompts or targets in each "
+                f"task: {datasets} of reasoning_gym gives different prompts or targets in each "
                 "process, so a run could not be resumed or compared; set the environment variable "
                 "PYTHONHASHSEED=0"
             )
@@ -231,8 +231,8 @@ class ReasoningGym(GeneratedTask):
                 return seed, entry
         options = dict(self.options or {})
         raise DataError(
-            f"task: reasoning_gym's {self.dataset} with options = {options} has too few different "
-            f"prompts for a {split} split"
+            f"task: the dataset {self.dataset} of reasoning_gym has too few different prompts for "
+            f"a {split} split with options = {options}"
         )
 
 

@@ -73,10 +73,12 @@ class RowReader:
 
     def __post_init__(self) -> None:
         if self.prompt and self.template:
-            raise ConfigError("task: give prompt or template, not both")
+            raise ConfigError("task: set either prompt or template, but not both")
         names = dict(self.columns or {})
         if len(set(names.values())) < len(names):
-            raise ConfigError(f"task: columns gives one name to two columns: {names}")
+            raise ConfigError(
+                f"task: the setting columns gives the same name to two columns: {names}"
+            )
 
     def read(self, split: str, rows: Iterable[NumberedRow], source: str) -> list[Prompt]:
         """Return the prompts of a split, and write its bad rows to `bad_rows[split]`."""

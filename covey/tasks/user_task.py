@@ -61,7 +61,7 @@ class UserTask:
         count = len(listed) if isinstance(listed, list | tuple) else min(FIRST, len(listed))
         for index in range(count):
             if problem := _problem(listed[index]):
-                raise DataError(f"{where}: prompt {index} {problem}")
+                raise DataError(f"{where}: prompt {index} is invalid: it {problem}")
         return listed
 
 

@@ -31,7 +31,7 @@ class Verifiers:
         environment = load(**self.arguments)
         if not hasattr(environment, "get_dataset"):
             raise ConfigError(
-                f"task: {self.package} is not an environment of verifiers 0.1: it has no "
+                f"task: {self.package} is not an environment for verifiers 0.1, because it has no "
                 "get_dataset"
             )
         return environment

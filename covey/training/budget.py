@@ -53,9 +53,9 @@ class Budget:
             most = PATIENCE * -(-self.amount // settings.updates)
             if used.steps > most:
                 raise RunError(
-                    f"after {used.steps} training steps, the run took only {used.updates} of the "
-                    f"{self.amount} optimizer steps that train.stop_after sets, because most steps "
-                    "have no group to train on; use easier prompts, or another filter"
+                    f"the run took only {used.updates} of {self.amount} optimizer steps "
+                    f"(train.stop_after) in {used.steps} training steps, because most training "
+                    "steps have no group to train on; use easier prompts, or another filter"
                 )
         return False
 

@@ -71,8 +71,8 @@ def resumed_config(
             raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
     if "train.steps" in changed and now.train.stop_after.epochs:
         raise ConfigError(
-            f"--resume {run.path} cannot change train.steps, which follows from "
-            f"train.stop_after.epochs = {now.train.stop_after.epochs:g}; change train.stop_after"
+            f"--resume {run.path} cannot change train.steps, because train.stop_after.epochs = "
+            f"{now.train.stop_after.epochs:g} determines it; change train.stop_after"
         )
     return now, changed
 

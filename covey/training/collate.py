@@ -78,7 +78,7 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
         raise ConfigError(
-            "objective: this algorithm compares the parts of the reward, but this reward has no "
+            "objective: this algorithm uses the parts of the reward, but this reward has no "
             "parts; use another reward, or an algorithm such as grpo"
         )
     for rollout in scored:
@@ -86,7 +86,7 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
             raise ConfigError(
                 f"objective: the reward of completion {rollout.sample} of prompt "
                 f"{rollout.prompt_id} has no part {missing[0]!r}, only {_listed(rollout.parts)}; "
-                "set objective.parts to parts that every completion has"
+                "objective.parts may contain only parts that every completion has"
             )
     rows = [
         [math.nan] * len(names) if r.reward is None else [r.parts[name] for name in names]
@@ -148,9 +148,9 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     if wrong.any():
         first = rows[int(wrong.argmax())].of
         raise ModelError(
-            f"engine: completion {first.sample} of prompt {first.prompt_id} has invalid kept sets: "
-            f"{problem}; rollout.mask_replay needs the set of tokens that each token was sampled "
-            "from"
+            "engine: rollout.mask_replay needs, for each token, the set of tokens that top_k, "
+            f"top_p and min_p kept; completion {first.sample} of prompt {first.prompt_id} has an "
+            f"invalid set: {problem}"
         )
     return kept
 

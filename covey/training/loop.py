@@ -79,10 +79,10 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            ended = f"step {state.step} was abandoned while it waited or evaluated"
+            abandoned = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(f"{ended}; --resume continues from the last checkpoint") from None
-            log.note(ended)
+                raise RunError(f"{abandoned}; resume from the last checkpoint") from None
+            log.note(abandoned)
         except Exception:
             loop.keep_progress()
             raise

@@ -40,8 +40,9 @@ def check_engine(config: Config) -> None:
         check_vllm(config)
     if config.cluster.address and config.cluster.trainers and "RANK" not in os.environ:
         raise ConfigError(
-            f"config: cluster.trainers = {config.cluster.trainers} works only with `covey train` "
-            "and `covey sft`; start the ranks with torchrun, or set cluster.trainers = 0"
+            f"config: cluster.trainers = {config.cluster.trainers} works only with the commands "
+            "`covey train` and `covey sft`; start the ranks with torchrun, or set "
+            "cluster.trainers = 0"
         )
     if config.cluster.any_actors:
         from covey.cluster.ray_client import check_room, connect

@@ -29,8 +29,8 @@ def model_name(model: object) -> str:
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     raise ModelError(
-        f"model: give a name or a folder, not an object of type {type(model).__name__}; save it "
-        "with model.save_pretrained(folder) first, and its tokenizer too"
+        f"model: pass a name or a folder, not an object of type {type(model).__name__}; first save "
+        "the model and its tokenizer with save_pretrained(folder), and then pass the folder"
     )
 
 
@@ -44,8 +44,8 @@ def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
     if missing:
         settings, arguments = zip(*missing, strict=True)
         raise ConfigError(
-            f"config: {' and '.join(settings)}: passed in Python, so not in the settings; call "
-            f"covey.evaluate(..., {', '.join(arguments)}) in Python"
+            f"config: the settings {' and '.join(settings)} stand for Python objects, which this "
+            f"evaluation did not get; call covey.evaluate(..., {', '.join(arguments)}) in Python"
         )
 
 
@@ -54,11 +54,14 @@ def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | N
     config = load_config(str(folder.config_file))
     for where, argument, name in OBJECTS:
         if (getattr(config, where).name == name) != (where in passed):
-            started, advice = (
-                ("without", "leave it out") if where in passed else ("with", "pass it again")
+            with_or_without, advice = (
+                ("without", "leave the argument out")
+                if where in passed
+                else ("with", "pass the argument again")
             )
             raise ConfigError(
-                f"resume: {folder.path} was started {started} the argument {argument}; {advice}"
+                f"resume: the run {folder.path} was started {with_or_without} the argument "
+                f"{argument}; {advice}"
             )
     then = str(folder.environment().get("reward") or "").partition("@")[0]
     if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):

@@ -31,8 +31,8 @@ def longest_prompt(config: Config, context: int) -> int:
         room = min(room, config.environment.max_tokens - config.rollout.max_tokens)
     if room < 1:
         raise ConfigError(
-            f"config: rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a "
-            f"prompt in the model's context of {context} tokens"
+            f"config: with rollout.max_tokens = {config.rollout.max_tokens}, a prompt does not fit "
+            f"into the model's context of {context} tokens; lower rollout.max_tokens"
         )
     return min(room, config.rollout.max_prompt_tokens or room)
 
@@ -65,22 +65,22 @@ def fitting_prompts(
     if not long:
         return prompts, []
     worst = max(long, key=lambda index: long[index])
-    too_long = (
+    long_prompts = (
         f"{len(long)} of {len(checked)} {split} prompts have more than {limit} tokens; the "
         f"longest, {prompts[worst].id}, has {long[worst]}"
     )
-    why = limit_reason(config, model.context)
+    reason = limit_reason(config, model.context)
     if choice == "truncate":
-        return prompts, [f"{too_long}: the first tokens of these prompts are cut off"]
+        return prompts, [f"{long_prompts}: the first tokens of these prompts are cut off"]
     if choice == "error":
         raise DataError(
-            f"task: {too_long} ({why}); set rollout.long_prompts = 'skip' to leave long prompts "
-            "out, or 'truncate' to cut off their first tokens"
+            f"task: {long_prompts} ({reason}); set rollout.long_prompts = 'skip' to leave out long "
+            "prompts, or 'truncate' to cut off their first tokens"
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        raise DataError(f"task: no {split} prompt is short enough: {too_long} ({why})")
-    return kept, [f"{too_long}: these prompts are left out"]
+        raise DataError(f"task: no {split} prompt is short enough: {long_prompts} ({reason})")
+    return kept, [f"{long_prompts}: these prompts are left out"]
 
 
 def limit_reason(config: Config, context: int) -> str:

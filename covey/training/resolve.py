@@ -90,7 +90,7 @@ def _check_float8(resolved: Config) -> None:
     if resolved.engine.rounds and resolved.adapter.rank:
         raise ConfigError(
             f"{setting} does not work with adapter.rank = {resolved.adapter.rank}, because layers "
-            "with an adapter are not quantized; leave one of the two out"
+            "with an adapter are not quantized; leave out one of the two settings"
         )
 
 
@@ -101,7 +101,7 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
             f"config: {resolved.objective.name} does not work with an environment, because it adds "
-            "privileged text to the prompt of a single completion"
+            "privileged text to single-turn prompts"
         )
 
 
@@ -125,7 +125,7 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     if k is not None and k > size - others:
         least = k + others
         raise ConfigError(
-            f"config: objective.k = {k} needs rollout.group_size = {least} or more, not {size}"
+            f"config: objective.k = {k} needs rollout.group_size of at least {least}, not {size}"
         )
     prompts, mini_batches = resolved.rollout.prompts_per_step, resolved.train.mini_batches
     if objective.pairs and mini_batches > prompts:
@@ -158,8 +158,8 @@ def _check_preferences(config: Config, objective: Objective) -> None:
         )
     if config.overlap.staleness:
         raise ConfigError(
-            "config: preferences.file needs overlap.staleness = 0, because no completions are "
-            "generated that training could overlap with"
+            "config: preferences.file needs overlap.staleness = 0, because training on a file "
+            "does not generate completions"
         )
 
 
@@ -174,7 +174,8 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
     if objective.corrects:
         raise ConfigError(
             f"config: {name} already uses ratios to the engine's log-probs, so "
-            "objective.correction and objective.veto have nothing to correct; leave both out"
+            "objective.correction and objective.veto have nothing to correct; leave out both "
+            "settings"
         )
 
 
@@ -198,7 +199,7 @@ def _check_mask_replay(resolved: Config, objective: Objective) -> None:
         section = "reference.kind = 'server'" if server else "teacher.url"
         raise ConfigError(
             f"config: rollout.mask_replay = true does not work with {section}, because the server "
-            "does not get the tokens that top_k, top_p and min_p kept"
+            "does not receive the tokens that top_k, top_p and min_p kept"
         )
 
 
@@ -227,13 +228,13 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     if from_sampler and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
-            "min_p, because the engine's log-probs are then those of a truncated distribution; set "
+            "min_p, because the engine then returns log-probs of a truncated distribution; set "
             "rollout.mask_replay = true"
         )
     if resolved.engine.rounds and not from_sampler and objective.correction is None:
         raise ConfigError(
-            f"config: with engine.{resolved.engine.rounds} = 'float8', completions come from "
-            "rounded weights; to correct for this, set objective.correction = "
+            f"config: with engine.{resolved.engine.rounds} = 'float8', the engine generates with "
+            "rounded weights; to correct for the rounding, set objective.correction = "
             f"{CORRECTION!r} or 'token_mask'"
         )
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
@@ -241,8 +242,8 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
         staleness, groups = resolved.overlap.staleness, resolved.replay.groups
         cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: with {cause}, completions come from older weights; to correct for this, "
-            f"set objective.correction = {CORRECTION!r}"
+            f"config: with {cause}, the engine generates with older weights than the trainer has; "
+            f"to correct for the difference, set objective.correction = {CORRECTION!r}"
         )
     taken = from_sampler and "old_entropy" not in objective.needs
     if taken and objective.corrects:
@@ -294,7 +295,7 @@ def _environment_options(config: Config) -> dict[str, object]:
         if section.options:
             key = next(iter(section.options))
             raise ConfigError(
-                f"config: environment.{key} is set, but no environment is chosen; set "
+                f"config: environment.{key} has no effect, because no environment is chosen; set "
                 "environment.name"
             )
         return {}

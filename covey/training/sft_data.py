@@ -63,7 +63,7 @@ def write_solution(prompt: Prompt, template: str) -> str:
             found = prompt.target
         if found is None:
             raise DataError(
-                f"sft: prompt {prompt.id} has no worked solution; remove {{worked}} from "
+                f"sft: prompt {prompt.id} has no worked solution; remove the field {{worked}} from "
                 "sft.template, or set sft.file"
             )
         return str(found)
@@ -79,7 +79,7 @@ def solutions_of(config: Config, task: Task) -> Solutions:
         return Solutions(prompts=_from_file(settings.file), template=AS_IT_IS, prefill=prefill)
     if not _PLACE.search(settings.template):
         raise ConfigError(
-            f"config: sft.template = {settings.template!r} contains none of {{worked}}, "
+            f"config: sft.template = {settings.template!r} contains none of the fields {{worked}}, "
             "{solution} and {answer}, so all solutions would be the same"
         )
     prompts = task.train()
@@ -115,6 +115,7 @@ def _end(model: LanguageModel) -> int:
     end = model.tokenizer.eos_token_id if turn_end is None else turn_end
     if end is None:
         raise ModelError(
-            "model: the tokenizer has no end-of-sequence token, which must end every solution"
+            "model: the tokenizer has no end-of-sequence token, but every solution must end with "
+            "this token"
         )
     return int(end)

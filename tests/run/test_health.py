@@ -250,4 +250,4 @@ def test_a_run_without_steps_cannot_be_checked(
 ) -> None:
     RunFolder.create(tmp_path / "run", "", {})
     assert covey(["runs", "check", str(tmp_path / "run")]) == 1
-    assert "has no steps yet" in capsys.readouterr().err
+    assert "has no training steps yet" in capsys.readouterr().err

@@ -58,9 +58,9 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
         for point in run.points:
             if list(point.correct) != list(first.points[0].correct):
                 raise RunError(
-                    f"arm {run.arm} with seed {run.seed} was evaluated at step {point.step} on "
-                    f"other prompts than arm {first.arm} with seed {first.seed}; delete one of the "
-                    "two runs, and repeat the command"
+                    f"arm {run.arm} with seed {run.seed} and arm {first.arm} with seed "
+                    f"{first.seed} were not evaluated on the same prompts (at step {point.step}); "
+                    "delete one of the two runs, and repeat the command"
                 )
 
 

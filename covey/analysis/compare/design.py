@@ -133,7 +133,8 @@ def _with_budget(
     if amount is None:
         if budget == "tokens":
             raise ConfigError(
-                "--budget tokens needs --amount, the number of tokens that each run samples"
+                "--budget tokens needs --amount too, which is the number of tokens that each run "
+                "samples"
             )
         amount = total_updates(common.train)
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
@@ -232,10 +233,10 @@ def _declared(design: Design, arm: Arm) -> Arm:
         )
     if fixed:
         key, value = fixed[0], toml_value(differences[fixed[0]])
+        other_seeds = ", or add an offset with seed+=1000" if key == "seed" else ""
         raise ConfigError(
-            f"--arm {arm.name}: an arm cannot set {key} = {value}, because all arms must be "
-            f"measured in the same way; set {key} for all arms with --set, or use seed+=1000 for "
-            "other seeds"
+            f"--arm {arm.name}: {key} = {value} must be the same for all arms; set {key} for all "
+            f"arms with --set{other_seeds}"
         )
     if arm.seed_offset:
         differences["seed"] = f"+{arm.seed_offset}"

@@ -33,8 +33,9 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         task = task_of(config)
         if prompts_digest(held_out_of(config, task)) != expected:
             raise ConfigError(
-                f"--arm {name}: the held-out prompts differ from those of the arm {first_name}, so "
-                "the accuracies cannot be compared; change [task] for all arms with --set"
+                f"--arm {name}: the held-out prompts differ from the held-out prompts of arm "
+                f"{first_name}, so accuracies cannot be compared; change [task] for all arms with "
+                "--set"
             )
         section = config.task.model_dump()
         if section not in seen:
@@ -49,8 +50,8 @@ def _check_disjoint(config: Config, task: Task) -> None:
     if found:
         raise DataError(
             f"task: {len(found)} of {len(held_out)} held-out prompts are also training prompts, so "
-            "evaluations would measure memorization; the first of these prompts is "
-            f"{found[0].id}: {found[0].text!r}"
+            f"evaluations would measure memorization; for example, prompt {found[0].id}: "
+            f"{found[0].text!r}"
         )
 
 

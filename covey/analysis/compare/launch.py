@@ -171,7 +171,10 @@ def _move_aside(path: Path) -> None:
             if log_path(path).exists():
                 log_path(path).rename(log_path(aside))
             return
-    raise RunError(f"{path}: there are already 999 old runs at {path}.aside-N; delete some of them")
+    raise RunError(
+        f"{path}: the old run cannot be renamed, because {path}.aside-1 to {path}.aside-999 exist; "
+        "delete some of these folders"
+    )
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:

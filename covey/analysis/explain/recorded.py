@@ -98,7 +98,10 @@ def read_step(run: RunFolder, step: int) -> Recorded:
 def check_trained(recorded: Recorded) -> None:
     """Reject a step that trained on no rollout."""
     if not recorded.groups:
-        raise RunError(f"step {recorded.step} trained on no rollout: all groups were filtered out")
+        raise RunError(
+            f"step {recorded.step} did not train on any rollout, because all groups were filtered "
+            "out"
+        )
 
 
 def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:

@@ -46,7 +46,10 @@ def read_labelled(path: Path) -> list[Case]:
     cases = read_cases(path)
     for number, case in enumerate(cases, start=1):
         if case.correct is None:
-            raise DataError(f"{path}: completion {number} has no label 'correct'")
+            raise DataError(
+                f"{path}: completion {number} has no label; add the field 'correct' with the value "
+                "true or false"
+            )
     return cases
 
 
@@ -64,7 +67,7 @@ def _case(line: str, where: str) -> Case:
     content, target = _pop(row, PROMPTS), _pop(row, ("target", "answer"))
     correct = row.pop("correct", None)
     if correct is not None and not isinstance(correct, bool):
-        raise DataError(f"{where}: correct must be true or false, not {correct!r}")
+        raise DataError(f"{where}: the field 'correct' must be true or false, not {correct!r}")
     info = row.pop("info", {})
     prompt = Prompt(
         id=str(row.pop("prompt_id", None) or where),

@@ -215,7 +215,9 @@ def measure(
 
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError("model: the model has no output layer, which Covey needs")
+        raise ModelError(
+            "model: Covey needs a model with an output layer, which this model does not have"
+        )
     layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)

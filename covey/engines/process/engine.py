@@ -152,9 +152,9 @@ class ProcessEngine:
             self.deaths += 1
             if self.deaths >= MOST_DEATHS:
                 raise ModelError(
-                    f"engine: the engine's process ended {how}, after {self.deaths} failures in a "
-                    "row; the messages above give the reason; if memory ran out, lower "
-                    "engine.max_concurrent"
+                    f"engine: the engine's process failed {self.deaths} times in a row, and ended "
+                    f"{how}; see the messages above, and lower engine.max_concurrent if memory ran "
+                    "out"
                 )
             self.happened.append(f"the engine's process ended {how} and was restarted")
 
@@ -181,7 +181,9 @@ class ProcessEngine:
                 return
             except (EOFError, OSError):
                 if self.closed != closed:
-                    raise ModelError("engine: the engine was closed while it generated") from None
+                    raise ModelError(
+                        "engine: the engine was closed while it was generating completions"
+                    ) from None
                 if work.progress:
                     self.deaths = 0
                 self._died(process)

@@ -90,7 +90,8 @@ def _uses_nccl(config: Config, model: LanguageModel) -> bool:
     wanted = config.engine.vllm.transfer
     if wanted == "nccl" and model.device.type != "cuda":
         raise ConfigError(
-            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set it to 'file'"
+            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set "
+            "engine.vllm.transfer = 'file'"
         )
     return wanted == "nccl"
 
@@ -155,8 +156,8 @@ def _gpus(first: int, section: Vllm) -> str:
     if len(own) < section.tensor_parallel:
         last = first + section.tensor_parallel - 1
         raise ConfigError(
-            f"config: engine.vllm needs GPUs {first} to {last}, but there are only {len(names)} "
-            "GPUs; lower engine.vllm.servers or engine.vllm.first_gpu"
+            f"config: engine.vllm needs the GPUs {first} to {last}, but this machine has only "
+            f"{len(names)} GPUs; lower engine.vllm.servers or engine.vllm.first_gpu"
         )
     return ",".join(own)
 

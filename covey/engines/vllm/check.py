@@ -108,8 +108,8 @@ def check_version(version: str, name: str) -> None:
     if not OLDEST <= found < NEWEST:
         low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
         raise EngineError(
-            f"engine: {name} has version {printable(version)[:40]}; Covey needs vLLM >= {low} and "
-            f"< {high}"
+            f"engine: {name} has version {printable(version)[:40]}, but Covey needs vLLM >= {low} "
+            f"and < {high}"
         )
 
 

@@ -149,7 +149,9 @@ class Client:
 
     def error(self, problem: str) -> EngineError:
         """Return an error about this server."""
-        return EngineError(f"engine: the vLLM server {self.url} {printable(problem)}")
+        return EngineError(
+            f"engine: the vLLM server {self.url} cannot be used: it {printable(problem)}"
+        )
 
     def text(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Call an endpoint whose reply is not JSON."""

@@ -302,8 +302,8 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
     distribution = sampling.distribution
     if distribution.min_p > 0.0 and distribution.top_p < 1.0:
         raise ConfigError(
-            "config: with vLLM, set only one of rollout.min_p and rollout.top_p, because vLLM "
-            "applies them in another order than the native engine"
+            "config: with vLLM, set either rollout.min_p or rollout.top_p, but not both, because "
+            "vLLM applies them in another order than the native engine"
         )
     special = special_tokens(model, sampling.stop_strings)
     texts = [text for text in sampling.stop_strings if not _is_special(model, text)]

@@ -71,7 +71,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
         )
     except Exception as error:
         line = " ".join(str(error).split())[:300]
-        raise EngineError(f"engine: vLLM does not start in this process: {line}") from None
+        raise EngineError(f"engine: vLLM failed to start in this process: {line}") from None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -154,7 +154,10 @@ class ServerProcess:
             time.sleep(POLL_SECONDS)
 
     def _failed(self, failure: str) -> EngineError:
-        return EngineError(f"engine: the vLLM server {failure}: {self.last_line()}; see {self.log}")
+        return EngineError(
+            f"engine: the vLLM server could not be started, because it {failure}: "
+            f"{self.last_line()}; see {self.log}"
+        )
 
     def last_line(self) -> str:
         """Return the last line of the log with an error, or the last line if there is no error."""

@@ -27,7 +27,7 @@ def check_trackers(names: Iterable[str]) -> None:
             raise ConfigError(f"config: trackers: {name!r} is not a tracker{hint}")
         if find_spec(name) is None:
             raise ConfigError(
-                f"config: trackers: {name!r} is not installed; pip install 'covey[{name}]'"
+                f"config: trackers: {name!r} is not installed: pip install 'covey[{name}]'"
             )
 
 

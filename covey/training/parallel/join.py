@@ -66,8 +66,8 @@ def check_alike(world: World, what: str, mine: str) -> None:
         if other != all_of_them[0]:
             difference = _difference(all_of_them[0], other) if what == "settings" else ""
             raise ConfigError(
-                f"ranks: rank {rank} has other {what} than rank 0{difference}; start every rank "
-                f"with the same {what}"
+                f"ranks: rank {rank} and rank 0 have different {what}{difference}; start every "
+                f"rank with the same {what}"
             )
 
 
