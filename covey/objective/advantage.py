@@ -150,7 +150,7 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten values over the batch's tokens, as (v - mean v) / sqrt(var v + eps); 0 if equal."""
+    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps); equal values give 0."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:

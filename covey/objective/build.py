@@ -147,7 +147,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
 
 
 def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
-    """Join the algorithm's options with those of `extended`; the algorithm's options come first."""
+    """Return a function with the algorithm's own options and the options of `extended`."""
     mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}

@@ -181,7 +181,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def hints_of(
     function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
 ) -> dict[str, Any]:
-    """Return the types of `options`, or of all keyword-only parameters without `options`."""
+    """Return the types of `options`, which are by default all keyword-only parameters."""
     options = options_of(function) if options is None else options
     # Other annotations name torch, which `covey plan` does not import.
     written = getattr(function, "__annotations__", {})

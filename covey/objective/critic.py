@@ -60,7 +60,7 @@ def over_values(
 
 
 def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -> torch.Tensor:
-    """The critic's targets, A_t + V_t with the lambda `value_lam`; with 1, the discounted returns.
+    """The critic's targets A_t + V_t for the lambda `value_lam`; 1 gives the discounted returns.
 
     Targets that do not contain the critic's values are unbiased. VC-PPO, arXiv 2503.01491.
     """

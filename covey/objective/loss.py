@@ -94,10 +94,10 @@ class Objective:
     """Number of rollouts in which an adaptive beta corrects a deviation from the target KL."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """The fraction of tokens, those with the highest entropy, that get a policy gradient."""
+    """The fraction of tokens that get a policy gradient; tokens with high entropy come first."""
     off_policy_limit: float = 0.0
-    """A completion with a negative advantage is dropped if its mean log-probability has fallen by
-    more than this limit since it was sampled; 0 keeps all completions."""
+    """Limit on how far the mean log-probability of a completion may fall after sampling.
+    Completions with a negative advantage are dropped above this limit; 0 keeps all completions."""
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of a token is below this number times
     the sampler's probability; 0 keeps all completions."""
@@ -290,7 +290,7 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the contribution of some rows to the step's loss, which sums all contributions.
+    """Return the contribution of some rows to the step's loss; all contributions add up.
 
     A rollout's rows must all be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.

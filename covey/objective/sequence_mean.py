@@ -1,4 +1,4 @@
-"""The mean of each completion, with a gradient that is exact where all of its tokens agree."""
+"""The mean of each completion, whose gradient is exact if all tokens have the same gradient."""
 
 from __future__ import annotations
 

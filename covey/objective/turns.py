@@ -87,10 +87,11 @@ def by_turn(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The return of each turn, standardized over the group's turns of the same index or over all.
+    """The return of each turn, standardized over the turns of its group.
 
-    Turns with the same index are in different states once rollouts diverge; `gigpo` compares only
-    turns in equal states.
+    With `compare = "turn"`, turns are compared only with turns of the same index. Turns with the
+    same index are in different states once rollouts diverge. `gigpo` compares only turns in equal
+    states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)

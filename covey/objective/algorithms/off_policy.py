@@ -26,12 +26,13 @@ def bapo() -> Objective:
     surrogate. The clip bounds are computed once per optimizer step, over all micro-batches and
     ranks, which costs one more forward pass.
 
-    Choices: only tokens with a gradient count in `share`. In the paper's equation 8 as printed
-    (`measure = "value"`), the ratio of a clipped token is replaced by its clip bound. With equation
-    8, raising c_low lowers `share`, contrary to the paper's text. The authors' code raises c_low
-    first, and computes the bounds per micro-batch.
+    Choices: `share` counts only tokens that have a gradient, not clipped tokens. The option
+    `measure = "value"` follows the paper's equation 8 as printed: it replaces the ratio of a
+    clipped token by the clip bound. With `measure = "value"`, raising c_low lowers `share`,
+    although the paper's text says the opposite. The authors' code raises c_low first, and computes
+    the bounds per micro-batch.
 
-    Worth knowing: on policy nothing is clipped, and `bapo` is `grpo` with a token mean.
+    Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -45,7 +46,7 @@ def bapo() -> Objective:
 
 @takes("tau", "beta", "kl", "ddof", "eps")
 def m2po() -> Objective:
-    """Second-Moment trust Policy Optimization, arXiv 2510.01161: a bound on mean (log r)^2.
+    """Second-Moment trust Policy Optimization, arXiv 2510.01161: bounds the mean of (log r)^2.
 
         H    = tokens with A > 0 and r > 1, or A < 0 and r < 1
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
@@ -53,11 +54,11 @@ def m2po() -> Objective:
 
     The token count T includes dropped tokens. `m2po` drops a few outlier tokens; all other tokens
     have unclipped importance weights. The outliers are chosen over a whole optimizer step, which
-    costs one more forward pass. The authors' code chooses the outliers per micro-batch, also clips,
-    and bounds a different mean.
+    costs one more forward pass. The authors' code chooses the outliers per micro-batch, also clips
+    ratios, and bounds a different mean.
 
-    Worth knowing: on policy no token is dropped, and `m2po` is `grpo` with a token mean and without
-    a clip.
+    Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
+    and without a clip.
     """
     return Objective(
         advantage=advantage.group_standardized,

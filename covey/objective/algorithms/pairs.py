@@ -57,12 +57,12 @@ def ipo() -> Objective:
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
-    `ipo` chooses pairs as `dpo` does. Unlike in `dpo`, the margin D has a target of 1 / (2 beta),
-    and the loss reduces a larger margin. So even a policy that separates every pair stays near the
-    reference.
+    `ipo` chooses pairs as `dpo` does. The loss of `ipo` moves the margin D towards 1 / (2 beta),
+    while the loss of `dpo` increases D without limit. So even a policy that separates every pair
+    stays near the reference.
 
-    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer; TRL's
-    developers had asked the authors of IPO. The paper's formula and OpenRLHF use sums over tokens,
-    as Covey does with `average = false`.
+    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer, whose
+    developers asked the authors of IPO. The paper's formula and OpenRLHF use sums over tokens, as
+    Covey does with `average = false`.
     """
     return _of_pairs(pairs.squared)
