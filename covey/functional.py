@@ -187,7 +187,7 @@ def advantages(
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Return the advantages [B, T] of an algorithm, float64; the arguments are those of `loss`."""
+    """Return the advantages [B, T] of an algorithm in float64; takes the arguments of `loss`."""
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:

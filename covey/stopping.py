@@ -79,7 +79,7 @@ def exit_code(number: int) -> int:
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
-    A signal within `repeats` seconds of the first is ignored, because Ctrl-C may arrive twice: from
+    A signal within `repeats` seconds of the first signal is ignored. Ctrl-C may arrive twice: from
     the terminal, and from a launcher that forwards it to its ranks.
     """
     stop, first = StopSignal(), 0.0

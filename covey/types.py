@@ -2,7 +2,8 @@
 
     Prompt -> Rollout -> Group -> Batch
 
-In shapes, B counts rows, T completion tokens and P prompt tokens; both are padded.
+In shapes, B is the number of rows, T the padded number of completion tokens, and P the padded
+number of prompt tokens.
 
 This module does not import torch at run time, so that plain Python code (tasks, rewards, the run
 folder) can share it.
@@ -134,8 +135,8 @@ class Rollout:
     parts: Mapping[str, float] = field(default_factory=dict)
     """The parts of the reward, before weighting, by name."""
     feedback: str = ""
-    """What the reward says about the completion in words. The text is empty if the reward says
-    nothing."""
+    """Feedback of the reward on the completion, as text. The text is empty if the reward gives no
+    feedback."""
     teacher_prompt: tuple[int, ...] = ()
     """Tokens of the prompt with privileged text, which a self-teacher reads. Empty: no teacher."""
     reward_id: str = ""
@@ -303,7 +304,8 @@ class Batch:
     kept: KeptSets | None = None
     """The kept set of each token, on the CPU. The field is None if sampling was not truncated."""
     teacher_prompts: TeacherPrompts | None = None
-    """The prompts that a self-teacher reads, on the CPU. None if no row has a teacher prompt."""
+    """The prompts that a self-teacher reads, on the CPU. The field is None if no row has a teacher
+    prompt."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -15,7 +15,7 @@ from rich.text import Text
 from covey.escape import printable
 
 UNLIMITED = 100_000
-"""A width in columns that no table needs."""
+"""A width in columns that is larger than every table."""
 
 
 class Screen(Console):

@@ -85,7 +85,7 @@ class _LateTorch(ModuleType):
 
 
 def import_torch_when_used() -> None:
-    """Make `import torch` wait until something of torch is used, because it takes seconds."""
+    """Delay the import of torch until torch is used, because the import takes seconds."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = module = _LateTorch("torch")
         module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
@@ -109,7 +109,7 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return the configuration to load: the given one, or the embedded model's recipe.
+    """Return the configuration to load: the given configuration, or the embedded model's recipe.
 
     The result is None for another model or task, because the recipe's learning rate and lengths
     would not fit.
@@ -223,7 +223,7 @@ def tell_start(
 
 
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Print findings about settings without effect or with risks, except those in `not_own`.
+    """Print findings about useless or risky settings, except the settings in `not_own`.
 
     `not_own` are the settings that --smoke changed. Only `covey plan` lists equivalent settings.
     """

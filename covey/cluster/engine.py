@@ -198,7 +198,7 @@ class NoRoom(EngineError):
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The requests of one actor, with the methods of the thread that waits for it."""
+    """The requests of one actor, and the methods of the thread that waits for the actor."""
 
     engine: RayEngine
     member: Member

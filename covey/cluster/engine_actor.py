@@ -86,7 +86,7 @@ class EngineActor:
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights; `held` has the object reference, which Ray does not fetch in advance."""
+        """Load weights; `held` wraps the object reference, so that Ray does not fetch it early."""
         if version != self.version:
             import ray
 

@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
 
 
 def new_setting(key: str) -> str | None:
-    """Return the new name of an old key, or None if the key is not an old one.
+    """Return the new name of an old key, or None for any other key.
 
     >>> new_setting("rollout.samples"), new_setting("warmup.steps"), new_setting("train.steps")
     ('rollout.group_size', 'sft.steps', None)
@@ -58,7 +58,7 @@ def check_names(data: Mapping[str, Any]) -> str | None:
 
 
 def translated(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with old keys replaced by new ones."""
+    """Return settings in which new keys replace the old keys."""
     result: dict[str, Any] = {}
     stop: dict[str, Any] = {}
     for section, values in data.items():

@@ -98,7 +98,7 @@ class CurrentPolicy(FrozenReference):
     kind: ClassVar[str] = "current"
 
     def __post_init__(self) -> None:
-        """Do nothing: the model is the one that is trained."""
+        """Do nothing, because the model is the policy itself."""
 
 
 @dataclass(slots=True, kw_only=True)
