@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
-"""A configuration, a dict of settings, a TOML file, the name of a recipe, or None."""
+"""The configuration of a call: a Config, a dict of settings, a TOML file, a recipe's name, or
+None."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""A function that gets the metrics of every training step. If it returns a text, the run ends."""
+"""A function that gets the metrics of every training step. If the function returns a text, the run
+ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +177,8 @@ def evaluate(
 def _evaluated(model: str, config: Source) -> tuple[str, Source]:
     """Return the model to evaluate and its settings.
 
-    For a run, these are its newest checkpoint and the run's settings. For the path of a
-    checkpoint, the settings of its run are not used.
+    For a run, return its newest checkpoint and the run's settings. For the path of a checkpoint,
+    the settings of its run are not used.
     """
     from covey.cli.checkpoint_choice import run_around, weights_of
 

@@ -32,7 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait for another process in the main thread; a stop signal ends it with GivenUp."""
+    """Mark a wait for another process in the main thread, which a stop signal ends with GivenUp."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -213,7 +213,7 @@ def tell_edited(folder: RunFolder) -> None:
 def tell_start(
     reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str] = ()
 ) -> None:
-    """Print what is notable about the prompts and, for a new run, about its settings."""
+    """Print notes about the prompts and, for a new run, about its settings."""
     from covey.rollout.prompts import prompt_notes
 
     for note in prompt_notes(parts.policy.model, parts.train_prompts):

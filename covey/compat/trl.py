@@ -1,4 +1,4 @@
-"""Port a TRL script: convert options of GRPOConfig to Covey's settings, and list all others.
+"""Port a TRL script: convert options of GRPOConfig to Covey's settings, and list other options.
 
 If TRL's default of an option differs from Covey's default, the converted settings include TRL's
 default. The ported run then trains as the script did on one device.
@@ -75,7 +75,7 @@ class Ported:
         return "\n".join(lines) + "\n"
 
     def _mark(self, key: str) -> str:
-        """Return the comment behind a setting."""
+        """Return the comment that follows a setting in the file."""
         if key in self.computed:
             return f"  # {self.computed[key]} is computed in the script; set it yourself"
         if key in self.given:

@@ -222,4 +222,4 @@ TRAINER: Mapping[str, str] = {
     "processing_class": "the tokenizer is that of the model's folder",
     "environment_factory": "pass it as environment=... to covey.train",
 }
-"""Arguments of GRPOTrainer -> what to do instead."""
+"""Argument of GRPOTrainer -> advice on what to do instead."""

@@ -54,7 +54,7 @@ class Values:
     def of(cls, tree: ast.Module) -> Values:
         """Find the names that the whole script binds once, by a plain assignment.
 
-        Wherever the script can read such a name, the name has this one value. A list or a dict that
+        A name that is bound once has the same value everywhere in the script. A list or a dict that
         the script changes, or passes to a function, is left out.
         """
         times = Counter(name for node in ast.walk(tree) for name in _binds(node))

@@ -27,14 +27,14 @@ class Engine(Section):
     default."""
     kv_dtype: Literal["model", "float8"] = "model"
     """Dtype of the KV cache in the native engine. With float8, the KV cache takes half the memory,
-    and attention to long completions is faster. The requirements are the same as for engine.dtype =
-    "float8"."""
+    and attention to long completions is faster. A float8 KV cache has the same requirements as
+    engine.dtype = "float8"."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """GiB for keys and values of completions on a GPU. If completions need more memory, the native
-    engine pauses the youngest completions and continues them later. With 0, the memory is enough
-    for all completions at rollout.max_tokens, if so much is free."""
+    engine pauses the youngest completions and continues them later. With 0, the engine reserves
+    memory for all completions at rollout.max_tokens, if so much is free."""
 
     @property
     def rounds(self) -> str:

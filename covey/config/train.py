@@ -77,7 +77,7 @@ class Train(Section):
         return {**data, "steps": stop["steps"], "stop_after": others}
 
     def over_prompts(self, prompts: int, per_step: int) -> Train:
-        """Return the settings with the number of steps that a given `stop_after.epochs` needs.
+        """Return the settings with the number of steps computed from a given `stop_after.epochs`.
 
         Every step draws its prompts from one epoch. If the last prompts of an epoch do not fill a
         step, the epoch omits these prompts.
@@ -104,5 +104,5 @@ class Train(Section):
 
     @property
     def total_updates(self) -> int:
-        """The number of optimizer steps of a run; with a token budget, the nominal number."""
+        """The number of optimizer steps of a run; with a token budget, of `train.steps` steps."""
         return self.amount if self.budget == "updates" else self.steps * self.updates

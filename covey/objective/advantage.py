@@ -275,7 +275,7 @@ def against_the_others(batch: Batch) -> torch.Tensor:
 
 
 def length_weighted(batch: Batch) -> torch.Tensor:
-    """The reward minus the group's mean reward, weighted by the lengths of completions.
+    """The reward minus the group's mean reward, in which completions are weighted by length.
 
     OPO, 2505.23585.
     """

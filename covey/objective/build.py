@@ -86,9 +86,9 @@ def extended(
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
-    The parameters of the callable are the algorithm's own options and the shared options. `pieces`
-    are the given options. The algorithm `composed` reads the names of its pieces from these
-    options, because its other options depend on the pieces.
+    The parameters of the callable are the algorithm's own options and the shared options. The
+    algorithm `composed` reads the names of its pieces from the options in `pieces`, because its
+    other options depend on the pieces.
     """
     if name == COMPOSED:
         own = composer(pieces or {})

@@ -146,7 +146,7 @@ def composed(
 
 
 def composer(given: Mapping[str, Any]) -> Algorithm:
-    """Return `composed` with the options of the pieces that `given` names as parameters."""
+    """Return `composed` with the options of its pieces as parameters; `given` names the pieces."""
     pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]

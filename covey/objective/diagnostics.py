@@ -1,7 +1,8 @@
 """Diagnostics of a training step: exact means over trained tokens, for any micro-batches.
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
-means. If all tokens of a completion have the same ratio, ratio and clip count once for each row.
+means. If all tokens of a completion have the same ratio, the ratio and the clip count each row
+once.
 """
 
 from __future__ import annotations

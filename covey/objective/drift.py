@@ -1,4 +1,4 @@
-"""Drift limits over a whole optimizer step: which tokens to drop, and where to clip ratios.
+"""Choose the tokens to drop (M2PO), or the clip bounds (BAPO), over a whole optimizer step.
 
 M2PO and BAPO, the methods of this module, train on stale data. In M2PO and BAPO, the ratio r is
 relative to the policy that generated the data, so sampler_logp is used instead of old_logp. M2PO

@@ -94,7 +94,7 @@ class Objective:
     """Number of rollouts in which an adaptive beta corrects a deviation from the target KL."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """The fraction of tokens that get a policy gradient; tokens with high entropy come first."""
+    """The fraction of tokens, chosen by highest entropy, that get a policy gradient."""
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling.
     Completions with a negative advantage are dropped above this limit; 0 keeps all completions."""
@@ -143,7 +143,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether only corrections read old_logp, and each correction depends on one rollout."""
+        """Whether old_logp is read only by corrections that each depend on one rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 

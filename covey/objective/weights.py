@@ -1,4 +1,4 @@
-"""Token weights, with which the gains of tokens add up to one loss.
+"""Token weights: the loss is minus the weighted sum of the gains of all tokens.
 
 Each function returns the weight [B, T] of every token, which is computed once per optimizer step
 from the step's totals. The loss is then a plain weighted sum, so it does not depend on how the step

@@ -1,4 +1,4 @@
-"""Algorithms that clip the ratio of each token. They differ in advantage and aggregation."""
+"""Algorithms that clip the ratio of each token, and differ in advantage and aggregation."""
 
 from __future__ import annotations
 

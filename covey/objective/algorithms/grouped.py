@@ -27,8 +27,9 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     reward function reports counts with weight 1, even a number that is not meant as a reward.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
-    TRL. verl standardizes the summed advantages over tokens, so long completions count more. If one
-    part of a completion's reward could not be computed, no statistic includes the completion.
+    TRL. In verl, the summed advantages are standardized over tokens, so long completions count
+    more. If one part of a completion's reward could not be computed, no statistic includes the
+    completion.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
     `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
