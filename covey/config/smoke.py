@@ -36,7 +36,7 @@ AT_MOST: Mapping[str, float] = {
 """Upper limits of settings."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings in which 0 means "all" or "as many as needed"; a smoke run limits them too."""
+"""Settings in which 0 means "all" or "as many as needed", which a smoke run also limits."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},

@@ -53,8 +53,8 @@ class Train(Section):
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
     """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
     or the engine (sampler). With auto, the engine is the source if its log-probs are exact
-    (float32, no truncation) or if the ratio has to correct for staleness. Otherwise auto chooses
-    the trainer, without an extra forward pass if a training step has one optimizer step."""
+    (float32, no truncation) or if the ratio has to correct for staleness. In all other cases, auto
+    chooses the trainer, without an extra forward pass if a training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""

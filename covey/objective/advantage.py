@@ -163,7 +163,7 @@ def whitened(
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Copy the advantage [B] of each completion to its trained tokens [B, T], and 0 to others."""
+    """Copy the advantage [B] of each completion to its trained tokens [B, T]; others get 0."""
     return advantage[:, None].expand_as(mask).where(mask, 0.0)
 
 

@@ -79,7 +79,7 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
-    """Return a decorator that gives an algorithm's function these options as parameters.
+    """Return a decorator that gives an algorithm's function the named options as parameters.
 
     `names` are the options, in the order in which they are shown. Each option belongs to a piece,
     to the KL, or to the function itself. The value of an option is set in every piece that has this

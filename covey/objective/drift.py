@@ -69,7 +69,8 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the share of tokens with A > 0 in the sum of r |A| over all unclipped tokens.
 
-    The fraction is 1 if there are no unclipped tokens. Raising either bound raises the fraction.
+    The fraction is 1 if there are no unclipped tokens. Raising the upper or the lower clip bound
+    raises the fraction.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

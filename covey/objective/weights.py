@@ -66,7 +66,7 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (P T_i): the mean over groups of the sum over rollouts of their token means.
 
-    These weights are for losses of pairs, where each group has one pair.
+    The weights 1 / (P T_i) are for losses of pairs, where each group has one pair.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 

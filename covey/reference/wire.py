@@ -2,7 +2,7 @@
 
 A request contains rows of a batch, with the temperature and the client's tokenizer digest as
 metadata. A reply contains log-probabilities and entropies, with the digest of the server's weights.
-Both sides use this module to check all received data; a request is checked before the model
+Client and server check all received data with this module. A request is checked before the model
 computes anything.
 """
 

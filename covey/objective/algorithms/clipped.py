@@ -47,7 +47,7 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the largest number of tokens of a completion. In a run, the default of
-    `length` is rollout.max_tokens; in Python, `length` must be given. Instead of dividing by a
+    `length` is rollout.max_tokens. In Python, `length` must be given. Instead of dividing by a
     constant length, some libraries divide by the padded width of the batch, which changes from
     batch to batch.
 
@@ -137,8 +137,8 @@ def reinforce_pp() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Because the baseline is the mean of the batch, `reinforce_pp` reinforces most completions of an
-    easy prompt and few completions of a hard prompt. Use `reinforce_pp_baseline` to subtract the
-    mean of each group instead.
+    easy prompt and few completions of a hard prompt. `reinforce_pp_baseline` subtracts the mean of
+    each group instead of the mean of the batch.
     """
     return Objective(
         advantage=advantage.returns_whitened,

@@ -20,8 +20,8 @@ def ppo() -> Objective:
         critic  = 1/T sum_i sum_t 1/2 max((V - U)^2, (clip(V, V_old +- value_clip) - U)^2)
 
     The reward r_t of token t is -beta (old_logp - ref_logp)_t, plus the rollout's reward at the
-    last trained token. V_t is the critic's value before token t, computed at the start of the step;
-    the value after the last token is 0. The critic's target U is A + V, where A is not whitened and
+    last trained token. V_t is the critic's value before token t, computed at the start of the step.
+    The value after the last token is 0. The critic's target U is A + V, where A is not whitened and
     is computed with `value_lam` instead of lam. The critic is a separate model with its own
     optimizer, set in the configuration section [critic].
 

@@ -29,7 +29,7 @@ def opd(*, task: float = 0.0) -> Objective:
     log-probability.
 
     Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries use
-    the log-probability of the sampler or of the current policy; on policy, all three
+    the log-probability of the sampler or of the current policy. On policy, all three
     log-probabilities are the same.
     """
     return Objective(

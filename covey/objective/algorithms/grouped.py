@@ -21,7 +21,7 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so the scale of a part does not
-    change its influence. `gate` is the index of a part; all other parts count only for completions
+    change its influence. `gate` is the index of a part. All other parts count only for completions
     where the gate part reaches `gate_at` (equation 8). In a configuration, `parts` lists the names
     of the parts that count, in the order of part_weights. Without `parts`, every number that the
     reward function reports counts with weight 1, even a number that is not meant as a reward.
@@ -32,7 +32,7 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     completion.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
-    `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
+    `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward. Use a KL
     penalty in the loss.
     """
     return Objective(
@@ -109,13 +109,13 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper; TRL counted only the
+    The token count T includes all completions, as in equation 2 of the paper. TRL counted only the
     kept completions. Completions that are not kept need no forward pass
     (filter.skip_zero_gradient). The defaults of ddof and eps are the same as in `grpo`: ddof is 1,
     whereas the paper uses 0. Keeping half the group (4 of 8) is a good default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
-    be wrong; such a group has no gradient. If `keep` is at least the group size, `gfpo` equals
+    be wrong. Such a group has no gradient. If `keep` is at least the group size, `gfpo` equals
     `grpo` with a mean over tokens.
     """
     return Objective(

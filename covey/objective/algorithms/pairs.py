@@ -24,17 +24,18 @@ def _of_pairs(surrogate: Callable[..., Gain]) -> Objective:
 
 @takes("beta", "average")
 def dpo() -> Objective:
-    """Direct Preference Optimization, arXiv 2305.18290; online DPO if groups are sampled.
+    """Direct Preference Optimization, arXiv 2305.18290, or online DPO if groups are sampled.
 
         D    = sum_t (logp - ref_logp)[chosen] - sum_t (logp - ref_logp)[rejected]
         loss = - 1/pairs sum log sigmoid(beta D)
 
     The chosen completion is the completion with the highest reward in its group, and the rejected
     completion has the lowest reward. If several completions have the highest reward, the shortest
-    of them is chosen; if several have the lowest reward, the shortest of them is rejected. Among
-    equally short completions, the earliest is taken. Completions of a group that are neither chosen
-    nor rejected are not trained on. A group with equal rewards has no pair; the metric `pairs/ties`
-    counts these groups. The configuration section [preferences] reads pairs from a file.
+    of them is chosen. If several completions have the lowest reward, the shortest of them is
+    rejected. Among equally short completions, the earliest is taken. Completions of a group that
+    are neither chosen nor rejected are not trained on. A group with equal rewards has no pair, and
+    the metric `pairs/ties` counts such groups. The configuration section [preferences] reads pairs
+    from a file.
 
     The two completions of a pair may be in different micro-batches or ranks. So one more forward
     pass first computes the margin D of all pairs of the optimizer step.

@@ -57,7 +57,7 @@ def luspo() -> Objective:
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    GSPO's division by the completion's length favours short correct completions; `luspo` does not
+    GSPO's division by the completion's length favours short correct completions. `luspo` does not
     divide by the length.
     """
     return Objective(
@@ -97,7 +97,7 @@ def rloo() -> Objective:
 
     RLOO treats a completion as one action. So the ratio of a completion is the product of its token
     ratios, and the gradient of each token has weight 1/N (N completions), whatever the length. The
-    paper takes one optimizer step per batch, where the ratio is 1; the clip for several optimizer
+    paper takes one optimizer step per batch, where the ratio is 1. The clip for several optimizer
     steps comes from TRL. For long completions the product of ratios soon leaves the clip range, so
     take few optimizer steps.
     """

@@ -15,10 +15,10 @@ def cispo() -> Objective:
 
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
-    With `cispo`, no token loses its gradient; only the importance weight of a token is bounded.
+    With `cispo`, every token keeps its gradient, but the importance weight of a token is bounded.
     Covey's bounds min_weight and max_weight are absolute numbers. Libraries define the upper bound
     differently: as 1 + eps_high in the paper and in verl, but as eps_high in TRL. The paper does
-    not publish its upper bound; the default of 5 is taken from ScaleRL. CISPO's paper has no lower
+    not publish its upper bound. The default of 5 is taken from ScaleRL. CISPO's paper has no lower
     bound.
     """
     return Objective(
