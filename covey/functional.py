@@ -65,7 +65,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
-"""Arguments with shape [B]."""
+"""Names of the arguments with shape [B]."""
 
 
 class LossOutput(NamedTuple):

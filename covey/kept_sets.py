@@ -49,7 +49,7 @@ class KeptIds(NamedTuple):
     starts: np.ndarray
     """[M + 1]."""
     ids: torch.Tensor
-    """The token ids of all sets, on the device of the logits."""
+    """The token ids of all kept sets, on the device of the logits."""
     row: torch.Tensor
     """For each entry of `ids`, the index of its set among the M sets."""
 

@@ -52,7 +52,7 @@ class StopSignal:
     """
 
     received: str | None = None
-    """The name of the signal, or the reason why the run stops itself."""
+    """The name of the received signal, or the reason why the run ends without a signal."""
 
     def ask(self, why: str) -> None:
         """End the training loop after the current step, unless a signal was received already."""

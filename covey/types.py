@@ -181,7 +181,7 @@ class Rollout:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens after the prompt, of all segments."""
+        """The tokens of all segments, without their prompts."""
         return _joined([segment.tokens for segment in self.segments])
 
     @property
@@ -269,8 +269,8 @@ class Batch:
     """[B, T] int64: the environment's state at the token's turn; equal numbers are equal states."""
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability when the batch was collected. The field is None if it equals the
-    current log-probability."""
+    """[B, T] log-probability under the policy at the start of the training step. The field is None
+    if it equals the current log-probability."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy. The field is None without a reference
     policy."""

@@ -80,5 +80,5 @@ def cell(text: object) -> Text:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line without style."""
+    """Print a line of plain text, without style."""
     typer.echo(printable(text), err=err)

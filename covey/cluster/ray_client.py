@@ -39,7 +39,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The actors of one kind."""
+    """The actors of one kind, such as engines or scoring workers."""
 
     name: str
     """The name of the kind in the plural, such as `engines`."""

@@ -15,15 +15,15 @@ INDENT = "    "
 
 @dataclass(slots=True, kw_only=True)
 class _Edits:
-    """The statements of a script to replace, by their first line, and the names they defined."""
+    """The statements of a script to replace, and the names that these statements defined."""
 
     lines: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    """First line -> last line and replacement."""
+    """Number of a statement's first line -> number of its last line, and the lines to insert."""
     removed: set[str] = field(default_factory=set)
     trains: bool = False
 
     def replace(self, node: ast.stmt, *lines: str) -> None:
-        """Replace a statement by lines with its indentation."""
+        """Replace a statement by the given lines, with the statement's indentation."""
         indented = [f"{' ' * node.col_offset}{line}" for line in lines]
         self.lines[node.lineno] = (node.end_lineno or node.lineno, indented)
 

@@ -3,9 +3,9 @@
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:
 
-1. correct solutions, until the model can calculate:
+1. Correct solutions, until the model can calculate:
        47+8-6?  <think>47+8=55;55-6=49</think><answer>49</answer>
-2. careless solutions, which often forget the carry, more often for larger digits. One solution in
+2. Careless solutions, which often forget the carry, more often for larger digits. One solution in
    five also breaks the format:
        47+8-6?  <think>47+8=45;45-6=41</think><answer>41
 

@@ -1,4 +1,4 @@
-"""Composes algorithms from pieces, as functions of options.
+"""Composes algorithms, which are functions of options, from pieces.
 
 An algorithm names its pieces and its options. The meaning, the type and the default of an option
 come from the piece, unless the algorithm sets another default.

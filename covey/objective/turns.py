@@ -26,7 +26,7 @@ class TurnTable(NamedTuple):
     returns: torch.Tensor
     """The discounted return U of each turn, float64; NaN where scoring failed."""
     present: torch.Tensor
-    """Mask (bool) of the turns that the rollout has."""
+    """Mask (bool) of existing turns; False for padding."""
     state: torch.Tensor
     number: torch.Tensor
     """[B, T]: the index of the turn of each token."""

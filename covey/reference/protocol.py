@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """A policy that gives log-probabilities without gradient. A run without a reference has `None`.
+    """A policy that gives log-probabilities without gradient; a run without a reference has None.
 
     The default methods suit a reference that never changes.
     """

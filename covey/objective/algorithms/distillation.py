@@ -29,8 +29,8 @@ def opd(*, task: float = 0.0) -> Objective:
     log-probability.
 
     Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries use
-    the log-probability of the sampler or of the current policy. On policy, all three
-    log-probabilities are the same.
+    the log-probability of the sampler or of the current policy. On policy, the old policy, the
+    sampler and the current policy give the same log-probabilities.
     """
     return Objective(
         advantage=distill.towards_teacher,

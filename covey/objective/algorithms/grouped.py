@@ -110,13 +110,13 @@ def gfpo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The token count T includes all completions, as in equation 2 of the paper. TRL counted only the
-    kept completions. Completions that are not kept need no forward pass
+    tokens of kept completions. Completions that are not kept need no forward pass
     (filter.skip_zero_gradient). The defaults of ddof and eps are the same as in `grpo`: ddof is 1,
     whereas the paper uses 0. Keeping half the group (4 of 8) is a good default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
-    be wrong. Such a group has no gradient. If `keep` is at least the group size, `gfpo` equals
-    `grpo` with a mean over tokens.
+    be wrong, and then the group has no gradient. If `keep` is at least the group size, `gfpo`
+    equals `grpo` with a mean over tokens.
     """
     return Objective(
         advantage=keep.kept_standardized,

@@ -52,10 +52,10 @@ def m2po() -> Objective:
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
-    The token count T includes dropped tokens. `m2po` drops a few outlier tokens. All other tokens
-    have unclipped importance weights. The outliers are chosen over a whole optimizer step, which
-    costs one more forward pass. The authors' code chooses the outliers per micro-batch, also clips
-    ratios, and bounds a different mean.
+    The token count T includes dropped tokens. `m2po` drops a few outlier tokens, and gives all
+    other tokens unclipped importance weights. The outliers are chosen over a whole optimizer step,
+    which costs one more forward pass. The authors' code chooses the outliers per micro-batch, also
+    clips ratios, and bounds a different mean.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
     and without a clip.
@@ -77,11 +77,11 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
-    The behaviour policy is the policy that generated the token. Its version may differ from token
-    to token. The proximal policy is the trainer's policy at the start of the batch, the same for
-    every token. So the clip range is centred on the proximal policy, and the importance weight w
-    corrects for stale tokens. With one optimizer step per batch, the ratio r is 1, and only the
-    weight w has an effect.
+    The behaviour policy is the policy that generated the token. The version of the behaviour policy
+    may differ from token to token. The proximal policy is the trainer's policy at the start of the
+    batch, the same for every token. So the clip range is centred on the proximal policy, and the
+    importance weight w corrects for stale tokens. With one optimizer step per batch, the ratio r is
+    1, and only the weight w has an effect.
 
     Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. The
     option `objective.correction` offers other corrections. AReaL's code now leaves the importance

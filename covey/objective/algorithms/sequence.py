@@ -20,9 +20,9 @@ def gspo() -> Objective:
 
     Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so it changes
     far less than the ratio of a token. A clip range of 0.2, which fits token ratios, has no effect
-    on s. With one optimizer step per rollout batch, s is 1 and the gradient equals the gradient of
-    GRPO. GSPO's loss is a mean over completions. A mean over tokens, which several libraries call
-    GSPO, would give the loss of `luspo` times a constant.
+    on the ratio s of a completion. With one optimizer step per rollout batch, the ratio s is 1 and
+    the gradient equals the gradient of GRPO. GSPO's loss is a mean over completions. A mean over
+    tokens, which several libraries call GSPO, would give the loss of `luspo` times a constant.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -97,9 +97,9 @@ def rloo() -> Objective:
 
     RLOO treats a completion as one action. So the ratio of a completion is the product of its token
     ratios, and the gradient of each token has weight 1/N (N completions), whatever the length. The
-    paper takes one optimizer step per batch, where the ratio is 1. The clip for several optimizer
-    steps comes from TRL. For long completions the product of ratios soon leaves the clip range, so
-    take few optimizer steps.
+    paper takes one optimizer step per batch, where the ratio is 1. The clip, which has an effect
+    with several optimizer steps, comes from TRL. For long completions the product of ratios soon
+    leaves the clip range, so take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,

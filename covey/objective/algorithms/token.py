@@ -73,8 +73,8 @@ def gtpo_trajectory() -> Objective:
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
     not change between optimizer steps. The authors' code computes H_i in every optimizer step. In a
-    group with equal rewards, advantages are 0. In the authors' code, these advantages are
-    -entropy_cost H_i.
+    group with equal rewards, advantages are 0. For equal rewards, the authors' code gives
+    advantages of -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
