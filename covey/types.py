@@ -225,12 +225,12 @@ class Batch:
     over rollouts, never over rows.
 
     `collate` fills the first block of fields, from `prompt_tokens` to `state`. The policy fills the
-    second block, from `old_logp` to `entropy`, as far as the objective needs it. The objective
-    fills the third block, from `token_penalty` to `marked`. The objective computes `token_penalty`,
-    `advantage` and `targets` over the whole batch, because their statistics may include all
-    rollouts. The objective computes `weight`, `correction` and `marked` over one mini-batch,
-    because the denominators of the loss are per optimizer step. A micro-batch is a subset of the
-    rows, with unchanged values.
+    fields of the second block, from `old_logp` to `entropy`, that the objective needs. The
+    objective fills the third block, from `token_penalty` to `marked`. The objective computes
+    `token_penalty`, `advantage` and `targets` over the whole batch, because their statistics may
+    include all rollouts. The objective computes `weight`, `correction` and `marked` over one
+    mini-batch, because the denominators of the loss are per optimizer step. A micro-batch is a
+    subset of the rows, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor

@@ -198,7 +198,7 @@ class NoRoom(EngineError):
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The requests of one actor, and the methods of the thread that waits for the actor."""
+    """The requests of one actor; a thread runs `serve` to wait for the completions."""
 
     engine: RayEngine
     member: Member

@@ -39,7 +39,7 @@ HEAD = (
     "rewards=...)",
 )
 FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}
-"""Names that no command accepts, so that the file cannot start a run with other data."""
+"""Placeholders for the data and rewards of the script; no command accepts these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

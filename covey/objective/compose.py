@@ -1,4 +1,4 @@
-"""Composes algorithms, which are functions of options, from pieces.
+"""Builds the function of an algorithm from pieces and the names of its options.
 
 An algorithm names its pieces and its options. The meaning, the type and the default of an option
 come from the piece, unless the algorithm sets another default.

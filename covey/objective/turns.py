@@ -1,7 +1,7 @@
 """Advantages for the turns of multi-turn rollouts.
 
-The reward R of a rollout is the total of its turn rewards r_k. Turn rewards of the environment
-count at their turns, and the remainder of R counts at the last turn:
+The reward R of a rollout is the total of its turn rewards r_k. A reward that the environment gives
+to a turn counts at this turn, and the remainder of R counts at the last turn:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 

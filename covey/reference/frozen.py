@@ -1,5 +1,4 @@
-"""References with the starting weights: a copy on the device or in main memory, or the adapter
-off."""
+"""References with the starting weights: a copy of the model, or the model without its adapter."""
 
 from __future__ import annotations
 

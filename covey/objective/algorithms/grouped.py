@@ -21,10 +21,11 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so the scale of a part does not
-    change its influence. `gate` is the index of a part. All other parts count only for completions
-    where the gate part reaches `gate_at` (equation 8). In a configuration, `parts` lists the names
-    of the parts that count, in the order of part_weights. Without `parts`, every number that the
-    reward function reports counts with weight 1, even a number that is not meant as a reward.
+    change its influence. `gate` is the index of the part of the reward that gates the other parts.
+    All other parts count only for completions whose gate part is at least `gate_at` (equation 8).
+    In a configuration, `parts` lists the names of the parts that count, in the order of
+    part_weights. Without `parts`, every number that the reward function reports counts with weight
+    1, even a number that is not meant as a reward.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
     TRL. In verl, the summed advantages are standardized over tokens, so long completions count
@@ -32,8 +33,8 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     completion.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
-    `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward. Use a KL
-    penalty in the loss.
+    `gdpo` refuses a KL penalty in the reward, because `gdpo` normalises only numbers that the
+    reward function reports. Use a KL penalty in the loss.
     """
     return Objective(
         advantage=advantage.parts_standardized,
