@@ -20,7 +20,7 @@ POLL_SECONDS = 0.25
 """Seconds between two checks of whether the main thread waits for another process."""
 
 _waits = 0
-"""Number of nested waits of the main thread, the only thread that signals reach."""
+"""Number of nested waits in the main thread, which is the only thread that receives signals."""
 
 
 class GivenUp(BaseException):

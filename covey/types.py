@@ -1,4 +1,4 @@
-"""The types of the data flow, which are Prompt, Rollout, Group and Batch.
+"""The types of the data in a run: Prompt, Rollout, Group and Batch.
 
     Prompt -> Rollout -> Group -> Batch
 
@@ -67,7 +67,7 @@ class VersionSpan(NamedTuple):
     start: int
     stop: int
     version: int
-    """The version: the number of optimizer steps that the weights had taken."""
+    """The version is the number of optimizer steps that produced the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

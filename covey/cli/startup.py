@@ -1,4 +1,4 @@
-"""Start of every command that trains or scores: shared options, settings and opening notes."""
+"""Code that commands run before they train or score: shared options, settings and first notes."""
 
 from __future__ import annotations
 

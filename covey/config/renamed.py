@@ -31,7 +31,8 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "save.review_answers": "save.samples_shown",
     }
 )
-"""Old key -> new key. The entry of a section applies to all its keys that are not listed."""
+"""Old key -> new key. The entry of a section applies to all keys of the section that have no entry
+of their own."""
 
 
 def new_setting(key: str) -> str | None:

@@ -230,8 +230,8 @@ def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> tor
     """The reward minus its group's mean, divided by the std of mixed groups plus eps. ScaleRL.
 
     A mixed group has rewards that differ; other groups do not count in the std. Advantages are
-    multiplied by (number of groups / number of mixed groups). With this
-    factor, a mean over all groups equals a mean over the mixed groups alone.
+    multiplied by (number of groups / number of mixed groups). The factor makes a mean over all
+    groups equal to a mean over the mixed groups alone.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()

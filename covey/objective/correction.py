@@ -41,7 +41,7 @@ def masked(
 ) -> torch.Tensor:
     """Return the ratio rho where low <= rho <= high, and 0 for other tokens.
 
-    With token ratios and the bounds 0.5 and 5, this correction is IcePop.
+    With token ratios and the bounds 0.5 and 5, the correction `masked` is IcePop.
     """
     rho = of(log_rho, mask).exp()
     return rho.where((rho >= low) & (rho <= high), 0.0)
@@ -90,5 +90,5 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Correction -> value of its bounded quantity if sampler and trainer agree. For all other
-corrections, which bound a ratio, this value is 1."""
+"""Correction -> value of its bounded quantity if sampler and trainer agree. All other corrections
+bound a ratio, which is 1 if sampler and trainer agree."""

@@ -1,4 +1,4 @@
-"""Advantages and targets from a critic's values (generalized advantage estimation), and its loss.
+"""Advantages and targets from a critic's values (GAE), and the critic's loss.
 
     delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
 

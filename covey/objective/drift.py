@@ -69,8 +69,8 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the share of tokens with A > 0 in the sum of r |A| over all unclipped tokens.
 
-    The fraction is 1 if there are no unclipped tokens. Raising the upper or the lower clip bound
-    raises the fraction.
+    The share is 1 if there are no unclipped tokens. Raising the upper or the lower clip bound
+    raises the share.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -84,8 +84,8 @@ def positive_value_share(
     """Return the share of tokens with A > 0 in the sum of |min(r A, clip(r) A)| over all tokens.
 
     The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So
-    raising the lower bound increases the contribution of tokens with A < 0, and lowers the fraction
-    that comes from A > 0.
+    raising the lower bound increases the contribution of tokens with A < 0, and lowers the share of
+    tokens with A > 0.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

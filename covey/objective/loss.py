@@ -63,8 +63,8 @@ class Objective:
     """An algorithm as a value: its seven pieces, their options, and the inputs that they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. If the
-    row filter is on, old_logp is available only if `reads` names it."""
+    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. With
+    filter.skip_zero_gradient, old_logp is available only if `reads` names it."""
     ratio: Ratio
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]
