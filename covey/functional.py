@@ -65,7 +65,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
-"""Arguments with shape [B]."""
+"""Names of the arguments with shape [B]."""
 
 
 class LossOutput(NamedTuple):
@@ -187,7 +187,7 @@ def advantages(
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Return the advantages [B, T] of an algorithm, float64; the arguments are those of `loss`."""
+    """Return the advantages [B, T] of an algorithm in float64; takes the arguments of `loss`."""
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:

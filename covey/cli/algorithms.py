@@ -1,4 +1,4 @@
-"""`covey algorithms`: list the algorithms, or describe one."""
+"""`covey algorithms`: list the algorithms, or describe one algorithm."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ def run_around(path: Path) -> Path | None:
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     """Return the checkpoint to load: the target itself, or a run's checkpoint.
 
-    For a run, the function returns the checkpoint of `step`, or the newest one by default. If the
-    checkpoint is damaged, the error suggests `command`, with the path of an intact checkpoint in
-    place of {}.
+    For a run, the function returns the checkpoint of `step`, or the newest checkpoint by default.
+    If the checkpoint is damaged, the error suggests `command`, in which {} is replaced by the path
+    of an intact checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

@@ -208,7 +208,7 @@ def _print_design(folder: Path, design: Design) -> None:
 
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
-    """Print the design, run the unfinished runs, and write the reports."""
+    """Print the design of the comparison, run the unfinished runs, and write the reports."""
     from covey.analysis.compare.comparison_folder import write_design
     from covey.analysis.compare.launch import make_jobs, run_jobs
     from covey.analysis.compare.prepare import parallel_runs

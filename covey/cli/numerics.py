@@ -137,7 +137,7 @@ class _Notes(Tracker):
         self.say("measuring" if self.done >= self.completions else more)
 
     def note(self, text: str) -> None:
-        """Print the note on stderr."""
+        """Print a note on stderr."""
         echo(text, err=True)
 
 

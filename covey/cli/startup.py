@@ -1,4 +1,4 @@
-"""Start of every command that trains or scores: shared options, settings and opening notes."""
+"""Code that commands run before they train or score: shared options, settings and first notes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _LateTorch(ModuleType):
 
 
 def import_torch_when_used() -> None:
-    """Make `import torch` wait until something of torch is used, because it takes seconds."""
+    """Delay the import of torch until torch is used, because the import takes seconds."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = module = _LateTorch("torch")
         module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
@@ -112,7 +112,7 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return the configuration to load: the given one, or the embedded model's recipe.
+    """Return the configuration to load: the given configuration, or the embedded model's recipe.
 
     The result is None for another model or task, because the recipe's learning rate and lengths
     would not fit.
@@ -216,7 +216,7 @@ def tell_edited(folder: RunFolder) -> None:
 def tell_start(
     reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str] = ()
 ) -> None:
-    """Print what is notable about the prompts and, for a new run, about its settings."""
+    """Print notes about the prompts and, for a new run, about its settings."""
     from covey.rollout.prompts import prompt_notes
 
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
@@ -226,7 +226,7 @@ def tell_start(
 
 
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Print findings about settings without effect or with risks, except those in `not_own`.
+    """Print findings about useless or risky settings, except the settings in `not_own`.
 
     `not_own` are the settings that --smoke changed. Only `covey plan` lists equivalent settings.
     """

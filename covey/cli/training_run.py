@@ -55,13 +55,13 @@ ResumeStep = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A kind of training: functions that build its parts and run its loop."""
+    """A kind of training (RL or SFT): the functions that build its parts and run its loop."""
 
     command: str
     """`train` or `sft`."""
     build: Callable[[Config, World], Any]
     environment: Callable[[Any], dict[str, Any]]
-    """A function that returns further entries of environment.json."""
+    """A function that returns additional entries of environment.json."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
     """A function that trains, and returns the last step and the planned number of steps."""
     arguments: Sequence[str]

@@ -44,7 +44,8 @@ SELF_TEACHER = ("alpha", "every", "context", "template")
 def check_teacher(section: Teacher, *, privileged: bool) -> None:
     """Reject a [teacher] without the teacher that the objective needs, or with unused settings.
 
-    `privileged`: the objective needs the policy itself as a teacher with privileged text.
+    If `privileged` is true, the teacher must be the policy itself, with privileged text in its
+    prompt.
     """
     if privileged:
         _check_self_teacher(section)

@@ -87,9 +87,9 @@ def extended(
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
-    The parameters of the callable are the algorithm's own options and the shared options. `pieces`
-    are the given options. The algorithm `composed` reads the names of its pieces from these
-    options, because its other options depend on the pieces.
+    The parameters of the callable are the algorithm's own options and the shared options. The
+    algorithm `composed` reads the names of its pieces from the options in `pieces`, because its
+    other options depend on the pieces.
     """
     if name == COMPOSED:
         own = composer(pieces or {})
@@ -148,7 +148,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
 
 
 def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
-    """Join the algorithm's options with those of `extended`; the algorithm's options come first."""
+    """Return a function with the algorithm's own options and the options of `extended`."""
     mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}
