@@ -108,7 +108,7 @@ def make_host(
     timeout: float = 30.0,
     gigabytes: float = 8.0,
 ) -> Host:
-    """Return the host for an environment: this process for a quick one, else worker processes."""
+    """Return the host of an environment: this process if it is quick, else worker processes."""
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)

@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step number of all evaluations in random-number addresses, so that results are paired."""
+"""The step number that random numbers of all evaluations use, so that results are paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Evaluation:
 
     @property
     def graded(self) -> bool:
-        """Whether a reward differs from 1 for a success or from 0 for a failure."""
+        """Whether some reward is not simply 1 for success and 0 for failure."""
         return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:

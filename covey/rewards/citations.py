@@ -143,7 +143,7 @@ def _shape(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citations(Reward):
-    """The number of different sources / `minimum`, at most 1, in the text after the thinking.
+    """The number of different sources after the thinking, divided by `minimum`; at most 1.
 
     Sources are URLs, DOIs, arXiv numbers and the entries in a list of sources to which a mark such
     as [1] refers. A repeated source counts once.

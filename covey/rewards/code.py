@@ -68,7 +68,7 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    If there are `<answer>` tags, only the last of them is searched. Without a Python block, the
+    If there are `<answer>` tags, only the last `<answer>` is searched. Without a Python block, the
     program is the last fenced block; without any block, it is the whole text.
     """
     rest = after_thinking(text)

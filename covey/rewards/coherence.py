@@ -1,9 +1,9 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
-The measure uses statistics only: which Latin letters follow each other, which characters are common
-in other writing systems, and which symbols are neighbours in formulas and programs. Keyboard
-mashing and random characters have other statistics than real text. The measure cannot detect
-nonsense that consists of real words.
+The measure uses statistics only: frequent pairs of Latin letters, common characters of other
+writing systems, and typical neighbours of symbols in formulas and programs. Keyboard mashing and
+random characters have other statistics than real text. The measure cannot detect nonsense that
+consists of real words.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _base(character: str) -> str:
 
 
 def _pieces(word: str) -> list[str]:
-    """Split a camel-case word such as `getHttpCode`; other words stay whole."""
+    """Split a camel-case word such as `getHttpCode`; other words are not split."""
     if word.islower() or word.isupper() or not word.isascii():
         return [word]
     return _PIECE.findall(word)
@@ -302,7 +302,7 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """Return the number of characters in runs of one character, without the first three of each."""
+    """Return the number of characters in runs of one character, without each run's first three."""
     # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))

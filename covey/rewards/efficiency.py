@@ -14,7 +14,7 @@ from covey.rewards.text import count_words
 from covey.types import Prompt
 
 PHRASE = 6
-"""Words per phrase. Ordinary prose seldom repeats a phrase of this length."""
+"""Words per phrase. Ordinary prose seldom repeats a phrase of PHRASE words."""
 MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
@@ -51,8 +51,8 @@ def repetition(text: str, above: float = 0.0) -> float:
     The result is the larger of two fractions. The fraction of repeated sentences counts only if
     there are more than 3 sentences. The fraction of repeated phrases of 6 words or signs counts
     only if there are at least 24 words. Counting phrases also detects padding without punctuation,
-    or with varying sentence ends. Phrases are not counted if the fraction of repeated phrases is
-    clearly at most `above`.
+    or with varying sentence ends. Phrases are skipped if a quick count of tokens shows that their
+    repeated fraction is at most `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -89,9 +89,9 @@ class Efficiency(Reward):
     expected_steps: int = 3
     max_words: int = 512
     expected_edits: int = 0
-    """Edits without a penalty; 0: edits are not counted."""
+    """Number of edits without a penalty; with 0, edits are not counted."""
     max_rounds: int = 0
-    """Turns without a penalty; 0: turns are not counted."""
+    """Number of turns without a penalty; with 0, turns are not counted."""
     edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return how many edits and turns exceed the expected numbers, if those are set."""
+        """Return by how much edits and turns exceed `expected_edits` and `max_rounds`, unless 0."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

@@ -84,7 +84,7 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """The sum 0.4 think + 0.4 tool + 0.2 tidy, for thinking, then tool calls or an answer.
+    """A format of thinking, then tool calls or an answer: 0.4 think + 0.4 tool + 0.2 tidy.
 
     | part | value |
     |---|---|

@@ -1,9 +1,9 @@
 """The LLM judge: a language model that grades completions over an OpenAI-compatible endpoint.
 
-A completion may try to manipulate the judge. Therefore, delimiters with an unpredictable code
-separate data from instructions in the request. Chat-template tokens are broken up, invisible
-characters are removed, and appeals to the grader are replaced. Even with these measures, a judge is
-not safe as the only reward.
+A completion may try to manipulate the judge. In the request, delimiters with an unpredictable code
+separate data from instructions. Chat-template tokens are broken up, invisible characters are
+removed, and appeals to the grader are replaced. Even with all safety measures, a judge is not safe
+as the only reward.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def parse_grade(content: str, scale: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge(Reward):
-    """The grade of an LLM divided by `scale`; a success from `threshold` on.
+    """The grade of an LLM divided by `scale`; a reward of at least `threshold` is a success.
 
     If the LLM gives no grade, the reward raises an error. The completion then has no reward, which
     differs from a reward of 0.

@@ -83,7 +83,7 @@ def language_of(text: str) -> str | None:
 
 
 def _script(text: str) -> str | None:
-    """Return the script of most letters; None if there are no letters or it is not covered."""
+    """Return the script of most letters; None without letters or for an unsupported script."""
     counts = Counter(_script_of(sign) for sign in text if sign.isalpha())
     # Japanese mixes kana with Han characters.
     if counts["kana"] and counts["other"]:

@@ -59,10 +59,10 @@ class GroupRelative:
 
     Let L be the larger of the mean length and the mid-range of lengths. The penalty is 0 up to L
     tokens, and falls linearly from there to -size at 2 L tokens. In an easy group (accuracy of at
-    least `easy`), L is computed from the correct rollouts, and only these rollouts are penalised.
-    In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In other groups, L is
-    computed from all rollouts, and the majority (correct or incorrect) is penalised; in a tie, the
-    incorrect rollouts are penalised.
+    least `easy`), the length L is computed from the correct rollouts, and only correct rollouts are
+    penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In other
+    groups, the length L is computed from all rollouts. The majority (correct or incorrect) is
+    penalised; in a tie, the incorrect rollouts are penalised.
 
     The paper gives no value for `easy`.
     """

@@ -24,8 +24,8 @@ class Mix(Reward):
 
     The part called `accuracy` decides `success`. With `gated` and a part called `format`, accuracy
     counts only if the format is correct. If the format is wrong, accuracy is replaced by its lower
-    bound. An accuracy reward without bounds is replaced by the smaller of 0 and its value. Without
-    `gated`, accuracy and format add up.
+    bound. If the format is wrong and accuracy has no bounds, a positive accuracy is replaced by 0.
+    Without `gated`, accuracy and format add up.
 
     The weights at the start of a run are `early`. The weights change linearly from `early` to
     `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
@@ -33,11 +33,11 @@ class Mix(Reward):
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
     weights. A correct completion scores in the upper half of the range: half the range plus half of
-    the weighted mean. If the format is wrong, only the format counts in this weighted mean. An
-    incorrect completion scores in the lower half of the range: half of the weighted mean of
-    accuracy, judges and, if `gated`, the format. Other reward parts do not count for an incorrect
-    completion. A completion without a final answer, or a completion that is not language, has the
-    lowest reward.
+    the weighted mean. If the format of a correct completion is wrong, only the format counts in the
+    weighted mean. An incorrect completion scores in the lower half of the range. Its score is half
+    of the weighted mean of accuracy, judges and, if `gated`, the format. Other reward parts do not
+    count for an incorrect completion. A completion without a final answer, or a completion that is
+    not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -96,7 +96,7 @@ class Mix(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The weighted means of the parts' bounds, which cover all weights of the run."""
+        """The bounds of the weighted mean, for all weights that the run may use."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -187,7 +187,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts of every reward part that itself has several parts, as `part/inner`."""
+    """Return the inner parts of each reward part that has several parts, named `part/inner`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()

@@ -280,7 +280,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds 0 and the reward of a correct answer, plus the format reward if `additive`."""
+        """The bounds: 0, and the highest reward, which includes the format reward if `additive`."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

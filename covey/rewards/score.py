@@ -22,8 +22,7 @@ class Score:
     attempted: bool = True
     """Whether the completion has a final answer that can be compared, even if it is wrong."""
     feedback: str = field(default="", compare=False)
-    """What is wrong with the completion, in words, for the prompt of a self-teacher
-    (docs/sdpo.md)."""
+    """A description of the completion's errors, for the prompt of a self-teacher (docs/sdpo.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +32,9 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Number of optimizer steps before the training step, as planned. None in evaluations, which
-    score as at the end of the run."""
+    """Planned number of optimizer steps before the training step. The value is None in evaluations,
+    which are scored as at the end of the run.
+    """
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""
 

@@ -1,4 +1,4 @@
-"""What a reward gives a completion of a prompt that has no target."""
+"""Rewards that need a target, and their score for a prompt without a target."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
-`without_target` is what `accuracy` gives a prompt without a target: see `TargetReward`.
+`without_target` sets the score of `accuracy` for a prompt without a target: see `TargetReward`.
 
 `early_format`, if above 0, is the weight of `format` at the start of a run. The weight
-`early_format` is taken from `accuracy`, and returned to it over the first fifth of the steps.
+`early_format` is taken from `accuracy`, and goes back to `accuracy` over the first fifth of the
+steps.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ old and new value."""
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. The note only counts the settings beyond
-this number."""
+"""Maximum number of edited settings that a note names. The note only counts further settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write the traceback of another process that ended the run to failure.txt."""
+        """Write to failure.txt the traceback of another process, whose error ended the run."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -274,8 +273,8 @@ class RunFolder:
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
         """Return the steps whose checkpoints were saved.
 
-        Return None if the list of checkpoints is damaged or missing; runs of older versions have
-        none.
+        Return None if the list of checkpoints is damaged or missing; runs of older versions have no
+        list.
         """
         problems: list[str] = []
         path = self.path / "checkpoints.jsonl"

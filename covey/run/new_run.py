@@ -1,4 +1,4 @@
-"""The folder of a new run: which folder it may use, and where a failed run there goes."""
+"""The folder of a new run. An earlier run in the folder that failed at its start is renamed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.run.folder import FAILURE, RunFolder
 
 
 def check_new_run(path: Path, instead: str = "") -> None:
-    """Refuse a folder that has files, before a model is loaded; `instead` says what to do.
+    """Refuse a folder that has files, before a model is loaded; `instead` is the error's advice.
 
     A run that failed before its first step may be replaced.
     """

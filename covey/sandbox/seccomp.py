@@ -1,9 +1,9 @@
 """The seccomp filter (classic BPF), which limits the system calls of a sandboxed program.
 
 The filter blocks what namespaces and resource limits do not block. The filter is an allow-list:
-every system call that is not on the list fails. The allow-list excludes memory that no limit counts
-(memfd, System V objects, message queues, anonymous shared memory), network sockets, and the parts
-of the kernel that programs do not need.
+every system call that is not on the list fails. The allow-list excludes network sockets, and parts
+of the kernel that programs do not need. The allow-list also excludes memory that no limit counts:
+memfd, System V objects, message queues and anonymous shared memory.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""Pairs of operators (first, second). An expression with the second operator needs parentheses as
-the right operand of the first operator."""
+"""Pairs of operators (first, second): as the right operand of `first`, an expression with `second`
+needs parentheses.
+"""
 
 
 @dataclass(frozen=True, slots=True)

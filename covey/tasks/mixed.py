@@ -57,9 +57,9 @@ class Mixed:
 
     `name` defaults to the key, and `weight` to 1. Training prompts come in blocks that contain the
     parts in proportion to their weights. The number of blocks is large enough to use every prompt
-    of every part. A part that runs out of prompts earlier repeats its prompts. The ids of repeated
-    prompts end in `~1`, `~2` and so on. The held-out prompts are the held-out prompts of all parts,
-    one part after the other.
+    of every part. A part that runs out of prompts repeats its prompts. The ids of repeated prompts
+    end in `~1`, `~2` and so on. The held-out prompts are the held-out prompts of all parts, one
+    part after the other.
 
     Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt gets
     the part's key as a prefix, unless the id already has this prefix.

@@ -116,7 +116,7 @@ def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Copy plain Python data; convert numpy's numbers and strings to Python's.
+    """Copy plain Python data; convert numpy's numbers and strings to Python types.
 
     Raises TypeError for data of any other type.
     """

@@ -38,8 +38,8 @@ class RowReader:
     """Turns rows into prompts. The options define the meaning of each column.
 
     `prompt` names the column with the prompt, which is a text or a list of {role, content}
-    messages. By default this column is the first of `prompt`, `question` and `messages` that a row
-    has. `template`, if given, is used instead of this column. The template is the text of the
+    messages. By default, the prompt column is the first of `prompt`, `question` and `messages` that
+    a row has. `template`, if given, replaces the prompt column. The template is the text of the
     prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
     `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
     answer; the default is `target` or `answer`. All other columns are kept in `info`. `columns`

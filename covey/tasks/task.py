@@ -69,7 +69,7 @@ class Generated(Sequence[Prompt]):
 
 
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
-    """Return the number of prompts and their ids; of generated prompts, at most `most` ids.
+    """Return the number of prompts and their ids; for generated prompts, at most `most` ids.
 
     Generated prompts follow from the settings of their task. If the data of a mixed task differ,
     the ids of all later prompts differ, so that a sample shows the difference too.

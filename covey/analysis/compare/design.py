@@ -38,7 +38,7 @@ NOT_SAMPLING = (
     "model.offload_activations",
     "model.deterministic",
 )
-"""Settings that do not affect the rollouts of the first step, although their section does."""
+"""Settings that do not affect the first step's rollouts, unlike the rest of their section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm
 
 
 def with_seeds(design: Design, count: int) -> Design:
-    """Extend the seeds to at least `count`."""
+    """Add seeds until there are at least `count` seeds."""
     first = min(design.seeds)
     seeds = sorted({*design.seeds, *range(first, first + count)})
     return replace(design, seeds=tuple(seeds))
@@ -183,11 +183,11 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 
 
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
-    """Return the given options that replace different defaults of the arm's algorithm.
+    """Return the user's options that override a different default of the arm's algorithm.
 
     The result maps each option to (value, default of the arm's algorithm). For example, if a recipe
-    for GRPO sets the clip range, `--algorithms gspo` keeps this range. GRPO's clip range is
-    hundreds of times wider than GSPO's default.
+    for GRPO sets the clip range, `--algorithms gspo` keeps the recipe's clip range. GRPO's clip
+    range is hundreds of times wider than GSPO's default.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:
@@ -260,7 +260,7 @@ def shares_first_rollouts(arm: Arm) -> bool:
 
 
 def same_comparison(old: Design, new: Design) -> bool:
-    """Return whether the new design has no arms or settings that the old design lacks."""
+    """Return whether the old design has every arm and setting of the new design."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)

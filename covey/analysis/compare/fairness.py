@@ -113,7 +113,7 @@ def _differing_arms(design: Design) -> Iterator[Row]:
 
 
 def _kept_options(design: Design) -> Iterator[Row]:
-    """Yield the options of the recipe that arms with another algorithm keep."""
+    """Yield a finding for each arm that keeps options of a recipe for another algorithm."""
     recipe = design.common["objective"]["name"]
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):

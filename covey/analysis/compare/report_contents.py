@@ -31,7 +31,7 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""Panel of training health -> metrics of steps.jsonl; a panel shows the first logged metric.
+"""Panel of training health -> metrics of steps.jsonl. A panel shows its first logged metric.
 
 docs/metrics.md defines each metric.
 """
@@ -128,7 +128,7 @@ def _ignore(text: str) -> None:
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
     """Choose example prompts: some on which arms differ, some all correct, some all incorrect.
 
-    `rows` has the lines of one seed's last evaluation, by arm and prompt id.
+    `rows[arm][prompt_id]` is a line of one seed's last evaluation.
     """
     if not rows:
         return ()

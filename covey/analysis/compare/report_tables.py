@@ -299,7 +299,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence that compares disagreement between arms and between seeds of one arm."""
+    """Return a sentence that compares the disagreement of arms with the disagreement of seeds."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (

@@ -1,11 +1,11 @@
 """Replay of a recorded step with many algorithms: the gradient that each algorithm would have had.
 
-Every algorithm takes one optimizer step over the same rollouts, once from the policy before the
-run's training step and once from the policy after the run's training step. Before the run's
-training step, the policy is the one that generated the rollouts. After the training step, the
-policy has changed, and clips have an effect. Algorithms differ only in d loss / d logp of each
-token. A backward pass turns the token gradients into the gradient of the parameters. Algorithms
-with proportional token gradients share a backward pass.
+Every algorithm takes one optimizer step over the same rollouts, from two policies: the policy
+before and the policy after the run's training step. Before the run's training step, the policy is
+the one that generated the rollouts. After the training step, the policy has changed, so ratios
+differ from 1 and may be clipped. Algorithms differ only in d loss / d logp of each token. A
+backward pass turns the token gradients into the gradient of the parameters. Algorithms with
+proportional token gradients share a backward pass.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
 
-    With this security policy, even unescaped text of a completion could not run a script.
+    With a Content-Security-Policy, even unescaped text of a completion cannot run a script.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

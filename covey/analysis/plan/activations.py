@@ -18,8 +18,9 @@ from covey.analysis.plan.model_shape import Shape
 FLOAT = 4
 """The number of bytes of a float32."""
 ON_DEVICE = 2
-"""The number of layer inputs on the device while the others are offloaded to main memory: the input
-in use, and the one that is being copied."""
+"""The number of layer inputs on the device while the other layer inputs are offloaded. One input is
+in use, and one is being copied.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class Pass:
     columns: int
     """The number of tokens of the longest row."""
     tokens: int
-    """The number of tokens that the model reads, including padding if they are not packed."""
+    """The number of tokens that the model processes, including padding if tokens are not packed."""
     chosen: int
     """The number of tokens whose logits are computed."""
     packed: bool
@@ -156,9 +157,9 @@ def training_bytes(
     """Return the bytes of activations in a forward and backward pass.
 
     With gradient checkpointing, a layer keeps only its input and the result of flash attention, and
-    one layer at a time is recomputed. With `offload`, these inputs are in main memory, except those
-    being used or copied. `head` is the memory of the LM head, which is freed before the backward
-    pass of fused layers.
+    one layer at a time is recomputed. With `offload`, layer inputs are in main memory, except the
+    inputs that are in use or being copied. `head` is the memory of the LM head, which is freed
+    before the backward pass of fused layers.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers

@@ -1,8 +1,8 @@
 """Equivalence of algorithms: the normal form of an objective omits all parts without effect.
 
-With one update per rollout batch every ratio is 1. At a ratio of 1, a clip has no effect, every
-surrogate has slope 1, and a sequence-level ratio has the same gradient as its token ratios. With
-one update, algorithms can differ only in the advantage, the token weights and the penalty.
+With one update per rollout batch, every ratio is 1. At a ratio of 1, a clip has no effect, and
+every surrogate has slope 1. A sequence-level ratio then has the same gradient as its token ratios.
+With one update, algorithms can differ only in the advantage, the token weights and the penalty.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates for which marks on tokens have no effect while every ratio is 1."""
+"""Surrogates that ignore the marks of tokens while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP

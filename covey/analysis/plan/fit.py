@@ -74,8 +74,8 @@ def _more_ranks(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    The result is None if the run fits with none of the tried numbers of devices. Sharding cannot
-    always make a run fit, because the engine needs all weights on each device.
+    The result is None if the run fits on no tried number of devices. Sharding cannot always make a
+    run fit, because the engine needs all weights on each device.
     """
     sharded = changed(config, {"parallel.strategy": "fsdp"})
     for ranks in RANKS:
@@ -110,7 +110,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield changes of settings to try, first those that do not affect the trained weights."""
+    """Yield changes of settings to try, starting with changes that do not affect the weights."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}

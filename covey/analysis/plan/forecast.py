@@ -39,7 +39,7 @@ PHASES: Mapping[Phase, str] = {
 ALWAYS: tuple[Phase, ...] = ("sample", "prepare", "update", "step")
 
 MICRO_BATCH_STEP = 1024
-"""A suggested train.micro_batch_tokens is a multiple of this."""
+"""A suggested train.micro_batch_tokens is a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Device:
 
     @staticmethod
     def gpu(gibibytes: float) -> Device:
-        """Return a GPU with the given memory; this machine need not have it."""
+        """Return a GPU with the given memory, which need not be in this machine."""
         return Device(kind="cuda", memory=int(gibibytes * 2**30), name=ANY_GPU)
 
 

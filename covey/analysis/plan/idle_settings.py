@@ -278,7 +278,7 @@ def filters(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def length_penalty_unread(setup: Setup) -> Iterator[Said]:
-    """Rule about a length penalty that the advantage ignores or no completion can reach."""
+    """Rule about a length penalty that the advantage ignores, or that never applies."""
     section, longest = setup.config.length_penalty, setup.config.rollout.max_tokens
     if section.name != "none" and setup.advantage in IGNORES_REWARD:
         algorithm_name = setup.config.objective.name

@@ -127,7 +127,7 @@ class _Run:
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
     def share(self, count: int) -> int:
-        """Return the largest number of `count` prompts or completions that one rank gets."""
+        """Return how many of `count` prompts or completions one rank gets at most."""
         return -(-count // self.ranks)
 
     @property
@@ -165,7 +165,7 @@ class _Run:
 
     @property
     def captured(self) -> bool:
-        """Whether training passes are CUDA graphs, whose activations stay between steps."""
+        """Whether training passes are CUDA graphs, which keep their activations between steps."""
         # On current GPUs, long rows are faster without a graph.
         recorded = self.config.records_passes and self.row_tokens - 1 < LONG
         return self.gradient_sinks and self.shape.fuses and recorded

@@ -45,7 +45,7 @@ class Shape:
     added: int
     """The number of parameters of the adapter."""
     trained: int
-    """The number of trained parameters: those of the adapter, or all."""
+    """The number of trained parameters: the adapter's parameters, or all parameters."""
     head: int
     """The number of parameters of the output layer."""
     head_trained: bool

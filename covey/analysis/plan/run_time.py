@@ -1,4 +1,4 @@
-"""Time of a run, estimated without a training step: by the cost model, or by one layer on a CPU."""
+"""Time of a run, estimated without training: by the cost model, or by timing one layer on a CPU."""
 
 from __future__ import annotations
 

@@ -65,11 +65,12 @@ class RunReport:
     """Examples: held-out prompts with their greedy completions before and after training."""
     sampled_step: int | None
     samples: Sequence[Mapping[str, Any]]
-    """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
+    """Rollouts of the last step with the highest rewards, then rollouts with the lowest rewards."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """What changed in the reward since the previous run, one line each. Empty if the reward did not
-    change."""
+    """Changes of the reward since the previous run, one line for each change. Empty if the reward
+    did not change.
+    """
     command: str
     environment: str
     config: str

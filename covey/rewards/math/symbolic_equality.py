@@ -34,7 +34,7 @@ _UNBOUNDED = re.compile(
 
 
 def require_math_verify(unsafe: bool) -> None:
-    """Raise ConfigError unless math-verify is installed and, unless `unsafe`, a sandbox exists."""
+    """Raise ConfigError without math-verify, and also without a sandbox if `unsafe` is false."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward: the comparison of formulas needs math-verify: pip install 'covey[tasks]', or "
@@ -58,7 +58,7 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 
 
 def _exponent(formula: str, at: int) -> str:
-    """Return the exponent that follows the `^` before `at`; append `^` if another power follows."""
+    """Return the exponent at `at`, after its `^`; append `^` if another power follows."""
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
     depth = 0
