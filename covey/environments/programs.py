@@ -1,4 +1,4 @@
-"""Runs programs that the policy wrote in the sandbox, and returns their output as text."""
+"""Runs programs of the policy in the sandbox, and returns their output as text."""
 
 from __future__ import annotations
 

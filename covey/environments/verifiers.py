@@ -51,7 +51,7 @@ class Verifiers:
 
     @staticmethod
     def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Load the package in the main thread, which some packages need."""
+        """Load the package in the main thread, because some packages require this."""
         load(package, arguments or {})
 
     def __init__(self, package: str, arguments: Mapping[str, Any] | None = None) -> None:

@@ -12,7 +12,7 @@ from scipy import special  # scipy.stats takes half a second to import
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Smaller differences are rounding errors, because means of k samples are multiples of 1 / k."""
+"""Smaller differences are rounding errors: means of k samples are multiples of 1 / k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None
 
     If `count` prompts all have the same value, at most the fraction z^2 / (count + z^2) of all
     prompts has another value (Wilson's upper limit). All values are within `bounds`, which limits
-    the mean. For bounds 0 and 1, the result is Wilson's interval. Without bounds, low and high
-    equal the value.
+    the mean. For bounds 0 and 1, the result is Wilson's interval. Without bounds, the interval has
+    width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True

@@ -149,9 +149,10 @@ class Citations(Reward):
     as [1] refers. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
-    sources count. A mark such as `[doc3]` cites an id. Every address that is not in `sources` costs
-    `unknown_penalty`. A citation mark that differs from a listed id only in its digits costs
-    `unknown_penalty` too. A completion with at least `minimum` sources is a success.
+    sources count. A citation mark such as `[doc3]` cites the source with this id. Every address
+    that is not in `sources` costs `unknown_penalty`. A citation mark that differs from a listed id
+    only in its digits costs `unknown_penalty` too. A completion with at least `minimum` sources is
+    a success.
     """
 
     minimum: int = 2

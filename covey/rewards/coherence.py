@@ -20,8 +20,9 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Letter pairs of level RARE or below hardly occur in words. Each rare letter pair lowers the sum
-of levels by RARE_COSTS."""
+"""The level of a letter pair says how common it is in words. Pairs of level RARE or below hardly
+occur. Each rare letter pair lowers the sum of pair levels by RARE_COSTS.
+"""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
 """Every text counts as if it had PRIOR_PAIRS more letter pairs of level PRIOR, because few letters
 prove little."""
@@ -187,7 +188,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return the level of each letter pair, including word edges; a third repeat has level 0."""
+    """Return the level of each letter pair, with word edges; a third equal letter has level 0."""
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
     levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]
@@ -225,7 +226,7 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Whether letter cases, or letters and digits, alternate often, as in encoded bytes."""
+    """Whether letter cases, or letters and digits, alternate often, as in encoded data."""
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
 

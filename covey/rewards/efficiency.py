@@ -48,11 +48,11 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of two fractions. The fraction of repeated sentences counts only if
-    there are more than 3 sentences. The fraction of repeated phrases of 6 words or signs counts
-    only if there are at least 24 words. Counting phrases also detects padding without punctuation,
-    or with varying sentence ends. Phrases are skipped if a quick count of tokens shows that their
-    repeated fraction is at most `above`.
+    The result is the larger of the fractions of repeated sentences and repeated phrases. The
+    fraction of repeated sentences counts only if there are more than 3 sentences. The fraction of
+    repeated phrases of 6 words or signs counts only if there are at least 24 words. Counting
+    phrases also detects padding without punctuation, or with varying sentence ends. Phrases are
+    skipped if a quick count of tokens shows that their repeated fraction is at most `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -120,7 +120,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return by how much edits and turns exceed `expected_edits` and `max_rounds`, unless 0."""
+        """Return by how much edits and turns exceed their limits; a limit of 0 is not checked."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

@@ -84,7 +84,7 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """A format of thinking, then tool calls or an answer: 0.4 think + 0.4 tool + 0.2 tidy.
+    """The format reward 0.4 think + 0.4 tool + 0.2 tidy: thinking, then tool calls or an answer.
 
     | part | value |
     |---|---|

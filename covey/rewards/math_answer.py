@@ -41,7 +41,8 @@ class MathAnswer(TargetReward):
 
     Numbers are compared exactly. The option `tolerance` is relative, and applies only if the target
     is not a whole number. With a tolerance of 1 % and a target of 1000, every guess from 990 to
-    1010 would be correct. The policy would then learn to guess roughly.
+    1010 would be correct. With a tolerance for whole numbers, the policy would learn to guess
+    roughly.
 
     With `symbolic`, formulas are compared by evaluation at a few points. If evaluation at a few
     points does not decide, the library math-verify compares the formulas. The library math-verify

@@ -20,24 +20,24 @@ ACCURACY, FORMAT = "accuracy", "format"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(Reward):
-    """The weighted mean of parts: r = sum_k w_k r_k, with weights that sum to 1.
+    """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
 
     The part called `accuracy` decides `success`. With `gated` and a part called `format`, accuracy
     counts only if the format is correct. If the format is wrong, accuracy is replaced by its lower
     bound. If the format is wrong and accuracy has no bounds, a positive accuracy is replaced by 0.
     Without `gated`, accuracy and format add up.
 
-    The weights at the start of a run are `early`. The weights change linearly from `early` to
+    At the start of a run, the weights are `early`. The weights change linearly from `early` to
     `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
     the reward exceeds its lower bound is multiplied by `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
     weights. A correct completion scores in the upper half of the range: half the range plus half of
     the weighted mean. If the format of a correct completion is wrong, only the format counts in the
-    weighted mean. An incorrect completion scores in the lower half of the range. Its score is half
-    of the weighted mean of accuracy, judges and, if `gated`, the format. Other reward parts do not
-    count for an incorrect completion. A completion without a final answer, or a completion that is
-    not language, has the lowest reward.
+    weighted mean. An incorrect completion scores in the lower half of the range. The score of an
+    incorrect completion is half of the weighted mean of accuracy, judges and, if `gated`, the
+    format. Other reward parts do not count for an incorrect completion. A completion without a
+    final answer, or a completion that is not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -106,7 +106,7 @@ class Mix(Reward):
         return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return this mix, and mixes within it, with the weights at this fraction of the run."""
+        """Return this mix, and mixes within it, with the weights at a fraction of the run."""
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
         weights = {k: w + (early[k] - w) * left for k, w in self.weights.items()}
@@ -141,7 +141,7 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range if correct, else in the lower half."""
+        """Return a reward in the upper half of the range for success, else in the lower half."""
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]
@@ -168,7 +168,7 @@ class Mix(Reward):
 def _is_noise(text: str, robust: bool) -> bool:
     """Whether the thinking or the answer is noise and not language. Links are ignored.
 
-    If the `robust_factor` is 1, the thinking has already passed the noise test.
+    A `robust_factor` of 1 shows that the thinking has already passed the noise test.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:
@@ -232,7 +232,7 @@ class ByTask(Reward):
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return the rewards with their weights at this fraction of the run."""
+        """Return the rewards with their weights at the given fraction of the run."""
         return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -4,8 +4,8 @@ Bugs of the originals are fixed, and each docstring names the fixes. Expressions
 limits instead of `eval`, signs are parsed, numbers are compared exactly, and no completion raises
 an error.
 
-Known hacks of the published rewards still work, because others trained with these rewards as they
-are. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
+Known hacks of the published rewards still work, because published results were trained with these
+rewards. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
 runs, use the reward `think_answer` or a template.
 """
 

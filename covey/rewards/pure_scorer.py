@@ -68,12 +68,12 @@ METHODS = _words(
 )
 """Methods of strings, numbers, lists, dicts, sets and regex matches that a pure scorer may call.
 The method `format` is not allowed, because it looks up attributes. Methods that take a size, such
-as `zfill`, are not allowed either.
+as `zfill`, are not allowed.
 """
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
-"""Regex patterns that take linear time on any text. A pure scorer may not use other patterns."""
+"""Regex patterns that take linear time on any text. A pure scorer may use no other patterns."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
 """Functions that, used together, let a number in the text decide how long the scorer runs."""

@@ -32,8 +32,8 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Planned number of optimizer steps before the training step. The value is None in evaluations,
-    which are scored as at the end of the run.
+    """Planned number of optimizer steps before the training step. In evaluations, the value is
+    None, and rewards are computed as at the end of the run.
     """
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""
@@ -82,6 +82,6 @@ def max_seconds(reward: Reward) -> float:
 
 
 def check_option(holds: bool, message: str) -> None:
-    """Raise ConfigError with this message if a condition on a reward's options is false."""
+    """Raise ConfigError with the given message if a condition on a reward's options is false."""
     if not holds:
         raise ConfigError(f"reward: {message}")

@@ -51,7 +51,7 @@ def is_trl_style(function: Callable[..., Any]) -> bool:
 
 
 def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a function that cannot be called as a reward with these options."""
+    """Raise ConfigError for a function that cannot be called as a reward with the given options."""
     if is_trl_style(function):
         return
     try:
@@ -61,7 +61,7 @@ def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Count how many of the first two positional parameters have Covey's names, or the name `_`."""
+    """Count the first two positional parameters with Covey's parameter names or the name `_`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
     return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))

@@ -29,8 +29,8 @@ class TargetReward(Reward):
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
         """Return the score of a completion of a prompt without a target.
 
-        Raises ValueError or SkippedError if `without_target` gives the completion no score. The
-        completion is not a success.
+        Raises ValueError or SkippedError if `without_target` gives the completion no score. A
+        completion of a prompt without a target is not a success.
         """
         value = self.without_target
         if value == "error":

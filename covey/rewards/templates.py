@@ -108,7 +108,7 @@ def retrieval(
     judge: Mapping[str, Any] | None = None,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Answers with citations: the part `format` requires at least `sources` citations.
+    """Reward mix for answers with citations: `format` requires at least `sources` citations.
 
     Accuracy is the similarity of the answer to the target. The option `judge`, a table with
     `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not

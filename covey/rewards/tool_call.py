@@ -52,7 +52,7 @@ def parse_call(text: str) -> Call | None:
 
 
 def only_call(text: str) -> Call | None:
-    """Return the only tool call after the thinking, with or without tags; None for several."""
+    """Return the only tool call after the thinking, with or without tags, or None."""
     rest = after_thinking(text)
     tags = rest.count("<tool_call>")
     calls = tag_contents(rest, "tool_call") if tags else [rest]

@@ -65,7 +65,7 @@ class UserFunction(_GroupReward):
       `trainer_state` has `global_step` and `max_steps`. A function without `**columns` gets only
       the columns that it names.
 
-    `covey.rewards.signature` decides which kind a function is.
+    `covey.rewards.signature` decides whether a function is plain or TRL-style.
 
     `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
     means that the function does not apply to the completion. A completion with a reward of at least
@@ -148,7 +148,7 @@ class UserFunction(_GroupReward):
                 )
 
     def _lack(self, prompt: Prompt, name: str) -> str:
-        """Say why the function gets no argument of this name."""
+        """Return a text that says why the function gets no argument of this name."""
         if name in NOT_PASSED:
             return f"only TRL passes it; write {name}=None"
         columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))

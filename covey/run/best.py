@@ -23,7 +23,7 @@ class Best:
     """The best value so far of one metric."""
 
     metric: str
-    """A metric of evaluations, such as `greedy` or `pass@4`, or a metric of steps."""
+    """The name of an evaluation metric, such as `greedy` or `pass@4`, or of a step metric."""
     mode: Literal["highest", "lowest"] = "highest"
     step: int | None = None
     """The first step that had the best value. The value is None before the first measurement."""

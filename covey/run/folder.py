@@ -56,7 +56,9 @@ old and new value."""
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. The note only counts further settings."""
+"""Maximum number of edited settings that a note names. If there are more edited settings, the note
+only gives their number.
+"""
 
 
 @dataclass(frozen=True, slots=True)

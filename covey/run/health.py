@@ -161,7 +161,7 @@ def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a name of train.stop_on that is not a health check."""
+    """Refuse a name in train.stop_on that is not a health check."""
     for name in names:
         if name not in CHECKS:
             hint = nearest(name, CHECKS)

@@ -161,8 +161,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall of a part needs less evidence than the rise of the reward, because chance would have to
-    cause both.
+    The fall of a reward part needs less evidence than the rise of the reward, because chance would
+    have to cause both.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)

@@ -1,4 +1,6 @@
-"""The folder of a new run. An earlier run in the folder that failed at its start is renamed."""
+"""The folder of a new run. A run that failed before its first step is renamed, so that a new run
+can use its folder.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def check_new_run(path: Path, instead: str = "") -> None:
 
 
 def set_aside_failed(path: Path) -> str:
-    """Rename the folder of a run that failed before its first step; return a note, or nothing."""
+    """Rename the folder of a run that failed before its first step; return a note about it."""
     if not _failed_early(path):
         return ""
     aside = path.rename(next_run_path(path.parent, f"{path.name}-failed"))

@@ -3,7 +3,7 @@
 When a run starts, its reward is compared with the reward of the previous run of the same task in
 the same folder. If the identities of the two rewards differ, the run records the change in
 reward_change.json, with the reason and the expected effect from the configuration. The observed
-effect is not stored. Commands that show it compute it from the evaluations of both runs. This
+effect is not stored. Commands compute the observed effect from the evaluations of both runs. This
 module does not import torch.
 """
 
@@ -29,19 +29,20 @@ class RewardChange:
     """A run whose reward differs from the reward of the previous run of its task."""
 
     previous_run: str
-    """The name of the previous run's folder, beside this run."""
+    """The folder name of the previous run, in the same parent folder as this run."""
     before: str
     """Identity of the previous reward: name, version and hash of options and source."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """The settings in [reward] that differ, with both values. The mapping is empty if only the
-    source code differs."""
+    """The settings in [reward] that differ, with the old and the new value. The mapping is empty if
+    only the source code differs.
+    """
     reason: str = ""
     expected_effect: str = ""
 
     @property
     def what(self) -> str:
-        """The change in words."""
+        """The reward change as text."""
         if self.settings:
             return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self.settings.items())
         versions = [identity.partition("#")[0] for identity in (self.before, self.after)]

@@ -58,12 +58,12 @@ class Entry(NamedTuple):
     """The fields of a rollout that the index stores."""
 
     line: int
-    """Line number, from 1."""
+    """Line number in the file, counted from 1."""
     offset: int
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. The field `target` is shortened too."""
+    """The beginning of the prompt. The field `target` is shortened in the same way."""
     target: str
     text: int
     """Hash of the text: completions with the same hash are the same."""

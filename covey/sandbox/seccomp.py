@@ -37,7 +37,7 @@ _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (
 
 @cache
 def filter_program(machine: str = "") -> bytes | None:
-    """Return the filter for an architecture (default: this machine's), or None if it is unknown."""
+    """Return the filter for an architecture, by default this machine's; None if it is unknown."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None

@@ -1,9 +1,9 @@
 """The scoring pool: worker processes, which are killed if they exceed the time limit.
 
 One thread manages each process. The thread sends a few jobs at a time, receives the results, and
-replaces the process when a job takes too long or the process dies. The job that caused the
-replacement gets no reward. Jobs that waited in the process return to the front of the queue. If
-several jobs ran concurrently, the cause is unknown, and each job is scored again alone.
+replaces the process when a job takes too long or the process dies. The job that made the process
+fail gets no reward. Jobs that waited in the process return to the front of the queue. If several
+jobs ran when the process failed, the cause is unknown, and each job is scored again alone.
 """
 
 from __future__ import annotations

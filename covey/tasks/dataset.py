@@ -29,7 +29,7 @@ class DatasetTask:
 
     prompts: Sequence[Prompt]
     evaluation: Sequence[Prompt] | None = None
-    """The prompts for evaluations. If None, the fraction `share` of `prompts` is held out."""
+    """The prompts for evaluations. By default, the fraction `share` of `prompts` is held out."""
     conversational: bool = False
     """Whether prompts are lists of messages. For prompts that are lists of messages, reward
     functions also get completions as messages."""
@@ -47,8 +47,8 @@ class DatasetTask:
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """Choose held-out prompts by a hash of the row's index, independently of other rows.
 
-        Prompts with equal text get the split of the first one. If one split would be empty, the
-        split of each row is chosen separately.
+        Prompts with equal text are in the same split. If one split would be empty, the split of
+        each row is chosen separately.
         """
         if self.evaluation is not None or not self.share:
             return self.prompts, self.evaluation or []

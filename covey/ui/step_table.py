@@ -32,7 +32,9 @@ CHUNK = 2**20
 SAMPLED = 200
 """Number of steps that are sampled from the part of a file that is not read yet."""
 AXES = ("step", "tokens", "time/from_scratch")
-"""Metrics that a table always keeps, because most pages show them. Reward parts are kept too."""
+"""Metrics that a table always keeps, because most pages show them. A table also keeps all reward
+parts.
+"""
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
 """Columns by metric name: float32 arrays [rows], with NaN for a missing number. The column `step`

@@ -184,7 +184,7 @@ def health(site: Site, query: Query) -> dict[str, Any]:
 
 
 def explore(site: Site, query: Query) -> dict[str, Any]:
-    """Return one small training step from the step explorer."""
+    """Return the numbers of one small training step, for the step explorer."""
     return site.explorer.ask(dict(query))
 
 

@@ -16,7 +16,7 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""Fractions of the way from the starting accuracy to the highest accuracy that every arm reaches.
+"""Fractions of the distance from the starting accuracy to the highest accuracy that all arms reach.
 The report gives the time that an arm takes to reach the accuracy at each fraction.
 """
 
@@ -83,23 +83,23 @@ class ArmResult:
     improvement: Estimate | None = None
     """Final minus initial."""
     best: Estimate | None = None
-    """Mean over seeds of each run's highest accuracy. As a maximum, it is biased upwards."""
+    """Mean over seeds of each run's highest accuracy, which overestimates the true accuracy."""
     area: Estimate | None = None
-    """Mean accuracy over the budget that all runs share; the confidence interval is over seeds."""
+    """Mean accuracy over the budget that all runs share, with a confidence interval over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
     finals: tuple[float, ...] = ()
-    """Final value of each seed."""
+    """Final accuracy (or mean reward) of each seed."""
     improvements: tuple[float, ...] = ()
-    """Final value minus initial value of each seed."""
+    """Final accuracy minus initial accuracy (or mean reward) of each seed."""
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """Results of `reward` and of each reward part (`parts/NAME`) on greedy completions. Empty if
-    rewards only tell success from failure.
+    """Results of `reward` and of each reward part (`parts/NAME`) on greedy completions. The mapping
+    is empty if rewards are only 1 for success and 0 for failure.
     """
     cost: Cost | None = None
 
@@ -208,7 +208,7 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
 
 
 def _is_graded(point: Point) -> bool:
-    """Return whether some reward is not simply 1 for success and 0 for failure."""
+    """Return whether rewards differ from the plain values 1 (success) and 0 (failure)."""
     return any(row["reward"] != float(point.correct[name]) for name, row in point.rewards.items())
 
 
@@ -230,8 +230,8 @@ def _axis(run: RunResult, name: str) -> list[float]:
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
     """Return accuracies for the report's table of the time until an arm reaches an accuracy.
 
-    An arm reaches an accuracy if more than half of its seeds reach it. One failed seed therefore
-    does not change the result.
+    An arm reaches an accuracy if more than half of its seeds reach it. A single failed seed
+    therefore does not change which accuracies an arm reaches.
     """
     if not arms:
         return []
@@ -265,8 +265,8 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, as docs/statistics.md defines it, or None.
 
-    A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop
-    must also be statistically significant for the number of prompts.
+    A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop in
+    accuracy must also be statistically significant for the number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -23,7 +23,7 @@ class Arm:
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """A number added to every seed of this arm. Seeds affect only prompts and completions."""
+    """A number added to every seed of this arm. A seed affects only prompts and completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Dotted setting -> value, for every setting that differs from the common configuration. The
     value is None if the arm's algorithm does not have the option. Filled by design.py.
@@ -85,14 +85,14 @@ class RunResult:
     seed: int
     state: State
     error: str = ""
-    """Why the run failed, in one line."""
+    """The reason why the run failed, in one line."""
     points: tuple[Point, ...] = ()
     folder: str = ""
     """The path of the run folder, relative to the comparison's folder."""
     weights: str = ""
     """Digest of the final weights; policies with equal digests are the same, bit for bit."""
     first_rollouts: str = ""
-    """The name of the stored rollouts of the first step, which runs with the same name share."""
+    """The name of the first step's rollouts; two runs share the rollouts if the names are equal."""
     memory_gib: float = 0.0
     """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0 if unknown."""
     cpu_seconds: float = 0.0

@@ -60,7 +60,8 @@ class Design:
     threads: int
     """The number of threads of each run.
 
-    The number of threads never changes, because it affects the rounding of sums on a CPU.
+    The number of threads of a comparison never changes, because it affects the rounding of sums on
+    a CPU.
     """
     findings: tuple[Mapping[str, str], ...] = ()
 

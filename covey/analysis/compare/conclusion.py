@@ -69,7 +69,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences in which a failed run counts with its arm's initial accuracy.
+    """Return mean differences between arms; a failed run counts with its arm's initial accuracy.
 
     The result contains a pair of arms only if one of its arms has failed runs. The differences show
     how much the failed runs could change the conclusion.
@@ -92,7 +92,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that says which algorithm is better, or why the runs cannot show this."""
+    """Return a sentence that says which algorithm is better, or why the runs cannot decide."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."

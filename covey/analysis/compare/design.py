@@ -28,7 +28,7 @@ from covey.training.resolve import resolve
 from covey.training.schedule import total_updates
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""Settings that no arm may change. To use other seeds in an arm, write `seed+=`."""
+"""Settings that no arm may change. To use other seeds in an arm, write for example `seed+=1000`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings that affect the rollouts of the first step."""
 NOT_SAMPLING = (
@@ -140,7 +140,7 @@ def _with_budget(
 
 
 def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
-    """Add an arm for each algorithm, then the given arms."""
+    """Add an arm for each algorithm, and then the user's arms."""
     found = {arm.name: arm for arm in design.arms}
     for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
         declared = _declared(design, arm)
@@ -157,7 +157,7 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return an arm that trains this algorithm, with the given options that it supports."""
+    """Return an arm that trains an algorithm, with the user's options that the algorithm has."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -168,9 +168,10 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 
 
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the given options that have the same meaning in another algorithm.
+    """Return the user's options that have the same meaning in another algorithm.
 
-    For example, `beta` is excluded between DPO and GRPO, because DPO's `beta` is not a KL weight.
+    For example, `beta` is not passed on between DPO and GRPO, because DPO's `beta` is not a KL
+    weight.
     """
     paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
     own = {"name", "beta"} if paired else {"name"}
@@ -216,7 +217,7 @@ def arm_configs(design: Design) -> dict[str, Config]:
 
 
 def _declared(design: Design, arm: Arm) -> Arm:
-    """Fill in the settings in which an arm differs; reject a setting that no arm may change."""
+    """Fill in the `differences` of an arm; reject a setting that no arm may change."""
     config = config_of(design, replace(arm, seed_offset=0))
     before, after = _flat(design.common), _flat(config.model_dump())
     differences = {

@@ -43,7 +43,7 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 
 def _check_disjoint(config: Config, task: Task) -> None:
-    """Reject a held-out prompt whose text equals that of a training prompt."""
+    """Reject a held-out prompt whose text equals the text of a training prompt."""
     held_out = held_out_of(config, task)
     found = shared_prompts(task.train(), held_out)
     if found:

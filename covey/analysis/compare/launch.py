@@ -197,7 +197,7 @@ class Running:
         self.status = {job.folder: "waiting" for job in self.jobs}
 
     def having(self, status: Status) -> list[Job]:
-        """Return the jobs with this status."""
+        """Return the jobs with the given status."""
         return [job for job in self.jobs if self.status[job.folder] == status]
 
 

@@ -27,7 +27,7 @@ Decision = Literal[
     "nothing to compare",
 ]  # fmt: skip
 """"same policy" means equal weights in every seed. "no difference" means equal results on every
-prompt. "one seed" and "two seeds" are too few seeds to rank the arms.
+prompt. "one seed" and "two seeds" mean that there are too few seeds to rank the arms.
 """
 
 
@@ -37,7 +37,7 @@ class CheckpointResult:
 
     seed: int
     difference: Estimate
-    """First arm minus second arm; the confidence interval is a bootstrap over prompts."""
+    """First arm's mean minus second arm's mean, with a bootstrap interval over prompts."""
     gained: int
     """The number of prompts that only the first checkpoint solves."""
     lost: int
@@ -91,7 +91,7 @@ class _Pair:
     second: str
     seeds: tuple[int, ...]
     a: Array
-    """[seeds, prompts]: whether the first arm's completion is correct, or its reward."""
+    """Success or reward of the first arm's completions, [seeds, prompts]."""
     b: Array
     same: bool
     """Whether the final weights of the two arms are equal in every seed."""

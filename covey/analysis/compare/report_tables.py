@@ -84,7 +84,7 @@ def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return the mean reward and reward parts of each arm, if rewards differ from success."""
+    """Return a table of the mean reward and the reward parts of each arm."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],

@@ -1,9 +1,9 @@
 """Statistical tests, intervals and power: pure functions of accuracies by seed and by prompt.
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors. The
-last axes of arrays are [seeds] or [seeds, prompts]. Leading axes are repetitions, which occur only
-in simulations. The page docs/statistics.md gives the reasons for the tests and intervals of this
-module, and their error rates.
+last axes of arrays are [seeds] or [seeds, prompts]. Leading axes of arrays are repetitions of an
+experiment, which occur only in simulations. The page docs/statistics.md gives the reasons for the
+tests and intervals of this module, and their error rates.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the two-sided sign flip test over seeds.
 
-    If the arms do not differ, each seed's difference is equally likely to have the other sign. The
-    p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed sum.
-    The result is None if there are too few seeds for a p-value of 5 %.
+    If the arms do not differ, each seed's difference is equally likely to be positive or negative.
+    The p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed
+    sum. The result is None if there are too few seeds to reach a p-value of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -233,8 +233,9 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
     A significant difference with the wrong sign does not count as detected. The noncentral t
-    distribution is computed as a mean over quantiles of the observed standard deviation. Its usual
-    series does not converge in the far tail, which the test with two seeds needs.
+    distribution is computed as a mean over quantiles of the observed standard deviation. The usual
+    series of the noncentral t distribution does not converge in the far tail, which the test with
+    two seeds needs.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)

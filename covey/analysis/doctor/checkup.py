@@ -36,7 +36,9 @@ SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 The doctor takes the first size whose estimated time fits into `SHARE` of the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""Fraction of the time limit for small steps, and how many rollouts and updates all checks do."""
+"""`SHARE` is the fraction of the time limit for small steps. All checks together take `ROLLOUTS`
+rollouts and `UPDATES` updates of a small step.
+"""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
@@ -93,7 +95,7 @@ def _fitting(
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check engine and gradient on the completions of one step; this changes the weights."""
+    """Check engine and gradient on the completions of one step; the checks change the weights."""
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped
         return

@@ -24,14 +24,14 @@ class Pace:
     """Seconds of each part of a small training step: estimated at first, measured later."""
 
     load: float = 0.0
-    """Building model, engine and task."""
+    """Seconds to build the model, the engine and the task."""
     rollout: float = 0.0
     update: float = 0.0
-    """The gradient over all completions of a step."""
+    """Seconds to compute the gradient over all completions of a step."""
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
-        """Measure the seconds of one part."""
+        """Measure the seconds of one part of a step."""
         started = time.perf_counter()
         yield
         setattr(self, part, time.perf_counter() - started)

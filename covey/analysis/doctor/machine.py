@@ -37,8 +37,8 @@ PROMPTS = 8
 OVER = 1.5
 """Allowed ratio of measured to forecast memory; earlier checks leave some memory in use."""
 WORKSPACES = 256 * 2**20
-"""Bytes that a GPU's libraries allocate through torch. The forecast does not include them, and they
-exceed all tensors of a tiny model.
+"""Bytes that a GPU's libraries allocate through torch, which the forecast does not include. A tiny
+model's tensors need less memory than the libraries.
 """
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
@@ -63,7 +63,7 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources it can reach. In the sandbox, it finds none."""
+"""A program that lists the forbidden resources it can reach, which must be none in the sandbox."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:

@@ -45,7 +45,7 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return c > 0 if `slopes` equals c times `of` up to rounding, else None.
+    """Return c > 0 if the vector `slopes` is c times the vector `of` up to rounding, else None.
 
     If one of the vectors is all 0, the other vector must be all 0 too, and c is 1.
     """

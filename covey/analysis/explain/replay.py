@@ -65,7 +65,7 @@ class Moment:
     cosine: tuple[tuple[float | None, ...], ...]
     """The cosines of the parameters' gradients; None if one of the gradients is 0."""
     families: tuple[Family, ...]
-    """Groups of algorithms with equal or proportional gradients at this moment."""
+    """Groups of algorithms with equal or proportional gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms; each algorithm gets the given `options` (key=value) that it has."""
+    """Build algorithms; each of the `options` (key=value) goes to every algorithm that has it."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]

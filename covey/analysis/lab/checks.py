@@ -135,7 +135,7 @@ def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
 
 
 def check_hacks(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that wrong answers with a hack fail, and that other hacks get less than full reward."""
+    """Check that hacks with a wrong answer fail, and other hacks get less than the full reward."""
     bare = [Case(prompt=p, text=solution_of(p)) for p in prompts]
     results = lab.score(bare, "bare answers")
     needs_thinking = not all(lab.full_reward(result.score) for result in results)

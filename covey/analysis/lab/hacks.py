@@ -59,7 +59,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """Return a `Make` that puts the given thinking before the solution, in any format."""
+    """Return a function that puts the given thinking before the solution, in any format."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)

@@ -21,8 +21,8 @@ largest fraction of ratios outside the clip range, and the largest distance of t
 1.
 """
 SMALL = (0.95, 0.01, 0.05)
-"""Limits for a "small" difference, in the same order as HARMLESS. A difference outside these limits
-"matters".
+"""Limits for a "small" difference, in the same order as HARMLESS. A difference outside the limits
+in SMALL "matters".
 """
 
 

@@ -39,7 +39,7 @@ def alone_logp(policy: Policy, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
-    """Return the log-probs of the same weights, computed in float32."""
+    """Return the log-probs of a batch under the model's weights, computed in float32."""
     wide = upcast(policy.model)
 
     def logp(rows: Batch) -> LogProbs:

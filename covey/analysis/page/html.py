@@ -31,7 +31,7 @@ def page_file(name: str, package: str = HERE) -> str:
 
 @functools.cache
 def template(name: str, package: str, finalize: Callable[[Any], Any]) -> Template:
-    """Return a template of a package, which may import the templates of this folder.
+    """Return a template of a package, which may import the shared templates in this folder.
 
     `finalize` escapes everything that is not `Markup`.
     """

@@ -18,8 +18,8 @@ from covey.analysis.plan.model_shape import Shape
 FLOAT = 4
 """The number of bytes of a float32."""
 ON_DEVICE = 2
-"""The number of layer inputs on the device while the other layer inputs are offloaded. One input is
-in use, and one is being copied.
+"""The number of layer inputs on the device while the other layer inputs are offloaded. One layer
+input is in use, and one is being copied.
 """
 
 
@@ -30,13 +30,13 @@ class Saved:
     norm_float: int
     """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
-    """The number of other tensors as wide as the hidden state: outputs of norms."""
+    """The number of further tensors as wide as the hidden state: the outputs of norms."""
     norm_frozen: int
-    """The value of `norm` if norms are not trained, as with an adapter."""
+    """The number of norm outputs that a layer keeps if norms are frozen, as with an adapter."""
     inner: int
     """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
     inner_adapted: int
-    """The value of `inner` with an adapter, whose layers keep their inputs."""
+    """The number of tensors as wide as the MLP with an adapter, whose layers keep their inputs."""
     output: int = 1
     """The number of tensors as wide as all queries: the input of the output projection."""
     projections: int = 7

@@ -19,7 +19,7 @@ class ModelSize:
     layers: int
     hidden: int
     key_numbers: int
-    """The count of numbers in the KV cache for one token, over all layers."""
+    """The number of KV-cache elements for one token, over all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU: `together`, rounded up to a size with a CUDA graph."""
+        """The number of slots on a GPU: the value of `together`, rounded up to a captured size."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:

@@ -41,7 +41,7 @@ class Finding:
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
-        """Return whether the finding depends on one of these settings."""
+        """Return whether the finding depends on one of the given settings."""
         return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores this."""
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores truncation."""
         return truncates_unseen(self.config)
 
     @property

@@ -101,9 +101,9 @@ class Part(NamedTuple):
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """The phases in which this memory is allocated."""
+    """The phases in which the part is allocated."""
     why: str
-    """A description of the tensors in this part."""
+    """A description of the part's tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

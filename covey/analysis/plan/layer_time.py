@@ -1,4 +1,4 @@
-"""Seconds of a training step on a CPU, from one decoder layer with arbitrary weights.
+"""Seconds of a training step on a CPU, estimated from one decoder layer with arbitrary weights.
 
 The measured layer has the sizes of the model's layers. The layer decodes one token for every
 completion, and runs forward over a few tokens. A backward pass takes about twice as long as a
@@ -27,13 +27,13 @@ FEWEST_TOKENS, MOST_TOKENS = 16, 512
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
 """Maximum operations of a measured decode step, and the number of rows that is always allowed."""
 KEY_NUMBERS = 2e7
-"""Maximum count of numbers in the keys of a measured decode step."""
+"""Maximum number of elements in the keys of a measured decode step."""
 HEAD_ROWS = 2048
 """Number of vocabulary tokens in the measured part of the output layer."""
 REPEATS = 3
 """Number of measurements; the fastest measurement counts."""
 WITH_BACKWARD = 3
-"""A forward and a backward pass take this many times as long as a forward pass."""
+"""Time of a forward and a backward pass, divided by the time of a forward pass."""
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 

@@ -78,13 +78,13 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context that yields `measure`, in another process if transformers is not loaded."""
+    """Return a context manager that yields `measure`, which may run in another process."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 
 @contextmanager
 def measuring_elsewhere() -> Iterator[Measure]:
-    """Start a process that imports transformers; yield a function that calls `measure` there."""
+    """Start a process that imports transformers; yield a function that calls `measure` in it."""
     process = subprocess.Popen(
         module_command("covey.analysis.plan.prompt_lengths"),
         stdin=subprocess.PIPE,

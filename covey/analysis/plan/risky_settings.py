@@ -21,7 +21,7 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The fewest changed prompts that can be significant. All must change one way: 2 / 2^6 < 0.05."""
+"""The fewest changed prompts that are significant if all change one way (2 / 2^6 < 0.05)."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
 """The finding about max_tokens appears if at least this fraction of solutions is truncated."""
@@ -272,7 +272,7 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
 
 
 def _share(facts: TaskFacts, count: int) -> str:
-    """Return in words how many prompts are too long: an exact count, a minimum, or a sample."""
+    """Return in words how many prompts are too long: exactly, at least, or in a sample."""
     if not facts.long_prompts:
         return f"{count} of {len(facts.prompt_tokens)} prompts that were measured"
     least = "at least " * (count == len(facts.long_prompts))

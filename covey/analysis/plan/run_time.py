@@ -96,7 +96,7 @@ def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
 
 
 def _source(device: Device, ranks: int) -> dict[str, str]:
-    """Return the device of an estimate, its uncertainty and its basis."""
+    """Return texts about the device, the uncertainty and the basis of an estimate."""
     if device.kind == "cpu":
         basis = "the time of one layer of the same size on this machine"
         return {"device": "this CPU", "uncertainty": "a rough estimate", "basis": basis}

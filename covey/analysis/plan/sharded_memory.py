@@ -82,7 +82,7 @@ def end_parameters(shape: Shape) -> int:
 
 
 def _gradients(shape: Shape, size: int) -> int:
-    """Return the memory of unsharded gradients, of one block and of a trained output layer.
+    """Return the memory of the unsharded gradients of one block and of a trained output layer.
 
     The reduce-scatter needs a float32 copy of the block's gradients.
     """

@@ -28,7 +28,7 @@ from covey.types import Prompt
 SAMPLE = 64
 """The number of prompts whose tokens are counted, spread over the whole task."""
 LONGEST = 32
-"""The number of prompts with the most characters whose tokens are counted as well."""
+"""The number of longest prompts (by characters) whose tokens are counted as well."""
 BASELINE_PROMPTS = 256
 """The number of held-out prompts on which baselines are scored."""
 

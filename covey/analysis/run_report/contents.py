@@ -68,8 +68,8 @@ class RunReport:
     """Rollouts of the last step with the highest rewards, then rollouts with the lowest rewards."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """Changes of the reward since the previous run, one line for each change. Empty if the reward
-    did not change.
+    """Changes of the reward since the previous run, one line for each change. The list is empty if
+    the reward did not change.
     """
     command: str
     environment: str

@@ -59,10 +59,10 @@ def _plain_character(character: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Return the text in plain characters: apply NFKC, but keep superscripts and subscripts marked.
+    """Normalise a text with NFKC, but keep superscripts and subscripts distinguishable.
 
-    Each character is normalised alone. NFKC of the whole text would turn `5²` into 52, and would
-    take time quadratic in the number of combining marks.
+    Each character is normalised separately. NFKC of the whole text would turn `5²` into 52, and
+    would take time quadratic in the number of combining marks.
 
     >>> normalise("x² = ½")
     'x^{2} =  1/2 '

@@ -22,8 +22,9 @@ SAME, and different if it is above DIFFERENT. If a formula has decimals, which m
 values are different only if their relative difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. Floats could lose a summand below this fraction of the other
-summand; for example, 2^{-100} would be lost in 1 - 2^{-100}."""
+"""Minimum ratio of two summands. Floats could lose a summand that is much smaller than the other
+summand, such as 2^{-100} in 1 - 2^{-100}.
+"""
 MAX_DIGITS = 12
 """Maximum digits of a number, so that neighbouring numbers are different floats."""
 
@@ -76,7 +77,7 @@ def same_numerically(answer: str, target: str) -> bool | None:
 
 
 def _same_set(answer: list[str], target: list[str]) -> bool | None:
-    """Return whether every element has an equal element in the other set; None if undecided."""
+    """Return whether two sets have equal elements; None if undecided."""
     left = list(answer)
     for wanted in target:
         equal = [same_numerically(element, wanted) for element in left]
@@ -230,7 +231,7 @@ class _Evaluator:
                 return total
 
     def implicit_factor(self) -> bool:
-        """Whether the next token is a factor without an operator before it."""
+        """Whether the next token is a factor of an implicit product, such as `x` in `2x`."""
         command = self.next[:1] == "\\" and self.next not in (*_TIMES, *_DIVIDED)
         return self.next in ("(", "{") or self.next[:1].isalpha() or command
 
