@@ -105,8 +105,8 @@ def prepare(factory: Factory) -> None:
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment declares that it never takes long and never crashes.
 
-    Environments with `quick = True` run in this process. All other environments run in worker
-    processes, with limits on time and memory.
+    Environments with `quick = True` run in this process. Environments without `quick = True` run in
+    worker processes, with limits on time and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))

@@ -117,7 +117,7 @@ def paired_difference(
 ) -> Difference:
     """Compare two policies prompt by prompt; `span` is the largest possible difference, if known.
 
-    Prompts vary much in difficulty. Differences on the same prompts do not contain the variance of
+    Prompts vary much in difficulty. Paired differences do not contain the variance of prompt
     difficulty, so their interval is much narrower than the intervals of the two means. The p-value
     comes from a sign test over the prompts with a difference. For binary outcomes, the sign test is
     McNemar's exact test.

@@ -145,8 +145,8 @@ def _shape(name: str) -> str:
 class Citations(Reward):
     """The number of different sources after the thinking, divided by `minimum`; at most 1.
 
-    Sources are URLs, DOIs, arXiv numbers and the entries in a list of sources to which a mark such
-    as [1] refers. A repeated source counts once.
+    Sources are URLs, DOIs, arXiv numbers, and entries in a list of sources that a mark such as [1]
+    cites. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
     sources count. A citation mark such as `[doc3]` cites the source with this id. Every address

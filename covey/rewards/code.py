@@ -192,7 +192,7 @@ def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
 
 
 def passes(case: Case, expected: object, outcome: Outcome) -> bool:
-    """Return whether a case ended with the expected result."""
+    """Return whether a test case ended with the expected result."""
     if not outcome.ran:
         return False
     if case.call is None:

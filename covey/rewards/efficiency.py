@@ -51,7 +51,7 @@ def repetition(text: str, above: float = 0.0) -> float:
     The result is the larger of the fractions of repeated sentences and repeated phrases. The
     fraction of repeated sentences counts only if there are more than 3 sentences. The fraction of
     repeated phrases of 6 words or signs counts only if there are at least 24 words. Counting
-    phrases also detects padding without punctuation, or with varying sentence ends. Phrases are
+    phrases also detects padding that has no punctuation or has varying sentence ends. Phrases are
     skipped if a quick count of tokens shows that their repeated fraction is at most `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")

@@ -21,8 +21,8 @@ class ThinkAnswerForm(Reward):
     """1 if the completion consists of a non-empty thinking part and answer part; otherwise 0.
 
     Repeated, nested or unclosed tags and text outside the tags break the format. With `graded`, a
-    broken format gets 0.25 for each of the two parts that occurs exactly once, is closed and is not
-    empty.
+    broken format gets 0.25 for each part (thinking, answer) that occurs exactly once, is closed and
+    is not empty.
     """
 
     graded: bool = False

@@ -1,7 +1,7 @@
 """Detects the language of a text by its script and common words, for instructions about languages.
 
-The detection covers the 30 languages of IFEval. The result is None for other languages and very
-short texts.
+The detection covers the 30 languages of IFEval. The result is None for unsupported languages and
+very short texts.
 """
 
 # ruff: noqa: RUF001 - the words of other scripts look like ours

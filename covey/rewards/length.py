@@ -60,9 +60,10 @@ class GroupRelative:
     Let L be the larger of the mean length and the mid-range of lengths. The penalty is 0 up to L
     tokens, and then falls linearly to -size at 2 L tokens. In an easy group (accuracy of at least
     `easy`), the length L is computed from the correct rollouts, and only correct rollouts are
-    penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In other
-    groups, the length L is computed from all rollouts. In other groups, the more frequent kind
-    (correct or incorrect) is penalised; in a tie, the incorrect rollouts are penalised.
+    penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In groups
+    that are neither easy nor hard, the length L is computed from all rollouts. In groups that are
+    neither easy nor hard, the more frequent kind of rollout (correct or incorrect) is penalised, or
+    the incorrect rollouts in a tie.
 
     The paper gives no value for `easy`.
     """

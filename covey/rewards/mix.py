@@ -22,10 +22,10 @@ ACCURACY, FORMAT = "accuracy", "format"
 class Mix(Reward):
     """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
 
-    The part called `accuracy` decides `success`. With `gated` and a part called `format`, accuracy
-    counts only if the format is correct. If the format is wrong, accuracy is replaced by its lower
-    bound. If the format is wrong and accuracy has no bounds, a positive accuracy is replaced by 0.
-    Without `gated`, accuracy and format add up.
+    The reward part called `accuracy` decides `success`. With `gated` and a reward part called
+    `format`, accuracy counts only if the format is correct. If the format is wrong, accuracy is
+    replaced by its lower bound. If the format is wrong and accuracy has no bounds, a positive
+    accuracy is replaced by 0. Without `gated`, accuracy and format add up.
 
     At the start of a run, the weights are `early`. The weights change linearly from `early` to
     `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
@@ -86,12 +86,12 @@ class Mix(Reward):
 
     @property
     def quick(self) -> bool:
-        """Whether all parts are quick."""
+        """Whether all reward parts are quick."""
         return all(part.quick for part in self.parts.values())
 
     @property
     def max_seconds(self) -> float:
-        """The sum of the parts' time limits, because the parts run one after the other."""
+        """The sum of the reward parts' time limits, because the parts run one after the other."""
         return sum(max_seconds(part) for part in self.parts.values())
 
     @property
@@ -113,7 +113,7 @@ class Mix(Reward):
         return replace(self, parts=_all_at(self.parts, share), weights=weights, early={})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion with every part."""
+        """Score one completion with every reward part."""
         scores = {name: part(prompt, text) for name, part in self.parts.items()}
         holds = not (self.gated and FORMAT in scores) or scores[FORMAT].success
         logged = {**{name: score.reward for name, score in scores.items()}, **_inner(scores)}
@@ -132,7 +132,7 @@ class Mix(Reward):
         )
 
     def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return the weighted mean of the parts."""
+        """Return the weighted mean of the reward parts."""
         values = {name: score.reward for name, score in scores.items()}
         if not holds:
             values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
@@ -156,7 +156,7 @@ class Mix(Reward):
         return low + (high - low) * share
 
     def _share(self, scores: Mapping[str, Score], counted: Iterable[str]) -> float:
-        """Return the weighted mean of the given parts, each scaled to [0, 1]."""
+        """Return the weighted mean of the given reward parts, each scaled to [0, 1]."""
         total = 0.0
         for name in counted:
             low, high = self.parts[name].bounds
@@ -178,7 +178,7 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound; for a part without bounds, the smaller of 0 and the reward."""
+    """Return the lower bound; for a reward part without bounds, the smaller of 0 and the reward."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 

@@ -73,7 +73,7 @@ as `zfill`, are not allowed.
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
-"""Regex patterns that take linear time on any text. A pure scorer may use no other patterns."""
+"""Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
 """Functions that, used together, let a number in the text decide how long the scorer runs."""

@@ -277,7 +277,7 @@ def _found(rules: Iterable[tuple[str, Rule]], text: str, harmless: Test) -> dict
 
 
 def findings(prompt: Prompt, text: str) -> dict[str, dict[str, float]]:
-    """Return the kinds of danger in a text and their penalties, by part."""
+    """Return the kinds of danger in a text and their penalties, by reward part."""
     known = "\n".join([*(message.get("content", "") for message in prompt.messages), prompt.target])
     return {
         "commands": _found(

@@ -1,4 +1,4 @@
-"""The reward protocol: a reward function scores one completion and reports named parts."""
+"""The reward protocol: a reward function scores one completion and reports named reward parts."""
 
 from __future__ import annotations
 

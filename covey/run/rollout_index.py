@@ -80,7 +80,7 @@ class RolloutIndex:
     path: Path
     entries: list[Entry] = field(default_factory=list)
     groups: dict[str, list[Entry]] = field(default_factory=dict)
-    """The entries of each prompt, by its id."""
+    """The index entries of each prompt, by prompt id."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0

@@ -20,9 +20,7 @@ from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""Pairs of operators (first, second): as the right operand of `first`, an expression with `second`
-needs parentheses.
-"""
+"""Operator pairs (first, second) for which `a first (b second c)` needs the parentheses."""
 
 
 @dataclass(frozen=True, slots=True)

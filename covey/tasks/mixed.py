@@ -80,7 +80,7 @@ class Mixed:
 
     @property
     def bad_rows(self) -> dict[str, list[str]]:
-        """The bad rows that the parts skipped, by part and split."""
+        """The bad rows that the task parts skipped, by part and split."""
         return {
             f"{key}/{split}": lines
             for key, task in self.tasks.items()
@@ -88,7 +88,7 @@ class Mixed:
         }
 
     def train(self) -> Sequence[Prompt]:
-        """The training prompts of all parts, mixed by weight."""
+        """The training prompts of all task parts, mixed by weight."""
         keys = list(self.tasks)
         splits = [self.tasks[key].train() for key in keys]
         counts = quotas([_weight(key, self.parts[key]) for key in keys])
@@ -109,7 +109,7 @@ class Mixed:
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """The held-out prompts of all parts, one part after the other."""
+        """The held-out prompts of all task parts, one part after the other."""
         return [_of_part(p, key) for key, task in self.tasks.items() for p in task.held_out()]
 
 

@@ -154,10 +154,10 @@ def mean_reward(values: Array) -> Estimate:
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    Accuracies are multiples of 1 / items, so per-seed differences have a rounding error. The result
-    is at least the standard deviation of the rounding error. If two seeds have equal differences,
-    their standard deviation is 0, and without a minimum any difference would be significant. For
-    rewards, the rounding step is `span` / items.
+    With n prompts, accuracies are multiples of 1 / n, so per-seed differences have a rounding
+    error. The result is at least the standard deviation of the rounding error. If two seeds have
+    equal differences, their standard deviation is 0, and without a minimum any difference would be
+    significant. With n prompts, rewards have a rounding step of `span` / n.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))

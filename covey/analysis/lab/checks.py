@@ -1,7 +1,7 @@
 """The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
-A policy exploits every flaw of its reward. The lab scores correct answers, which must get the full
-reward, and a corpus of hacks, which must not. The lab also scores completions that people have
+A policy exploits every flaw of its reward. The lab scores correct answers and a corpus of hacks,
+and only correct answers may get the full reward. The lab also scores completions that people have
 labelled. The lab scores each completion twice, in two processes, and measures the time.
 """
 

@@ -9,7 +9,7 @@ from covey.analysis.plan.idle_settings import changed
 from covey.training.schedule import total_updates
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""Section of an extra model, the entry of `objective.needs` that uses it, and the algorithms."""
+"""Section of an extra model, the value in `objective.needs` that requires it, and algorithms."""
 
 
 @rule("idle", "other-settings")

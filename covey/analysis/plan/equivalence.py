@@ -74,7 +74,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(piece: Callable[..., Any]) -> Piece:
-    """Return a piece with all its options, defaults included."""
+    """Return a piece of an objective with all its options, defaults included."""
     function = function_of(piece)
     given = piece.keywords if isinstance(piece, partial) else {}
     usual = {k: p.default for k, p in options_of(function).items()}
@@ -145,7 +145,7 @@ def reference_is_policy(setup: Setup) -> bool:
 
 
 def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return the two pieces that determine how a critic is trained: targets and value loss."""
+    """Return the pieces that determine how a critic is trained: its targets and its value loss."""
     targets, loss = setup.objective.targets, setup.objective.value_loss
     return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 

@@ -50,7 +50,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """The texts of a finding; the rule adds the kind and the section of docs/plan.md."""
+    """The texts of a finding, without its kind and docs section, which the rule adds."""
 
     settings: tuple[str, ...]
     title: str

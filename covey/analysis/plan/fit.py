@@ -140,7 +140,7 @@ def _fitting(
 
 
 def changed(config: Config, changes: Settings) -> Config:
-    """Return a configuration with other values of some settings, by dotted name."""
+    """Return a configuration in which the given settings, by dotted name, have new values."""
     data = config.model_dump()
     for key, value in changes.items():
         table, _, name = key.partition(".")

@@ -2,9 +2,9 @@
 
 The measured layer has the sizes of the model's layers. The layer decodes one token for every
 completion, and runs forward over a few tokens. A backward pass takes about twice as long as a
-forward pass. The time of the layer is multiplied by the number of layers, and a part of the output
-layer is measured in the same way. The layer is computed with numpy, so that a plan does not import
-torch.
+forward pass. The time of the layer is multiplied by the number of layers. A part of the output
+layer is measured in the same way as the layer. The layer is computed with numpy, so that a plan
+does not import torch.
 """
 
 from __future__ import annotations

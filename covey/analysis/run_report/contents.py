@@ -38,7 +38,7 @@ PANELS = MappingProxyType(
 )
 """Panel of the report -> metrics; the panel shows the first metric that the run has."""
 SAMPLES = 3
-"""The numbers of shown rollouts with the highest and with the lowest rewards."""
+"""The number of highest-reward and of lowest-reward rollouts in the report."""
 READ_SECONDS = 60.0
 """Seconds for reading the last step's rollouts; the rest of a very large file is skipped."""
 KINDS = MappingProxyType(
