@@ -259,7 +259,7 @@ class Judge(Reward):
         return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
-        """Return the request to the judge, and the number of appeals removed."""
+        """Return the request to the judge, and the number of removed sentences that address it."""
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]

@@ -36,8 +36,9 @@ class Mix(Reward):
     the weighted mean. If the format of a correct completion is wrong, only the format counts in the
     weighted mean. An incorrect completion scores in the lower half of the range. The score of an
     incorrect completion is half of the weighted mean of accuracy, judges and, if `gated`, the
-    format. Other reward parts do not count for an incorrect completion. A completion without a
-    final answer, or a completion that is not language, has the lowest reward.
+    format. Reward parts other than accuracy, judges and format do not count for an incorrect
+    completion. A completion without a final answer, or a completion that is not language, has the
+    lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -187,7 +188,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the inner parts of each reward part that has several parts, named `part/inner`."""
+    """Return the parts of composite reward parts, named `part/inner`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()

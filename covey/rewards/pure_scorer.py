@@ -76,7 +76,7 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Functions that, used together, let a number in the text decide how long the scorer runs."""
+"""Pairs of functions that let a number in the text decide how long the scorer runs."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 

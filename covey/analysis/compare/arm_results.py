@@ -228,7 +228,7 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return accuracies for the report's table of the time until an arm reaches an accuracy.
+    """Return the accuracies in the report's table of the time to reach an accuracy.
 
     An arm reaches an accuracy if more than half of its seeds reach it. A single failed seed
     therefore does not change which accuracies an arm reaches.

@@ -125,7 +125,7 @@ def design_comparison(request: Request) -> Design:
 def _with_budget(
     given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Return the settings with the budget of all arms, and the size of the budget."""
+    """Return the settings with the budget filled in, and the size of the budget."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
         kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}

@@ -54,7 +54,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU: the value of `together`, rounded up to a captured size."""
+        """The number of slots on a GPU: at least `together`, and a size that has a CUDA graph."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:

@@ -62,8 +62,8 @@ def largest_micro_batch(
     """Return the rows and prompts of the largest micro-batch on a GPU, if all lengths are equal.
 
     The result equals the result of `balanced` in accel/packing.py, for `rows` rows in groups of
-    `group_size`. A group is split into pieces that fit the token budget. The pieces are distributed
-    over the fewest micro-batches.
+    `group_size`. A group is split into pieces that fit the token budget. The pieces of all groups
+    are distributed over the fewest micro-batches.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

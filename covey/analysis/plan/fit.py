@@ -74,8 +74,8 @@ def _more_ranks(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    The result is None if the run fits on no tried number of devices. Sharding cannot always make a
-    run fit, because the engine needs all weights on each device.
+    The result is None if the run does not fit on any number of devices that was tried. Sharding
+    cannot always make a run fit, because the engine needs all weights on each device.
     """
     sharded = changed(config, {"parallel.strategy": "fsdp"})
     for ranks in RANKS:

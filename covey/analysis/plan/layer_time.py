@@ -25,7 +25,7 @@ TRAIN_FLOPS = 1e10
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Maximum operations of a measured decode step, and the number of rows that is always allowed."""
+"""Maximum operations of a measured decode step; FEWEST_ROWS rows may exceed this maximum."""
 KEY_NUMBERS = 2e7
 """Maximum number of elements in the keys of a measured decode step."""
 HEAD_ROWS = 2048

@@ -26,7 +26,7 @@ LOST = 1e-6
 summand, such as 2^{-100} in 1 - 2^{-100}.
 """
 MAX_DIGITS = 12
-"""Maximum digits of a number, so that neighbouring numbers are different floats."""
+"""Maximum digits of a number; with more digits, different numbers could be the same float."""
 
 Values = list[complex]
 """The values of an expression, one for each point."""
