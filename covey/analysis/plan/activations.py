@@ -156,10 +156,10 @@ def training_bytes(
 ) -> int:
     """Return the bytes of activations in a forward and backward pass.
 
-    With gradient checkpointing, a layer keeps only its input and the result of flash attention. One
-    layer at a time is recomputed. With `offload`, layer inputs are in main memory, except the
-    inputs that are in use or being copied. `head` is the memory of the LM head, which is freed
-    before the backward pass of fused layers.
+    With gradient checkpointing, a layer keeps only its input and the result of flash attention.
+    With gradient checkpointing, one layer at a time is recomputed. With `offload`, layer inputs are
+    in main memory, except the inputs that are in use or being copied. `head` is the memory of the
+    LM head, which is freed before the backward pass of fused layers.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers

@@ -130,7 +130,9 @@ def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
 
 
 def in_float32(config: Config) -> bool:
-    """Return whether the model computes in float32; for dtype = "auto", on this machine."""
+    """Return whether the model computes in float32, which depends on this machine for dtype =
+    "auto".
+    """
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")

@@ -181,7 +181,7 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def adaptive_beta(setup: Setup) -> Iterator[Said]:
-    """Rule about an adaptive beta whose horizon has no target, or is longer than the run."""
+    """Rule about an adaptive beta that has no KL target, or that hardly changes within the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
