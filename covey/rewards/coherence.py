@@ -20,8 +20,8 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""The level of a letter pair says how common it is in words. Pairs of level RARE or below hardly
-occur. Each rare letter pair lowers the sum of pair levels by RARE_COSTS.
+"""The level of a letter pair says how common it is in words. Letter pairs of level RARE or below
+hardly occur. Each rare letter pair lowers the sum of pair levels by RARE_COSTS.
 """
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
 """Every text counts as if it had PRIOR_PAIRS more letter pairs of level PRIOR, because few letters

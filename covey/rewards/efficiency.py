@@ -52,7 +52,7 @@ def repetition(text: str, above: float = 0.0) -> float:
     fraction of repeated sentences counts only if there are more than 3 sentences. The fraction of
     repeated phrases of 6 words or signs counts only if there are at least 24 words. Counting
     phrases also detects padding that has no punctuation or has varying sentence ends. Phrases are
-    skipped if a quick count of tokens shows that their repeated fraction is at most `above`.
+    not counted if repeated tokens are so few that the fraction cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)

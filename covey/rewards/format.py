@@ -93,9 +93,9 @@ class ThinkToolForm(Reward):
     | direct | instead of tool if there is none: 1 for text after the thinking |
     | tidy | 1: one think block first, nothing nested; several tool calls may follow |
 
-    Unpaired tags set the part `think` or `tool` to -0.5. The reward is at least 0.
+    Unpaired tags set the reward part `think` or `tool` to -0.5. The reward is at least 0.
 
-    The published code checks only the first call. The published code has no parts `tidy` and
+    The published code checks only the first call. The published code has no reward parts `tidy` and
     `direct`, so no text could score above 0.8.
     """
 

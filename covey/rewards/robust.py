@@ -21,8 +21,8 @@ def robust_factor(text: str) -> float:
     """Return the factor for the reward of a completion: 1 if there is no sign of gaming.
 
     The factor is a product: 0.5 for thinking that is not language, 0.5 for text that mostly repeats
-    itself, and 0.7 for more than 1,000 words. Above 8 tool calls, the product includes the factor 1
-    - 0.05 * (calls - 8), but at least 0.5.
+    itself, and 0.7 for more than 1,000 words. The factor for tool calls is 1 up to 8 calls, falls
+    by 0.05 for each further call, and is at least 0.5.
     """
     factor = 1.0
     thinking = [t for tag in ("think", "reasoning") for t in _thinking(text, tag)]

@@ -108,7 +108,7 @@ def retrieval(
     judge: Mapping[str, Any] | None = None,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for answers with citations: `format` requires at least `sources` citations.
+    """Reward mix for answers with citations, of which `format` requires at least `sources`.
 
     Accuracy is the similarity of the answer to the target. The option `judge`, a table with
     `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not

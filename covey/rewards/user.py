@@ -57,7 +57,7 @@ class UserFunction(_GroupReward):
     """A user's function as a reward.
 
     - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
-      parts whose sum is the reward.
+      reward parts whose sum is the reward.
     - A TRL-style function, such as `f(completions, **columns)`, async or not, returns a list of
       numbers. The function is called once per group. The columns are the lists `prompts`,
       `completion_ids` (tokens), `target`, and every column of the data by its name. The column

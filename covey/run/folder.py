@@ -51,8 +51,9 @@ from covey.types import Group, Rollout
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings. A line has the step, and each
-old and new value."""
+"""Name of the file with a line for each resume that changed settings. Each line has the step, and
+the old and new value of each changed setting.
+"""
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
 MOST_NAMED = 8

@@ -156,8 +156,8 @@ def reward_log(parent: Path) -> list[Logged]:
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
     """Compare the last evaluations of two runs.
 
-    Accuracies are comparable only if both runs were evaluated with the same reward, which
-    evaluate.reward can fix.
+    Accuracies are comparable only if both runs were evaluated with the same reward, which the
+    setting evaluate.reward can ensure.
     """
     old, new = (run.evaluations(_ignore)[-1:] for run in (before, after))
     if not old or not new:

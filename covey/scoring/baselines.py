@@ -95,7 +95,7 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether baselines may be scored with a reward, but not with a user's function or LLM judge.
+    """Whether baselines may be scored: not if the reward is a user's function or an LLM judge.
 
     Calling a user's function or a judge may cost money or have side effects.
     """

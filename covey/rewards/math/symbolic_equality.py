@@ -34,7 +34,7 @@ _UNBOUNDED = re.compile(
 
 
 def require_math_verify(unsafe: bool) -> None:
-    """Raise ConfigError without math-verify; without a sandbox, raise it unless `unsafe`."""
+    """Raise ConfigError if math-verify is missing, or if a sandbox is required but missing."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward: the comparison of formulas needs math-verify: pip install 'covey[tasks]', or "
