@@ -1,5 +1,6 @@
-"""Composite rewards: a weighted mean with a format gate and a weight schedule, and a choice by
-task."""
+"""Composite rewards: a weighted mean with a format gate and a weight schedule, or a reward per
+task.
+"""
 
 from __future__ import annotations
 
