@@ -111,7 +111,7 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(items: Sequence[Item]) -> bool:
-    """Return whether a reward differs from 1 for a success or from 0 for a failure."""
+    """Return whether rewards differ from the plain values 1 (success) and 0 (failure)."""
     scored = [item.greedy for item in items if item.greedy.reward is not None]
     return any(one.reward != float(bool(one.success)) for one in scored)
 

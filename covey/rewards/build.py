@@ -46,8 +46,8 @@ def mix(
 
     Each entry of `parts` is a table with `name`, `weight` and options. With `correct_first`, a
     correct completion scores higher than any incorrect completion, and an empty completion scores
-    lowest. Without `correct_first`, parts such as `efficiency` and `safety` also reward an empty
-    text.
+    lowest. Without `correct_first`, reward parts such as `efficiency` and `safety` also reward an
+    empty text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():

@@ -71,8 +71,8 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
     """Send the request `body` and return the model's reply; raise RewardError without a reply.
 
     If the server is busy (429), failing (5xx) or unreachable, the request is repeated while time is
-    left. After any other error, the request is not repeated. A malformed reply is an error too, and
-    the request is not repeated, because it would get the same reply.
+    left. After an error that a retry cannot fix, the request is not repeated. A malformed reply
+    raises an error without a retry, because a retry would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}

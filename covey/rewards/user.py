@@ -37,7 +37,7 @@ class _GroupReward:
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; an entry is None if it cannot be scored."""
+        """Score the completions of one prompt; None marks a completion that cannot be scored."""
         raise NotImplementedError
 
 
@@ -46,8 +46,9 @@ class TrainerState:
     """Progress of the run in optimizer steps, with the names of transformers' TrainerState."""
 
     global_step: int
-    """Number of optimizer steps before the training step, which takes `train.mini_batches` times
-    `train.epochs` of them."""
+    """Number of optimizer steps before the training step. A training step has `train.mini_batches`
+    times `train.epochs` optimizer steps.
+    """
     max_steps: int
 
 
@@ -56,7 +57,7 @@ class UserFunction(_GroupReward):
     """A user's function as a reward.
 
     - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
-      parts whose sum is the reward.
+      reward parts whose sum is the reward.
     - A TRL-style function, such as `f(completions, **columns)`, async or not, returns a list of
       numbers. The function is called once per group. The columns are the lists `prompts`,
       `completion_ids` (tokens), `target`, and every column of the data by its name. The column
@@ -64,7 +65,7 @@ class UserFunction(_GroupReward):
       `trainer_state` has `global_step` and `max_steps`. A function without `**columns` gets only
       the columns that it names.
 
-    `covey.rewards.signature` tells the two kinds apart.
+    `covey.rewards.signature` decides whether a function is plain or TRL-style.
 
     `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
     means that the function does not apply to the completion. A completion with a reward of at least
@@ -110,7 +111,7 @@ class UserFunction(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; an entry is None if it cannot be scored."""
+        """Score the completions of one prompt; None marks a completion that cannot be scored."""
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
@@ -148,7 +149,7 @@ class UserFunction(_GroupReward):
                 )
 
     def _why_missing(self, prompt: Prompt, name: str) -> str:
-        """Say why the function gets no argument of this name."""
+        """Return a text that says why the function gets no argument of this name."""
         if name in NOT_PASSED:
             return f"only TRL passes it; write {name}=None"
         columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))

@@ -23,13 +23,13 @@ class Best:
     """The best value so far of one metric."""
 
     metric: str
-    """A metric of evaluations, such as `greedy` or `pass@4`, or a metric of steps."""
+    """The name of an evaluation metric, such as `greedy` or `pass@4`, or of a step metric."""
     mode: Literal["highest", "lowest"] = "highest"
     step: int | None = None
     """The first step that had the best value. The value is None before the first measurement."""
     value: float = 0.0
     misses: int = 0
-    """Number of measurements since the best step, none of them better."""
+    """Number of measurements after the best step."""
 
     @property
     def of_evaluations(self) -> bool:
@@ -54,7 +54,7 @@ class Best:
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric's value from a row, in which it is a number or an estimate."""
+    """Return a metric's value from a row, where the metric is a number or an estimate."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None

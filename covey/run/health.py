@@ -68,7 +68,7 @@ class Health:
     """The step at which each finding was last logged."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Add the metrics of a step; return new findings, and earlier ones that are due again."""
+        """Add the metrics of a step; return new findings, and persistent findings to log again."""
         self.history.add(row)
         before, self.active = self.active, {}
         for name, check in CHECKS.items():
@@ -133,7 +133,7 @@ def _toml(value: Any) -> str:
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
     """Return all findings in the steps of a run, in the order in which the checks found them.
 
-    Of two findings of the same step, the cause comes first: that is the order of `CHECKS`.
+    Findings of the same step have the order of `CHECKS`, in which causes come before effects.
     """
     health, before = Health(settings), 0
     found: list[tuple[int, Finding]] = []
@@ -169,7 +169,7 @@ def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a name of train.stop_on that is not a health check."""
+    """Refuse a name in train.stop_on that is not a health check."""
     for name in names:
         if name not in CHECKS:
             hint = nearest(name, CHECKS)

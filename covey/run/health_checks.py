@@ -34,7 +34,7 @@ def high(name: str) -> float:
 
 
 def not_finite(history: History) -> str | None:
-    """Find NaN values, and optimizer steps that were skipped because of them."""
+    """Find NaN values, and optimizer steps that were skipped because of NaN values."""
     row = history.row
     bad = [name for name in NUMBERS if name in row and not is_number(row[name])]
     if bad:
@@ -56,7 +56,7 @@ def reward_falls(history: History) -> str | None:
 
 
 def reward_flat(history: History) -> str | None:
-    """Find a reward that does not rise before the task is learned."""
+    """Find a reward that does not rise although the task is not learned yet."""
     success = history.mean(SUCCESS, BLOCK)
     short, long = history.last(REWARD, 10), history.last(REWARD, 50)
     if short and success < 0.95 and pstdev(short) <= 1e-3 * max(abs(fmean(short)), 1e-2):
@@ -170,7 +170,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall of a part needs less evidence than the reward's rise: chance must produce both.
+    The fall of a reward part needs less evidence than the rise of the reward, because chance would
+    have to cause both.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -199,7 +200,7 @@ def _move(history: History, name: str, old: float, errors: float) -> float:
 
 
 def mismatch(history: History) -> str | None:
-    """Find an engine whose log-probabilities drift away from those of the trainer."""
+    """Find an engine whose log-probs drift away from the trainer's log-probs."""
     name = "debug/sampler_k3"
     values, start = history.last(name, 3), history.start(name)
     if not values or history.row.get("data/replayed_groups"):  # sampled by older weights
@@ -259,7 +260,7 @@ class Check:
     """Number of steps that the check reads. A finding says that the problem began at the first step
     that the check reads."""
     why: str
-    """Why the problem matters."""
+    """The reason why the problem matters."""
     change: tuple[tuple[str, Any], ...]
     """Settings to change, each with a new value or with a factor of the current value (`Times`)."""
     also: str = ""
@@ -410,5 +411,4 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         ),
     }
 )
-"""Health checks by name. Reports list the checks in this order, in which causes come before
-consequences."""
+"""Health checks by name. Reports list the checks in this order: causes before consequences."""

@@ -52,8 +52,8 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
     """Return the point from which a run resumes: the given step, or its newest checkpoint.
 
     If the checkpoint is missing or damaged, raise RunError, which says what to do. `save_every` is
-    the number of steps between checkpoints; it is only used for runs of older versions, which have
-    no checkpoints.jsonl.
+    the number of steps between checkpoints. `save_every` is used only for runs of older versions,
+    which have no checkpoints.jsonl.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:

@@ -30,7 +30,7 @@ class UserTask:
 
     @property
     def bad_rows(self) -> Mapping[str, Sequence[str]]:
-        """The bad rows that the task skipped, if the task has a list of them."""
+        """The bad rows that the task skipped, if the task lists its bad rows."""
         found: Mapping[str, Sequence[str]] = getattr(self.task, "bad_rows", {})
         return found
 

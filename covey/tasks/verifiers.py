@@ -41,7 +41,7 @@ class Verifiers:
         return self._prompts("train", self._environment.get_dataset())
 
     def held_out(self) -> Sequence[Prompt]:
-        """The rows of the evaluation dataset, or the training rows if the package has none."""
+        """The rows of the evaluation dataset; if there is none, the training rows."""
         return self._prompts("held_out", self._environment.get_eval_dataset())
 
     def _prompts(self, split: str, rows: Any) -> list[Prompt]:

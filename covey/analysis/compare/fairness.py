@@ -44,7 +44,7 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 
 def _check_disjoint(config: Config, task: Task) -> None:
-    """Reject a held-out prompt whose text equals that of a training prompt."""
+    """Reject a held-out prompt whose text equals the text of a training prompt."""
     held_out = held_out_of(config, task)
     found = shared_prompts(task.train(), held_out)
     if found:
@@ -114,7 +114,7 @@ def _differing_arms(design: Design) -> Iterator[Row]:
 
 
 def _kept_options(design: Design) -> Iterator[Row]:
-    """Yield the options of the recipe that arms with another algorithm keep."""
+    """Yield a finding for each arm that keeps options of a recipe for another algorithm."""
     recipe = design.common["objective"]["name"]
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):

@@ -107,7 +107,7 @@ def parallel_runs(design: Design) -> int:
 
 
 def _threads(configs: dict[str, Config], runs: int) -> int:
-    """Divide the cores among the runs; many runs with one thread each use the cores best."""
+    """Return the number of threads of a run; on a CPU, the runs share the cores equally."""
     import torch
 
     if _on_gpu(configs.values()):

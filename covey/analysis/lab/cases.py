@@ -26,9 +26,9 @@ class Case:
 def read_cases(path: Path) -> list[Case]:
     """Read completions from JSON Lines, one object per line.
 
-    The key `completion` (or `text`) has the completion, `target` (or `answer`) the target, `prompt`
-    (or `question`) the prompt, and `correct` a person's label. The key `info` and all other keys
-    become the prompt's info. The files in a run's `rollouts` folder have this format.
+    Each object has the keys `completion` (or `text`), `target` (or `answer`), `prompt` (or
+    `question`), and `correct` for a person's label. The key `info` and all other keys become the
+    prompt's info. The files in a run's `rollouts` folder can be read as well.
     """
     try:
         # Not splitlines: JSON strings may contain other line separators.
