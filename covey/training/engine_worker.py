@@ -1,4 +1,4 @@
-"""Entry point of an engine process: `python -m covey.training.engine_worker FD FD`.
+"""Entry point of an engine process, started as `python -m covey.training.engine_worker FD FD`.
 
 The two arguments are the file descriptors of the pipes to the trainer.
 """
