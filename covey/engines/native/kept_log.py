@@ -13,7 +13,7 @@ from covey.kept_sets import encode_kept
 
 @dataclass(slots=True)
 class KeptLog:
-    """The kept sets of every slot, in main memory."""
+    """The kept sets of every slot, in CPU memory."""
 
     slots: list[list[np.ndarray]]
 
@@ -35,7 +35,7 @@ class KeptLog:
             self.slots[slot].append(ids[start:stop])
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Move the given slots to the front."""
+        """Renumber the given slots from 0, and drop the other slots."""
         kept = [self.slots[slot] for slot in slots]
         self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
 
