@@ -1,7 +1,7 @@
 """Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
 
-Tensor shapes use M chosen tokens, hidden size D and vocabulary size V. Logits exist for one chunk
-of tokens at a time. The backward pass recomputes the logits.
+In tensor shapes, M counts chosen tokens, D is the hidden size and V is the vocabulary size. Logits
+exist for one chunk of tokens at a time. The backward pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Log-probability and entropy are those of the distribution at `temperature`, restricted to the
-    kept sets (top-k, top-p) if there are any. Both are differentiable. Logits outside of a kept set
+    The distribution has the given `temperature`, and is restricted to the kept sets (top-k, top-p)
+    if there are any. Log-probability and entropy are differentiable. Logits outside of a kept set
     get no gradient.
     """
     weight = head.linear.weight

@@ -170,7 +170,7 @@ class Engine(Protocol):
         """
 
     def events(self) -> list[str]:
-        """Return a line for each failure since the last call that was repaired, as by a restart.
+        """Return a line for each failure that was repaired since the last call.
 
         The run logs all lines. Lines of the class `News` do not count as failures.
         """

@@ -1,4 +1,4 @@
-"""Weights shared by two processes on one machine: in main memory, or in GPU memory by CUDA IPC.
+"""Weights shared by two processes on one machine: in CPU memory, or in GPU memory by CUDA IPC.
 
 The trainer writes its weights into one block of memory, and the engine's process copies them into
 its own model. The block of memory belongs to the trainer and outlives the engine's process. The
