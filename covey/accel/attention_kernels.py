@@ -31,7 +31,7 @@ STEP = 256
 Found = tuple[torch.Tensor, ...]
 """The output of attention, and further tensors that the backward pass needs."""
 Kept = list[Found]
-"""A list for the result of a forward pass, which the recomputation takes from the list."""
+"""Stores the result of a forward pass until the layer is recomputed."""
 
 
 class Inputs(NamedTuple):
@@ -127,7 +127,7 @@ def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
 
 
 class _Row(NamedTuple):
-    """The slice of packed tokens with a row's queries, and of key positions with its keys."""
+    """A row as two slices: its queries in the packed tokens, and its keys in the key positions."""
 
     query: slice
     key: slice
@@ -177,7 +177,7 @@ def _query_rows(
     """Return values of queries [N, H, D] as padded rows [rows, H, S, D].
 
     `tokens` has the packed token of each key position. Queries that belong to another row are
-    copied from these tokens, or zero without `tokens`.
+    copied from their packed tokens, or are zero without `tokens`.
     """
     if not any(row.missing for row in rows):
         return _key_rows(values, [row._replace(key=row.query) for row in rows])

@@ -1,4 +1,4 @@
-"""Chunk size of the output head, which computes logits in chunks; does not import torch."""
+"""Chunk size with which the output head computes logits; this module does not import torch."""
 
 from __future__ import annotations
 

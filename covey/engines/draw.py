@@ -14,7 +14,7 @@ import torch
 class Distribution:
     """The sampling distribution.
 
-    Temperature 0 means greedy decoding. The defaults do not truncate.
+    Temperature 0 means greedy decoding. The defaults do not truncate the distribution.
     """
 
     temperature: float = 1.0

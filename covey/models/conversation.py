@@ -26,8 +26,8 @@ from covey.models.chat_template import Renderer, chat_text
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""A private-use character that marks where tokenisation splits a text. Messages lose this character
-if they contain it."""
+"""A private-use character that marks where tokenisation splits a text. The same character is
+removed from messages."""
 PROBE = "COVEYTOOL"
 
 

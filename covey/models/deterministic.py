@@ -3,7 +3,7 @@
 A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always add
 in a fixed order: atomic additions happen in any order, and cuBLAS may use any free workspace.
 
-Covey's own kernels use no atomics and reduce partial sums in a fixed order. Deterministic mode
+Covey's own kernels add partial sums in a fixed order, without atomic additions. Deterministic mode
 turns on torch's deterministic versions of the following operations:
 
     index_add      the embedding's gradient, sums over groups

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Sharing(Protocol):
-    """The interface of ranks, which divide the prompts of a step among them."""
+    """The interface of ranks, which divide the prompts of a step among themselves."""
 
     @property
     def size(self) -> int:

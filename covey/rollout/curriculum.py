@@ -89,7 +89,7 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """If the task is a mixture, the name of the task of each prompt in a block.
+        """If the task is a mixture, the name of the task of each prompt in a block of prompts.
 
         The tuple is empty for other tasks.
         """

@@ -45,7 +45,7 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
 
 
 def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the variety of completions, and the accuracy of the best constant answer."""
+    """Return metrics of answer variety, and the accuracy of the best constant answer."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     texts = spaced([rollout.text for rollout in rollouts], MOST_READ)
     answers = AnswerCounts.of([final_answer(text) for text in texts])

@@ -48,7 +48,7 @@ CLOSE_SECONDS = 10.0
 class CopySource:
     """Collects groups in a thread, with an engine that has its own copy of the weights.
 
-    The thread processes one ticket, a request for the rollouts of a step, after another. The
+    The thread processes tickets one by one. A ticket requests the rollouts of one step. The
     rollouts of a ticket are generated with the last weights that were published before the ticket
     was queued. Snapshots store published weights until the engine loads them. There are at most
     staleness + 1 snapshots.

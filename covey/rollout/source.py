@@ -29,8 +29,8 @@ class Ticket(NamedTuple):
     version: int
     """Number of optimizer steps of the weights that generate the rollouts."""
     share: float
-    """The fraction of the run that is done, 0 to 1. Reward weights may depend on the done
-    fraction."""
+    """The fraction of the run that is done, 0 to 1. Reward weights may depend on the progress of
+    the run."""
     picks: tuple[int, ...] = ()
     """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. Empty
     without a curriculum."""

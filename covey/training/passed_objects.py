@@ -21,8 +21,7 @@ OBJECTS = (
     ("reward", "rewards", FUNCTIONS),
     ("environment", "environment", PASSED),
 )
-"""For each kind of object: its section, its Python argument, and the `name` that the section
-gets."""
+"""The config section, the Python argument and the placeholder name of each kind of object."""
 
 
 def model_name(model: object) -> str:

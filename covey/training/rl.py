@@ -36,7 +36,7 @@ from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Batch, Group
 
 EARLY = 3
-"""During the first steps of a run, up to this step, an empty replay buffer is normal."""
+"""Up to this step of a run, an empty replay buffer is normal."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RowFacts:
     """Values [B] about the rows of a batch, on the CPU.
 
-    Reading a value from a GPU waits for all the work that is queued there. So the tensors of this
+    Reading a value from a GPU waits for all work that is queued on the GPU. So the tensors of this
     class are copied to the CPU once, before the first optimizer step. With these copies, the CPU
     chooses the rows of each optimizer step.
     """

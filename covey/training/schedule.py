@@ -71,7 +71,7 @@ def warmup_updates(config: Config) -> int:
 
 
 def schedule_of(config: Config, used: Used) -> Schedule:
-    """Return the schedule for the next training step of a run that has used `used` so far."""
+    """Return the schedule for the next training step, given the budget used so far."""
     start, since = 0.0, 0
     if config.train.budget == "tokens":
         spent = Budget(settings=config.train).spent(used)

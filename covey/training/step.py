@@ -341,7 +341,7 @@ def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
 
 
 def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
-    """Fill in the objective's token marks, which need the log-probs of the whole optimizer step."""
+    """Mark tokens for the objective, by the log-probs of all rows of an optimizer step."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():

@@ -298,7 +298,7 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
     """Return the fastest tiling, which depends only on tensor shapes and the device.
 
-    `hopper` says whether the GPU is a Hopper or later; the default is that of the cache's device.
+    `hopper` says whether the GPU is a Hopper or later. By default, the cache's device is checked.
     """
     _, key_heads, page, head = cache.keys.shape
     hopper = starts_early(cache.keys.device) if hopper is None else hopper

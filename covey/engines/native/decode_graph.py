@@ -43,7 +43,7 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""The CPU checks for finished completions after every this many tokens."""
+"""The CPU checks for finished completions once per this many tokens."""
 FREE_SHARE = 0.8
 """Maximum fraction of the free memory for completions; the rest is for training."""
 SLOTS = 4
@@ -107,7 +107,7 @@ class GraphBackend:
         return replace(self.slots[room], kept=log)
 
     def _pool_pages(self, gigabytes: float) -> int:
-        """Return the number of pages: for all completions at full length, or as many as fit."""
+        """Return how many pages to allocate: enough for full length, or as many as fit."""
         shape, capacity = self.shape, self.sizes["capacity"]
         page = page_for(capacity)
         longest = -(-capacity // page)

@@ -54,7 +54,7 @@ class KVShape:
         return torch.float8_e4m3fn if self.float8 else self.dtype
 
     def bytes(self, positions: int) -> int:
-        """Return the memory of this many positions, in bytes."""
+        """Return the memory that the keys and values of `positions` tokens take, in bytes."""
         return 2 * self.layers * self.heads * self.size * self.stored.itemsize * positions
 
     def zeros(self, slots: int, capacity: int) -> list[torch.Tensor]:

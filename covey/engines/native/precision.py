@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Whether the native engine uses float8 numbers instead of the model's dtype."""
+    """Use of float8 numbers in the native engine, instead of the model's dtype."""
 
     products: bool = False
     """Whether the matrix products of layers multiply float8 numbers."""

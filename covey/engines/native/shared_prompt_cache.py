@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.accel.kernels.decode_attention import LayerCache
 
 UNIT_MARGIN = 4.0
-"""Float8 keys and values can be this many times as large as the largest of the first prompts."""
+"""Float8 keys and values may exceed the maximum of the first prompts by this factor."""
 LEAST_UNIT = 1e-10
 PROMPT_STEP = 128
 """The capacity for prompt tokens is a multiple of this number, so that calls can share a cache."""
@@ -78,7 +78,7 @@ class SharedPromptCache(KVCache):
         pages: int | None = None,
         together: int = 2,
     ) -> None:
-        """Allocate the cache; by default, `pages` are enough for all slots at full length.
+        """Allocate the cache; by default, it has enough pages for all slots at full length.
 
         Attention reads a prompt once for `together` slots.
         """
@@ -219,7 +219,7 @@ class SharedPromptCache(KVCache):
         return rows
 
     def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
-        """Set the prompt row of each slot."""
+        """Set the cache row of each slot's prompt."""
         mine = [self.rows[prompt] for prompt in prompts]
         index, ours = to_device([torch.tensor(slots), torch.tensor(mine)], self.place.device)
         self.prompt_row[index], self.prompt_length[index] = ours.unbind(1)

@@ -114,7 +114,7 @@ class Slots:
     ) -> None:
         """Continue paused completions in the slots `index`, which `open` has prepared.
 
-        A completion may have ended with its newest token.
+        The newest token of a paused completion may be its last.
         """
         counts = torch.tensor([len(row) for row in tokens])
         which = row_of_each(counts)

@@ -1,9 +1,9 @@
 """The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
 
-A tied head is sent as a separate weight. vLLM's CPU build packs the head when it loads the model,
-and would keep the packed copy of old weights if the head stayed tied. Attention heads narrower than
-32 dimensions, which vLLM rejects, are padded with zeros. The padding does not change the results of
-a head.
+A tied head is sent as a separate weight. The CPU build of vLLM packs the head when it loads the
+model. With a tied head, vLLM would keep the packed copy of old weights. Attention heads narrower
+than 32 dimensions, which vLLM rejects, are padded with zeros. The padding does not change the
+results of a head.
 """
 
 from __future__ import annotations

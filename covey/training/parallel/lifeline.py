@@ -25,7 +25,7 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds for the main thread to notice a lost rank, and again for the process to end."""
+"""Seconds that the main thread has to notice a lost rank, and that the process then has to end."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
