@@ -135,7 +135,7 @@ class LowRankProducts:
 def product_grads(
     weights: Sequence[torch.Tensor], grad: torch.Tensor, values: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the weights of one product; None if they were added to a sink."""
+    """Return the gradients of the weights of one product; None if added to a GradSink."""
     sink = sink_of(weights)
     if sink is not None:
         sink.add_product(grad.t(), values)

@@ -112,7 +112,7 @@ class _Weights:
         values: torch.Tensor,
         inner: torch.Tensor | None,
     ) -> list[torch.Tensor | None]:
-        """Return gradients of parameters; None for gradients not needed or added to a sink."""
+        """Return gradients of parameters; None for gradients not needed or added to a GradSink."""
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[:count]):

@@ -65,8 +65,8 @@ def token_logp(
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
     The distribution has the given `temperature`, and is restricted to the kept sets (top-k, top-p)
-    if there are any. Log-probability and entropy are differentiable. Logits outside of a kept set
-    get no gradient.
+    if there are any. Log-probability and entropy are differentiable. Logits of tokens that
+    truncation removed get no gradient.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
@@ -133,7 +133,8 @@ class _Chunks:
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield each chunk of tokens with its logits and a buffer of the same shape.
 
-        Logits outside of kept sets are very negative but finite, so that probability * logit is 0.
+        Logits of tokens that truncation removed are very negative but finite, so that probability *
+        logit is 0.
         """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):

@@ -78,7 +78,7 @@ class Completion:
     one span, unless weights were loaded during generation.
     """
     kept: str = ""
-    """The kept set of each token (see kept_sets.py), if `Sampling.returns_kept` is true."""
+    """For each token, the tokens that truncation kept (see kept_sets.py), if requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

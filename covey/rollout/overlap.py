@@ -79,7 +79,7 @@ class CopySource:
             self.parts.engine.load_weights(weights, version)
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Queue tickets; all of them use one copy of the current weights."""
+        """Queue requests for rollouts, which all use one copy of the current weights."""
         if not tickets:
             return
         snapshot: Snapshot = {}
@@ -110,7 +110,7 @@ class CopySource:
             raise self.failure
 
     def close(self) -> None:
-        """Let the producer thread end after its current ticket."""
+        """Let the producer thread end after its current request."""
         with self.changed:
             self.closed = True
             self.queue.clear()
@@ -118,7 +118,7 @@ class CopySource:
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Generate the rollouts of queued tickets until the source is closed."""
+        """Process queued requests for rollouts until the source is closed."""
         while True:
             idle = time.perf_counter()
             with self.changed:

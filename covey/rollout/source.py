@@ -115,7 +115,7 @@ class SynchronousSource:
         self.weights, self.version = weights, version
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Load the weights into the engine, and store the tickets."""
+        """Load the weights into the engine, and store the requests for rollouts."""
         if tickets:
             self.parts.engine.load_weights(self.weights, self.version)
         self.started = [*tickets]
@@ -123,7 +123,7 @@ class SynchronousSource:
     def take(self, step: int) -> StepRollouts:
         """Return the groups of a step.
 
-        If the groups of the step are not collected yet, collect the groups of all tickets.
+        If the groups of the step are not collected yet, collect the groups of all requested steps.
         """
         if step not in self.done:
             found = collect_steps(self.parts, self.reporter, self.started)

@@ -1,7 +1,7 @@
 """Matrix product of the gate and up layers, fused with SwiGLU, for few tokens.
 
-In a decode step of a small model, a separate SwiGLU kernel and the transfer of gate and up through
-memory take as long as the matrix product. This kernel computes matching columns of gate and up in
+In a decode step of a small model, launching a separate SwiGLU kernel and moving gate and up through
+memory takes as long as the matrix product. This kernel computes matching columns of gate and up in
 one Triton program. Gate and up are rounded as if they were stored.
 
 In tensor shapes, N counts tokens, D is the hidden size and M is the MLP size.

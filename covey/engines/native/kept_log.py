@@ -1,4 +1,4 @@
-"""Kept sets of completions in progress: the tokens left after top-k, top-p and min-p."""
+"""Record which tokens top-k, top-p and min-p kept (kept sets), for completions in progress."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from covey.kept_sets import encode_kept
 
 @dataclass(slots=True)
 class KeptLog:
-    """The kept sets of every slot, in CPU memory."""
+    """The tokens that truncation kept, for each sampled token of each slot, in CPU memory."""
 
     slots: list[list[np.ndarray]]
 
     @staticmethod
     def make(slots: int) -> KeptLog:
-        """Return an empty log of kept sets for all slots."""
+        """Return an empty log for all slots."""
         return KeptLog([[] for _ in range(slots)])
 
     def open(self, index: torch.Tensor) -> None:
@@ -40,6 +40,6 @@ class KeptLog:
         self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
 
     def text(self, slot: int, length: int) -> str:
-        """Return the kept sets of a slot's first `length` tokens."""
+        """Return the tokens that truncation kept for a slot's first `length` tokens, as text."""
         sets: Sequence[np.ndarray] = self.slots[slot][:length]
         return encode_kept(sets)

@@ -1,6 +1,6 @@
 """Page tables of the KV cache: assign pages of a pool to the completions in slots.
 
-Keys and values of a completion are stored in pages of a fixed number of positions, so that the used
+Keys and values of a completion are stored in pages of a fixed number of positions. So the used
 memory depends on the actual lengths of completions. The CPU assigns pages before the device needs
 them. A slot keeps its pages until its completion has ended or is paused.
 """

@@ -87,7 +87,7 @@ class Slots:
             self.cache.active[torch.tensor(slots, device=self.count.device)] = False
 
     def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Append one token to each slot in `index`; a stop token or the R-th token is the last."""
+        """Append a token to each slot in `index`; a stop token or the length limit ends a slot."""
         count = self.count[index]
         self.tokens[index, count] = tokens
         self.logps[index, count] = logps
