@@ -121,7 +121,7 @@ class LowRankProducts:
     def grads(
         self, grad: torch.Tensor, inner: torch.Tensor | None, values: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of `parameters`; None for gradients that were added to a sink."""
+        """Return the gradients of `parameters`; None for gradients added to a GradSink."""
         if inner is None:
             return []
         first = product_grads(self._first, inner, values)

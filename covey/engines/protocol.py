@@ -45,7 +45,7 @@ class Sampling:
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions come with kept sets, which greedy completions never have."""
+        """Whether completions include the tokens that truncation kept; greedy ones never do."""
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )

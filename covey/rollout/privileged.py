@@ -74,7 +74,7 @@ def _source(name: str, group: Group, rollout: Rollout) -> str:
 
 
 def _correct_sibling(group: Group, rollout: Rollout) -> str:
-    """Return the text of the other correct completion with the highest reward, or "".
+    """Return the best other correct completion of the group, or "" if there is none.
 
     The rollout itself is left out, because a teacher agrees with any completion in its prompt.
     """

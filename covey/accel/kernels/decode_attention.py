@@ -6,8 +6,8 @@ the time. Therefore one kernel computes everything between the QKV product and t
 A matrix product on tensor cores has at least 16 rows. A Triton program fills the rows with the
 query heads of several slots that share a prompt, and reads the prompt once for all slots. Then the
 same loop reads the completion of each slot, with the rows of other slots masked. If slots are few
-and long, their positions are divided into parts, one for each Triton program. One program of each
-slot adds up the parts. The result of a slot never depends on other slots.
+and long, their positions are divided into parts, one for each Triton program. One Triton program
+per slot adds up the results of all parts. The result of a slot never depends on other slots.
 
 In tensor shapes, W counts occupied slots, S slots, P prompts, H heads, K key-value heads, C
 positions, B pages and T pages per slot, and D is the head size.

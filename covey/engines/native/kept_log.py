@@ -28,7 +28,7 @@ class KeptLog:
             self.slots[slot] = []
 
     def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
-        """Append the kept sets [n, V] of the newest token in the slots `index`."""
+        """Append the tokens that truncation kept [n, V] for the newest token of each slot."""
         ids = kept.nonzero()[:, 1].cpu().numpy()
         ends = kept.sum(dim=1).cumsum(dim=0).tolist()
         for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):

@@ -111,7 +111,7 @@ class KVCache:
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; completion i needs `positions[i]`."""
+        """Return how many next completions fit into memory; completion i needs `positions[i]`."""
         return len(positions)
 
     def store_completions(

@@ -56,7 +56,7 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; completion i needs `positions[i]`.
+        """Return how many next completions fit into memory; completion i needs `positions[i]`.
 
         One free page is reserved for each running completion, because completions grow.
         """

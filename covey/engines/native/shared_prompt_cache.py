@@ -244,7 +244,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; completion i needs `positions[i]`."""
+        """Return how many next completions fit into memory; completion i needs `positions[i]`."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:

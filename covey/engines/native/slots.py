@@ -74,7 +74,7 @@ class Slots:
         uniforms: torch.Tensor,
         distribution: Distribution,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw tokens [n] with their log-probabilities; record the kept sets if requested."""
+        """Draw tokens [n] with log-probabilities; record what truncation kept if requested."""
         if self.kept is None:
             return pick_tokens(logits, uniforms, distribution)
         logp = log_distribution(logits, distribution)

@@ -99,8 +99,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    With a single shard, gradients of whole weights take no more memory than sharded gradients. With
-    a single shard, one gather per optimizer step costs only the memory of the gathered weights.
+    With a single shard, gradients of gathered weights take no more memory than sharded gradients.
+    With a single shard, one gather per optimizer step costs only the memory of the gathered
+    weights.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
