@@ -133,6 +133,10 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         return
     if not rows:
         raise RunError(f"there are no runs in {path}; `covey train` creates a run")
+    _print_runs(rows, console)
+
+
+def _print_runs(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not console.is_terminal:  # a pipe has no limit on the width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))
@@ -171,6 +175,9 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
         about = {"reward_change": None if changed is None else changed.row()}
         typer.echo(json.dumps({**_overview(run, evaluations), **about, "evaluations": evaluations}))
         return
+    if not evaluations:
+        _print_runs([_overview(run, evaluations)], console)
+        console.print("This run has no evaluations (evaluate.every).", style="dim")
     names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
     for row in evaluations:
@@ -182,7 +189,8 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
             _number(row.get("distinct_answers"), "d"),
             _number(row.get("mean_tokens"), ".1f"),
         )
-    console.print(table)
+    if evaluations:
+        console.print(table)
     if changed is not None:
         for line in changed.lines():
             console.print(cell(line))

@@ -70,14 +70,14 @@ class Health:
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
         """Add the metrics of a step; return new findings, and earlier ones that are due again."""
         self.history.add(row)
-        found = {name: check.find(self.history) for name, check in CHECKS.items()}
-        self.active = {
-            name: replace(self.active[name], what=what)
-            if name in self.active
-            else self._finding(name, CHECKS[name], what)
-            for name, what in found.items()
-            if what is not None
-        }
+        before, self.active = self.active, {}
+        for name, check in CHECKS.items():
+            what = check.find(self.history)
+            if what is not None:
+                known = before.get(name)
+                self.active[name] = (
+                    self._finding(name, check, what) if known is None else replace(known, what=what)
+                )
         step = row["step"]
         due = [
             finding
@@ -89,12 +89,15 @@ class Health:
 
     def _finding(self, name: str, check: Check, what: str) -> Finding:
         rows = self.history.rows
+        # Findings before this one are closer to the cause: their advice on a setting stands.
+        advised = {_key(line): line for each in self.active.values() for line in each.change}
+        change = _changes(check, self.settings)
         return Finding(
             name=name,
             since=rows[max(0, len(rows) - check.steps)]["step"],
             what=what,
             why=check.why,
-            change=tuple(_changes(check, self.settings)),
+            change=tuple(line for line in change if advised.get(_key(line), line) == line),
             also=check.also,
             problem=check.problem,
         )
@@ -114,6 +117,11 @@ def _changes(check: Check, settings: Settings) -> Iterator[str]:
         if value != now:
             was = "" if now is None else f" (now {_toml(now)})"
             yield f"{key} = {_toml(value)}{was}"
+
+
+def _key(line: str) -> str:
+    """Return the setting that a config line changes."""
+    return line.partition(" = ")[0]
 
 
 def _toml(value: Any) -> str:

@@ -126,6 +126,15 @@ def entropy_collapse(history: History) -> str | None:
     return f"entropy {now:.2g} nats, after {start:.2g} at the start"
 
 
+def cut_off(history: History) -> str | None:
+    """Find completions that have reached the token limit since the first steps."""
+    stops = "rollout/stop_rate"
+    ended, once = history.mean(stops, BLOCK), history.start(stops)
+    if not (ended < 0.2 and once < 0.2 and history.mean(SUCCESS, BLOCK) < 0.5):
+        return None
+    return f"{1 - ended:.0%} of completions reach the token limit before they end"
+
+
 def length_explosion(history: History) -> str | None:
     """Find completions that grow fast, or reach the token limit, without getting better."""
     lengths, stops = "rollout/lengths", "rollout/stop_rate"
@@ -280,6 +289,13 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             steps=1,
             why="the step is lost, and weights that are not finite never recover",
             change=(_SLOWER, ("model.dtype", "float32")),
+        ),
+        "cut_off": Check(
+            find=cut_off,
+            steps=BLOCK,
+            why="a completion without its end rarely contains an answer",
+            change=(("rollout.max_tokens", Times(2)),),
+            also="ask for shorter completions in the prompt",
         ),
         "collapse": Check(
             find=collapse,
