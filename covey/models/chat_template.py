@@ -1,4 +1,4 @@
-"""Chat templates: they turn a conversation into the prompt's text and tokens.
+"""Chat templates, which turn a conversation into the text and tokens of a prompt.
 
     auto     the tokenizer's chat template if it has one, else plain
     chat     the tokenizer's chat template
@@ -111,8 +111,10 @@ class Renderer:
         return _filled(self.template.form, messages) + self.template.prefill
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the prompt's tokens. Chat templates write their own BOS token; for other prompt
-        formats, the BOS token is added here.
+        """Return the prompt's tokens.
+
+        A chat template contains its own BOS token. For other prompt formats, this method adds the
+        BOS token.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)
@@ -209,7 +211,7 @@ def _unusable(name: str, why: str) -> ModelError:
 
 
 def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> bool:
-    """Return whether the template renders system messages; some refuse or silently drop them."""
+    """Return whether the template renders system messages; some templates refuse or drop them."""
     try:
         system: Message = {"role": "system", "content": SYSTEM_MARK}
         text = chat_text(tokenizer, [system, user], options)
@@ -219,7 +221,7 @@ def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> 
 
 
 def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int | None:
-    """Return the special token that ends the assistant's turn in the template itself."""
+    """Return the special token that ends the assistant's turn in the chat template."""
     assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
     try:
         text = chat_text(tokenizer, [user, assistant], options, add_generation_prompt=False)

@@ -1,4 +1,4 @@
-"""GGUF import: a file is converted once into a checkpoint that can be trained, and cached.
+"""GGUF import: convert a GGUF file once into a trainable checkpoint, and cache the checkpoint.
 
 The checkpoint is float32, so that weights are not rounded a second time. A GGUF weight is a
 few-bit integer times a float16 scale, and bfloat16 cannot represent such products exactly.
@@ -68,7 +68,10 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Return a package's GGUF file; do not import the package, which needs an inference engine."""
+    """Return the GGUF file of a PyPI package without importing the package.
+
+    Importing the package would need an inference engine.
+    """
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
@@ -87,7 +90,7 @@ def cache_folder() -> Path:
 
 
 def import_gguf(file: Path, say: Say = print_progress) -> Path:
-    """Return a checkpoint folder with the model of a GGUF file; the first call converts it."""
+    """Return the checkpoint folder of a GGUF file; the first call converts the file."""
     folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder
@@ -231,7 +234,7 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
 
 
 def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> None:
-    """Remove the quantization settings, because the weights are now float32."""
+    """Set the stop tokens; remove quantization settings, because the weights are now float32."""
     types = {p.dtype for p in model.parameters()}
     if types != {torch.float32}:
         raise ModelError(

@@ -35,7 +35,7 @@ def collate(
 ) -> Batch:
     """Stack the segments of all rollouts of all groups in order, one row per segment.
 
-    `parts` names the reward parts to include; an empty list means all parts, and None means no
+    `parts` names the reward parts to include. An empty list means all parts, and None means no
     parts.
     """
     numbered = enumerate(
@@ -109,7 +109,7 @@ def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.
 
 
 def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
-    """Return turn, turn_reward and state of each token, or {} if no rollout has an episode."""
+    """Return the batch fields turn, turn_reward and state; {} if no rollout has several turns."""
     if all(row.of.episode is None for row in rows):
         return {}
     shape = len(rows), max(len(row.segment.tokens) for row in rows)
@@ -131,9 +131,10 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
-    """Return each token's kept set, or None if no token has one.
+    """Return the set of tokens that each token was sampled from (its kept set).
 
-    Refuse a kept set without its own token.
+    Return None if no rollout has recorded sets. Raise ModelError if a sampled token is not in its
+    set.
     """
     if not any(row.segment.kept for row in rows):
         return None
@@ -156,7 +157,7 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
-    """Refuse log-probs that are not finite.
+    """Raise ModelError if a log-prob from the engine is not finite.
 
     The check runs on the CPU, so that it does not wait for a GPU.
     """

@@ -1,4 +1,4 @@
-"""Checks of the objects that were passed from Python: data, rewards, environments and models."""
+"""Check objects passed to the Python API: datasets, rewards, environments and models."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OBJECTS = (
     ("reward", "rewards", FUNCTIONS),
     ("environment", "environment", PASSED),
 )
-"""Section of each object, the argument that passes it, and the section's name in such a run."""
+"""The config section, the Python argument and the placeholder name of each kind of object."""
 
 
 def model_name(model: object) -> str:
-    """Return the name or the folder of a model as text, and refuse a model object."""
+    """Return a model's name or folder as text; raise ModelError for a model object."""
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     raise ModelError(
@@ -35,7 +35,7 @@ def model_name(model: object) -> str:
 
 
 def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
-    """Refuse to evaluate without the data and the rewards that a run was started with."""
+    """Raise ConfigError if the run's dataset or rewards were Python objects and are not passed."""
     missing = [
         (f"{where}.name = {name!r}", f"{argument}=...")
         for where, argument, name in OBJECTS[:2]
@@ -50,7 +50,7 @@ def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
 
 
 def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | None) -> None:
-    """Refuse to resume a run without the objects that it was started with."""
+    """Raise ConfigError if a run is resumed with other Python objects than it was started with."""
     config = load_config(str(folder.config_file))
     for where, argument, name in OBJECTS:
         if (getattr(config, where).name == name) != (where in passed):

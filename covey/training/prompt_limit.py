@@ -1,8 +1,8 @@
 """The maximum length of prompts. Longer prompts are refused, left out or truncated.
 
 Prompts are checked before a run begins. A task that generates its prompts on demand may have
-millions of prompts. For a task that generates prompts on demand, only the prompts of the first
-steps are checked, except if long prompts are to be left out.
+millions of prompts, so only the prompts of the first steps are checked. With rollout.long_prompts =
+'skip', all prompts are checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def longest_prompt(config: Config, context: int) -> int:
 
 
 def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
-    """Return a model that truncates long prompts on the left, if the configuration says so."""
+    """Let the model truncate long prompts on the left if rollout.long_prompts = 'truncate'."""
     if config.rollout.long_prompts != "truncate":
         return model
     if config.environment.name != NONE:
@@ -52,7 +52,7 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
 def fitting_prompts(
     config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
 ) -> tuple[Sequence[Prompt], list[str]]:
-    """Return the prompts to use, and a note if some are too long, or raise DataError.
+    """Apply rollout.long_prompts; return the prompts to use, and a note if some are too long.
 
     `split` is "training" or "held-out".
     """
@@ -84,7 +84,7 @@ def fitting_prompts(
 
 
 def limit_reason(config: Config, context: int) -> str:
-    """Return the settings from which the maximum length of a prompt follows."""
+    """Return a text with the settings that determine the maximum prompt length."""
     if config.rollout.max_prompt_tokens == longest_prompt(config, context):
         return f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
     return f"the model's context is {context} and rollout.max_tokens = {config.rollout.max_tokens}"
@@ -103,7 +103,7 @@ def _checked(config: Config, prompts: Sequence[Prompt], *, everything: bool) -> 
 def _too_long(
     model: LanguageModel, prompts: Iterable[tuple[int, Prompt]], limit: int
 ) -> dict[int, int]:
-    """Return the number of tokens of each prompt with more than `limit` tokens, by index.
+    """Return the lengths of the prompts that have more than `limit` tokens, by index.
 
     A token has at least one byte, so a prompt with few bytes need not be tokenized.
     """

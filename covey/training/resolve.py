@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 
 CORRECTION = "token_truncate"
-"""The default of objective.correction for rollouts that older or float8 weights sampled. The
-default is truncated importance sampling; with a recomputed old_logp, it is decoupled PPO."""
+"""Default of objective.correction if older weights or float8 weights sampled the rollouts.
+`token_truncate` is truncated importance sampling, which amounts to decoupled PPO if old_logp is
+recomputed."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -83,7 +84,10 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
 
 
 def _check_float8(resolved: Config) -> None:
-    """Refuse float8 numbers in an engine that has none; devices are checked when a run starts."""
+    """Reject float8 with vLLM or with an adapter.
+
+    `check_float8` checks the device when a run starts.
+    """
     setting = f"config: engine.{resolved.engine.rounds} = 'float8'"
     if resolved.engine.rounds and resolved.engine.kind == "vllm":
         raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
@@ -106,7 +110,7 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
 
 
 def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration; if set, `train.stop_after.epochs` determines `train.steps`."""
+    """Compute `train.steps` from `train.stop_after.epochs` if epochs are set."""
     train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
     return config if train is config.train else config.model_copy(update={"train": train})
 
@@ -164,7 +168,7 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject settings that an objective with ratios to the engine's log-probs does not allow."""
+    """Reject truncated sampling and corrections if the ratios use the engine's log-probs."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
@@ -180,13 +184,13 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether sampling is truncated, but training uses the whole distribution."""
+    """Return whether sampling is truncated while training uses the full distribution."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 
 
 def _check_mask_replay(resolved: Config, objective: Objective) -> None:
-    """Reject mask_replay if the engine cannot return kept sets, or a server cannot use them."""
+    """Reject rollout.mask_replay with vLLM, and with a reference or teacher on a server."""
     if not sampling_of(resolved).returns_kept:
         return
     if resolved.engine.kind == "vllm":
@@ -214,10 +218,10 @@ def _check_watching(config: Config) -> None:
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
-    """Reject the engine's log-probs as old_logp if they differ from the trainer's.
+    """Reject a source of old_logp that conflicts with truncation, float8, staleness or correction.
 
-    Stale rollouts without a correction are rejected too. With old_logp from the trainer, the ratio
-    starts at 1, even for old rollouts. Objectives that compare pairs have no ratio.
+    If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, so stale
+    rollouts need a correction. Pairwise objectives such as DPO have no ratio.
     """
     if objective.pairs:
         return
@@ -254,7 +258,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return the defaults of options that are lengths, derived from rollout.max_tokens."""
+    """Return the defaults of length options, which are derived from rollout.max_tokens."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 
@@ -311,8 +315,8 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "objective": _objective_options,
     }
 )
-"""Functions that resolve the options of each section. The section objective is last, because
-resolving it imports torch."""
+"""Functions that resolve the options of each section. The objective is last, because resolving its
+options imports torch."""
 
 
 def task_of(config: Config) -> Task:
@@ -365,7 +369,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def held_out_of(config: Config, task: Task, *, needed: bool = True) -> Sequence[Prompt]:
-    """Return the held-out prompts that evaluations use; if they are `needed`, at least one."""
+    """Return the held-out prompts; raise DataError if `needed` and there are none."""
     prompts = task.held_out()
     prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
     if needed and not prompts:

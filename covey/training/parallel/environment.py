@@ -1,4 +1,4 @@
-"""Rank and number of ranks of this process, from the variables that torchrun sets."""
+"""Read this process's rank and the number of ranks from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank of this process and number of ranks, both in the whole run and on this machine."""
+    """Rank of this process and number of ranks, in the whole run and on this machine."""
 
     rank: int = 0
     size: int = 1
