@@ -8,7 +8,7 @@ from torch import nn
 def set_training(model: nn.Module, training: bool) -> None:
     """Switch all modules of a model to training or evaluation mode.
 
-    `nn.Module.train` sets the attribute through a general method, which takes 5 ms for 30 layers.
+    This function avoids the overhead of `nn.Module.train`, which takes 5 ms for 30 layers.
     """
     left: list[nn.Module | None] = [model]
     while left:

@@ -39,7 +39,7 @@ class NativeEngine:
     scheduler: Scheduler | None = field(init=False, default=None)
     """The scheduler of the current run, if there is one."""
     preemptions: int = field(init=False, default=0)
-    """How many times a completion was paused because the KV cache was full."""
+    """Number of times that a completion was paused because the KV cache was full."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model, self.precision)
@@ -57,7 +57,7 @@ class NativeEngine:
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Record the new version of the weights, which the engine already uses.
+        """Record the version of the weights; the engine uses the trainer's own tensors.
 
         If the request source calls this method during a run, completions continue with the new
         weights.
@@ -72,7 +72,7 @@ class NativeEngine:
         return []
 
     def take_preemptions(self) -> int:
-        """Return the number of pauses of completions since the last call."""
+        """Return how many times completions were paused since the last call."""
         taken, self.preemptions = self.preemptions, 0
         return taken
 
@@ -136,10 +136,8 @@ class NativeCopy(NativeEngine):
 
 def _not_finite(one: Finished) -> ModelError:
     """Return the error of a completion whose logits were not finite."""
-    token, prompt = (
-        1 + int((~np.isfinite(one.transcript.logp)).argmax()),
-        one.request.address.prompt,
-    )
+    token = 1 + int((~np.isfinite(one.transcript.logp)).argmax())
+    prompt = one.request.address.prompt
     return ModelError(
         f"model: the logits are not finite at token {token} of a completion of prompt "
         f"{prompt}; check the model's weights and model.dtype"

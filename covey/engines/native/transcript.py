@@ -60,7 +60,7 @@ class Paused(NamedTuple):
     searched: int
     """The number of tokens that were already searched for stop strings."""
     kept: list[np.ndarray]
-    """The kept sets of the tokens, if they are recorded."""
+    """For each token, the tokens that truncation kept, if recorded."""
 
 
 class Ended(NamedTuple):
