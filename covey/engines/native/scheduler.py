@@ -69,15 +69,11 @@ class Scheduler:
         """The request of each slot."""
         self.taken = np.zeros(self.width, dtype=bool)
         """Whether each slot has a request."""
-        self.counts = np.zeros(self.width, dtype=np.int64)
-        """The number of tokens of each slot after the steps that the device was given so far."""
-        self.searched = np.zeros(self.width, dtype=np.int64)
-        """The number of tokens of each slot that were already searched for stop strings."""
         self.transcripts = [Transcript(None)] * self.width
         """The tokens of each slot that were already read."""
-        self.read = np.zeros(self.width, dtype=np.int64)
-        """The number of these tokens."""
-        self.pieces = model.pieces
+        self.counts, self.read, self.searched = np.zeros((3, self.width), dtype=np.int64)
+        """The numbers of tokens of each slot: all before the next steps, those that were already
+        read, and those that were already searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Ids of stop strings that are special tokens, which decoding omits from the text."""
@@ -209,8 +205,9 @@ class Scheduler:
         free = np.flatnonzero(~self.taken)[: len(requests)].tolist()
         new = [request for request in requests if request.number not in self.paused]
         old = [request for request in requests if request.number in self.paused]
+        pieces = self.model.pieces
         for slot, request in zip(free, [*new, *old], strict=True):
-            self.requests[slot], self.transcripts[slot] = request, Transcript(self.pieces)
+            self.requests[slot], self.transcripts[slot] = request, Transcript(pieces)
             self.taken[slot], self.counts[slot] = True, 1
             self.searched[slot] = self.read[slot] = 0
         if new:
