@@ -20,7 +20,6 @@ import torch
 
 from covey.accel.packing import to_device
 from covey.models.logp import LogProbs
-from covey.models.training_mode import set_training
 from covey.objective import (
     Objective,
     PolicyLoss,
@@ -266,7 +265,7 @@ def _train_policy(
     """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     world = learner.world
-    set_training(policy.model.model, True)
+    policy.model.model.train()
     losses: list[list[torch.Tensor]] = []
     skipped = 0
     for number, index in enumerate(facts.mini_batches(settings, step)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import nn
 
 from covey.engines.native.backend import DecodeBackend, choose_backend
 from covey.engines.native.precision import MODEL_PRECISION, Precision
@@ -16,7 +17,6 @@ from covey.engines.protocol import Completion, EngineInfo, RequestSource, Weight
 from covey.errors import ModelError
 from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
-from covey.models.training_mode import set_training
 
 
 def has_exact_logp(model: LanguageModel) -> bool:
@@ -87,7 +87,7 @@ class NativeEngine:
             return
         training = self.model.model.training
         if training:
-            set_training(self.model.model, False)
+            _set_mode(self.model.model, training=False)
         try:
             self.scheduler = Scheduler(self.model, self.backend, requests, self.version)
             self.scheduler.change_version(self.version)  # takes requests on construction
@@ -97,7 +97,7 @@ class NativeEngine:
             self.preemptions += 0 if self.scheduler is None else self.scheduler.preemptions
             self.scheduler = None
             if training:
-                set_training(self.model.model, True)
+                _set_mode(self.model.model, training=True)
 
     @staticmethod
     def _completion(one: Finished) -> Completion:
@@ -132,6 +132,19 @@ class NativeCopy(NativeEngine):
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)  # the caller may change the weights now
         NativeEngine.load_weights(self, weights, version)
+
+
+def _set_mode(model: nn.Module, *, training: bool) -> None:
+    """Switch all modules of a model to training or evaluation mode.
+
+    This function avoids the overhead of `nn.Module.train`, which takes 5 ms for 30 layers.
+    """
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None:
+            vars(module)["training"] = training
+            left += module._modules.values()
 
 
 def _not_finite(one: Finished) -> ModelError:
