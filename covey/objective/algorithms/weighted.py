@@ -58,8 +58,8 @@ def gpg(
 
     `gpg` has no ratio and no clip, so with several optimizer steps per batch, the change of the
     policy is not limited. The factor alpha compensates for groups whose rewards are all equal. If
-    the rewards within every group are equal, all advantages are 0. To compute alpha, verl counts completions with
-    non-zero rewards, which gives a different factor.
+    the rewards within every group are equal, all advantages are 0. To compute alpha, verl counts
+    completions with non-zero rewards, which gives a different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,
