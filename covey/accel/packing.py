@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -191,15 +191,17 @@ def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, Max
 
     The tables predict the first token after each prompt, so `chosen` is not known.
     """
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    ends = lengths.cumsum(0)
-    row = row_of_each(lengths)
-    ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
-    position = torch.arange(len(ids)) - (ends - lengths)[row]
-    starts = torch.nn.functional.pad(ends, (1, 0))
-    blank = torch.zeros_like(ends)
-    spans = [starts, starts, torch.arange(len(ids)), ends - lengths, row, row + 1, position]
-    tables = [ids, position, ends - 1, blank, blank, *(part.int() for part in spans)]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    ends = lengths.cumsum()
+    row = np.repeat(np.arange(len(prompts)), lengths)
+    ids = np.fromiter(chain.from_iterable(prompts), dtype=np.int64, count=len(row))
+    number = np.arange(len(row))
+    position = number - (ends - lengths)[row]
+    starts = np.concatenate([[0], ends])
+    wide = [ids, position, ends - 1, np.zeros_like(ends), np.zeros_like(ends)]
+    spans = [starts, starts, number, ends - lengths, row, row + 1, position]
+    tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
+    tables += [torch.from_numpy(table.astype(np.int32)) for table in spans]
     longest = int(lengths.max())
     return PackedTables._make(tables), MaxLengths(longest, longest)
 
@@ -284,16 +286,25 @@ class _RowIndex:
         return [part.int() for part in table]
 
 
+def copy_bytes(whole: torch.Tensor, at: int, part: torch.Tensor) -> None:
+    """Copy a tensor into a buffer of bytes, both on the CPU, from byte `at` on.
+
+    This function uses numpy, for the same reason as `row_of_each`.
+    """
+    values = np.ascontiguousarray(part.numpy())
+    whole.numpy()[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
+
+
 def to_device(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Send tensors with 4-byte or 8-byte elements to a device in one asynchronous transfer."""
     if device.type != "cuda":
         return [part.to(device) for part in parts]
-    wide = [p.numel() * p.element_size() + (-p.numel() * p.element_size()) % 8 for p in parts]
-    whole = torch.empty(sum(wide), dtype=torch.uint8, pin_memory=True)
-    for part, room in zip(parts, whole.split(wide), strict=True):
-        room[: part.numel() * part.element_size()].view(part.dtype).copy_(part.flatten())
-    over = whole.to(device, non_blocking=True).split(wide)
+    begins = [0, *accumulate(part.nbytes + (-part.nbytes) % 8 for part in parts)]
+    whole = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
+    for part, at in zip(parts, begins, strict=False):
+        copy_bytes(whole, at, part)
+    over = whole.to(device, non_blocking=True)
     return [
-        room[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
-        for part, room in zip(parts, over, strict=True)
+        over[at : at + part.nbytes].view(part.dtype).view(part.shape)
+        for part, at in zip(parts, begins, strict=False)
     ]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, packed_batch
+from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, copy_bytes, packed_batch
 
 PADDING_ROW = 128
 """Number of tokens in a row of padding. The maximum row length of a bucket is at least this
@@ -102,9 +102,10 @@ class StaticBuffers:
     def fill(self, tables: PackedTables) -> None:
         """Copy a micro-batch into the buffers in one asynchronous transfer."""
         pinned = self._whole.device.type == "cuda"
-        host = torch.zeros(len(self._whole), dtype=torch.uint8, pin_memory=pinned)
-        for view, part in zip(self._tables(host), padded(tables, self.size), strict=True):
-            view[: len(part)] = part
+        host = torch.empty(len(self._whole), dtype=torch.uint8, pin_memory=pinned)
+        host.numpy().fill(0)
+        for (at, _, dtype), part in zip(self._shapes, padded(tables, self.size), strict=True):
+            copy_bytes(host, at, part.to(dtype))
         self._whole.copy_(host, non_blocking=True)
 
     def _tables(self, whole: torch.Tensor) -> PackedTables:

@@ -10,7 +10,6 @@ from transformers import DynamicCache
 
 from covey.accel.packing import pack_prompts
 from covey.engines.native.kv_cache import KVCache, SlotCache
-from covey.engines.native.prefill_graph import fits_graph
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 from covey.models.logp import packed_hidden
@@ -28,7 +27,7 @@ def read_prompts(
         tokens = [prompts[prompt] for prompt in together]
         lengths = [len(row) for row in tokens]
         if isinstance(cache, SharedPromptCache) and model.fused and model.flash:
-            if fits_graph(model, cache, sum(lengths)):
+            if cache.prefill.suits(model, cache, sum(lengths)):
                 rows = cache.rows_for(together, lengths)
                 logits = cache.prefill.read(model, cache, tokens, rows)
             else:

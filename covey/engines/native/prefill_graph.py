@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from covey.accel.packing import PackedTables, prompt_tables, to_device
@@ -41,6 +42,18 @@ class PrefillGraphs:
         """The passes of all buckets, from least to most recently used."""
         self.failed = False
         """Whether a capture has failed, so that all passes run eagerly."""
+        self._weights = 0
+        """The number of weights of the model's layers; 0 if not counted yet."""
+
+    def suits(self, model: LanguageModel, cache: SharedPromptCache, tokens: int) -> bool:
+        """Return whether a graph makes a pass over this many prompt tokens faster.
+
+        The scale of float8 keys depends on the first prompts, so it is not part of a graph.
+        """
+        if not self._weights:
+            layers: Any = model.backbone.layers
+            self._weights = sum(parameter.numel() for parameter in layers.parameters())
+        return not cache.float8 and 2 * self._weights * tokens <= MAX_FLOPS
 
     def read(
         self,
@@ -98,14 +111,14 @@ class _Pass:
     def fill(self, tables: PackedTables, rows: Sequence[int]) -> None:
         """Copy prompts, and the rows of the cache where they are stored, to the buffers."""
         self.buffers.fill(tables)
-        stored = torch.zeros(self.stored.shape, dtype=torch.long)
+        stored = np.zeros(self.stored.shape, dtype=np.int64)
         count = len(tables.input_ids)
-        stored[0, :count] = torch.arange(count)
-        stored[1, :count] = torch.tensor(rows)[tables.begin.long()]
-        stored[2, :count] = tables.position_ids
+        stored[0, :count] = np.arange(count)
+        stored[1, :count] = np.array(rows)[tables.begin.numpy()]
+        stored[2, :count] = tables.position_ids.numpy()
         # Instead of a padding token, the first token is stored again.
         stored[1, count:] = rows[0]
-        self.stored.copy_(to_device([stored], self.stored.device)[0])
+        self.stored.copy_(to_device([torch.from_numpy(stored)], self.stored.device)[0])
 
     def forward(self, model: LanguageModel, cache: SharedPromptCache) -> torch.Tensor:
         """Store keys and values in the cache; return the hidden state of each last token."""
@@ -119,16 +132,6 @@ class _Pass:
         packed = self.buffers.packed
         hidden = packed_hidden(model, packed, store)
         return hidden.index_select(0, packed.predictor)
-
-
-def fits_graph(model: LanguageModel, cache: SharedPromptCache, tokens: int) -> bool:
-    """Return whether a graph makes a pass over this many prompt tokens faster.
-
-    The scale of float8 keys depends on the first prompts, so it is not part of a graph.
-    """
-    layers: Any = model.backbone.layers
-    weights = sum(parameter.numel() for parameter in layers.parameters())
-    return not cache.float8 and 2 * weights * tokens <= MAX_FLOPS
 
 
 def _wait(device: torch.device) -> None:

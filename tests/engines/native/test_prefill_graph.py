@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 from covey.accel import fused_forward as fused
 from covey.accel import static_buffers as static
 from covey.accel.fused_parameters import fuse_parameters
+from covey.accel.packing import copy_bytes
 from covey.engines.native import prefill, prefill_graph
-from covey.engines.native.prefill_graph import PrefillGraphs, fits_graph
+from covey.engines.native.prefill_graph import PrefillGraphs
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 from tests.accel.test_fused_forward import per_row
@@ -89,10 +90,21 @@ def test_long_passes_and_float8_caches_are_not_captured() -> None:
     cache = cache_for(model)
     weights = sum(p.numel() for p in model.backbone.layers.parameters())
     most = int(prefill_graph.MAX_FLOPS / 2 / weights)
-    assert fits_graph(model, cache, most)
-    assert not fits_graph(model, cache, most + 1)
+    assert cache.prefill.suits(model, cache, most)
+    assert not cache.prefill.suits(model, cache, most + 1)
     cache.float8 = True
-    assert not fits_graph(model, cache, 1)
+    assert not cache.prefill.suits(model, cache, 1)
+
+
+def test_bytes_of_tensors_are_copied_at_their_places() -> None:
+    whole = torch.full((64,), 255, dtype=torch.uint8)
+    parts = [torch.arange(6).view(2, 3).t(), torch.tensor([-1.5], dtype=torch.float32)]
+    for at, part in zip((8, 60), parts, strict=True):
+        copy_bytes(whole, at, part)
+    assert whole[8:56].view(torch.int64).tolist() == [0, 3, 1, 4, 2, 5]
+    assert whole[60:].view(torch.float32).tolist() == [-1.5]
+    assert whole[:8].tolist() + whole[56:60].tolist() == [255] * 12
+    copy_bytes(whole, 64, torch.zeros(0, dtype=torch.int32))
 
 
 @pytest.mark.gpu
