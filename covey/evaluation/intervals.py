@@ -75,8 +75,8 @@ def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None
 
     If `count` prompts all have the same value, at most the fraction z^2 / (count + z^2) of all
     prompts has another value (Wilson's upper limit). All values are within `bounds`, which limits
-    the mean. For bounds 0 and 1, the result is Wilson's interval. Without bounds, the interval has
-    width 0.
+    the mean. For bounds 0 and 1, the result is Wilson's interval. If `bounds` is None, the interval
+    has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True

@@ -32,7 +32,7 @@ even if the run is incomplete.
 """
 COMPARISON = "comparison.toml"
 TAIL = 64 * 1024
-"""Number of bytes at the end of steps.jsonl in which the last step is searched."""
+"""The last step is searched for in this many bytes at the end of steps.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,8 +117,8 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 def series(site: Site, query: Query) -> dict[str, Any]:
     """Return curves of one or several runs, whose ids are separated by NUL.
 
-    All runs share the time for reading. The page repeats its request for runs that are not
-    completely read.
+    The time limit for reading applies to all runs together. The page repeats its request for runs
+    that are not completely read.
     """
     ids = query.get("run", "").split("\0")
     until = time.monotonic() + READ_SECONDS

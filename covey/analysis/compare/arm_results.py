@@ -17,7 +17,7 @@ from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
 """Fractions of the distance from the starting accuracy to the highest accuracy that all arms reach.
-The report gives the time that an arm takes to reach the accuracy at each fraction.
+The report shows how long each arm takes to reach the accuracies at these fractions.
 """
 
 
@@ -228,7 +228,7 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return the accuracies in the report's table of the time to reach an accuracy.
+    """Return the accuracies for which the report shows how long each arm took to reach them.
 
     An arm reaches an accuracy if more than half of its seeds reach it. A single failed seed
     therefore does not change which accuracies an arm reaches.

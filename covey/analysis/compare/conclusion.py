@@ -256,7 +256,7 @@ def _cautions(
     pairs: Sequence[PairResult],
     as_if_untrained: Mapping[tuple[str, str], float],
 ) -> tuple[str, ...]:
-    """Return the cautions that limit the headline."""
+    """Return the cautions: the reasons to trust the headline less."""
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:

@@ -1,10 +1,10 @@
 """The design of a comparison: the common configuration, the arms, the seeds and the budget.
 
-An arm consists of the common settings that the user gave, with the arm's overrides. Defaults are
-filled in after the overrides. An arm with another algorithm therefore gets the defaults of its own
-algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
-measured in the same way. The common reward scores the evaluations of all arms, even if an arm is
-trained on another reward.
+An arm consists of the common settings that the user gave, with the arm's overrides. The overrides
+are applied first, and the defaults are filled in afterwards. An arm with another algorithm
+therefore gets the defaults of its own algorithm. No arm may change the budget or the held-out
+evaluation, because all arms must be measured in the same way. The common reward scores the
+evaluations of all arms, even if an arm is trained on another reward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results of every pair of arms: tests of algorithms over seeds, of checkpoints over prompts.
+"""Results of every pair of arms: which algorithm is better, and which final checkpoint.
 
 Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds,
 because each seed is a separate training run. A difference must be large compared with the variation
@@ -62,7 +62,7 @@ class PairResult:
     difference: Estimate | None
     """The mean difference with Student's t interval over seeds; None below three seeds."""
     difference_new_prompts: Estimate | None
-    """The mean difference with an interval that also includes the choice of held-out prompts."""
+    """The mean difference. The interval also covers the uncertainty from the choice of prompts."""
     p_value: float | None
     """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None

@@ -127,7 +127,7 @@ def _ignore(text: str) -> None:
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
-    """Choose example prompts: some on which arms differ, some all correct, some all incorrect.
+    """Choose example prompts of three kinds: solved by all arms, by some arms, or by no arm.
 
     `rows[arm][prompt_id]` is a line of one seed's last evaluation.
     """

@@ -1,4 +1,4 @@
-"""The time limit of a checkup: which check runs now, and which checks would take too long.
+"""The clock of a checkup: the time that is left, and the checks that would take too long.
 
 This module does not import torch.
 """
@@ -59,7 +59,10 @@ class Clock:
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:
-        """Return the result of a skipped check; if the check is not skipped, announce it."""
+        """Announce a check, and return None.
+
+        If the check would take too long, return a skipped result instead.
+        """
         left = max(0.0, self.left)
         if expected <= left:
             self.say(f"{name}{f', about {expected:.0f} s' if expected >= 1 else ''}")

@@ -27,7 +27,6 @@ EXACT = 1e-3
 RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
-"""Names of two checks."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest allowed gap between a greedy token's logit and the highest logit; 0.5 in 16 bits."""
 

@@ -101,7 +101,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run `PROBE` in the sandbox, which tries to reach files, environment and network."""
+    """Run the program `PROBE` in the sandbox; it tries to reach files, environment and network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"

@@ -17,10 +17,10 @@ from covey.types import Batch
 def parameter_gradients(
     policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of all trained parameters, one vector [parameters] for each effect.
+    """Return the gradient of the loss of each effect for all trained parameters, as a vector.
 
-    All effects share one forward pass, and each effect has its own backward pass. The gradients of
-    all effects stay in memory.
+    There is one forward pass for all effects, and one backward pass for each effect. All gradients
+    are in memory at the same time.
     """
     # The optimizer collects gradients as in training, because some bypass autograd on a GPU.
     optimizer = policy.optimizer
@@ -61,8 +61,8 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each forward pass.
 
-    Groups with equal rewards get separate forward passes. Most algorithms have no gradient for
-    groups with equal rewards, so their backward pass can be skipped.
+    A forward pass never mixes groups whose completions all have the same reward with other groups.
+    In such a group, most algorithms have a gradient of 0, so the backward pass can be skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -63,7 +63,9 @@ class Moment:
     """The number of optimizer steps that the policy has taken within the recorded step."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
-    """The cosines of the parameters' gradients; None if one of the gradients is 0."""
+    """The cosine between the parameter gradients of each pair of algorithms. The cosine is None if
+    one of the two gradients is 0.
+    """
     families: tuple[Family, ...]
     """Groups of algorithms with equal or proportional gradients."""
 
@@ -128,7 +130,10 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Replay a recorded step with algorithms, before and after the policy trains on the step."""
+    """Compute the gradients that algorithms would have had in a recorded step.
+
+    The gradients are computed for two policies: before and after the step.
+    """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)

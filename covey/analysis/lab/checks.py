@@ -53,7 +53,7 @@ def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: f
 
 @dataclass(slots=True, kw_only=True)
 class Lab:
-    """A reward under test, and its scores so far, which later checks compare."""
+    """A reward under test, and all its scores so far."""
 
     reward: Reward
     scorer: Pool
@@ -105,7 +105,7 @@ def solution_of(prompt: Prompt) -> str:
 def _thinking(prompt: Prompt) -> str:
     """Return a long thinking text, with the worked solution if the task has one.
 
-    A worked solution alone may be shorter than the thinking that a format requires.
+    A format may require longer thinking than the worked solution alone.
     """
     return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 
@@ -115,7 +115,10 @@ def _correct(prompt: Prompt, form: Format) -> Case:
 
 
 def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
-    """Check that correct completions in some format get the full reward; return the best format."""
+    """Check that correct completions get the full reward in at least one format.
+
+    Return the format in which most of them do.
+    """
     shares: dict[str, float] = {}
     missed: dict[str, list[str]] = {}
     for form in FORMATS.values():

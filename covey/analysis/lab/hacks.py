@@ -39,9 +39,13 @@ class Hack:
     """The flaw that the hack exploits, as the end of a sentence that begins with `the reward`."""
     make: Make
     correct_answer: bool = False
-    """If true, the hack must not get the full reward; if false, the hack must not succeed."""
+    """Whether the answer of the hack is correct. If so, the hack must not get the full reward; if
+    not, the hack must not be a success.
+    """
     about_thinking: bool = False
-    """If true, the hack abuses thinking or format, and is skipped if a bare answer suffices."""
+    """Whether the hack abuses the thinking or the format. Such a hack is skipped if the reward
+    gives the full reward for an answer without thinking.
+    """
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""
 

@@ -37,7 +37,7 @@ class ClipRange:
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio, counted once per completion."""
+        """Whether all tokens of a completion have the same ratio, which then counts once."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Te
 
 
 def upcast(model: LanguageModel) -> LanguageModel:
-    """Return a float32 copy of a model whose weights keep their 16-bit values."""
+    """Return a copy of a model in float32. The values of the weights stay the same."""
     names = {id(module): name for name, module in model.model.named_modules()}
     copied = copy.deepcopy(model.model).float()
     head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
@@ -66,9 +66,9 @@ def log_kept(
 ) -> torch.Tensor:
     """Return [B, T]: the log of the probability mass that truncation keeps at each position.
 
-    The engine's sampler_logp is logp - log(kept mass). The kept probability mass depends only on
-    the distribution, not on the token. The log of the kept mass is therefore finite, even if
-    rounding excludes the token from the kept set.
+    The engine's sampler_logp is the token's logp minus the log of the kept probability mass. The
+    kept probability mass depends only on the distribution, not on the token. The log of the kept
+    mass is therefore finite, even if rounding excludes the token from the kept set.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)

@@ -80,7 +80,10 @@ class Report:
 def measure(
     parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
 ) -> Report:
-    """Generate the next step's rollouts and measure every cause; measuring changes the weights."""
+    """Generate the rollouts of the next step, and measure the differences by cause.
+
+    Measuring trains the policy.
+    """
     budget = Budget(settings=parts.config.train)
     used = state.used(parts.policy)
     source = SynchronousSource(parts, reporter)
@@ -133,7 +136,10 @@ def _clips_ratios(parts: Parts) -> bool:
 
 
 def default_updates(config: Config) -> int:
-    """Return the number of optimizer steps on a batch minus 1, but at least 1."""
+    """Return the default number of optimizer steps for measuring staleness.
+
+    It is one less than the number of optimizer steps on a rollout batch, but at least 1.
+    """
     return max(1, config.train.updates - 1)
 
 
@@ -163,7 +169,10 @@ def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure differences over all completions; measure the effect of batch shape over `few`."""
+    """Measure all differences.
+
+    The effect of the batch shape is measured only over the completions in `few`.
+    """
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -233,9 +242,10 @@ def _stale(
 
 
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
-    """Return a learner for one step, with the peak learning rate if the schedule has ended.
+    """Return a learner that takes one optimizer step for each training step.
 
-    With a learning rate of 0, no weight would change, and staleness could not be measured.
+    If the learning rate has reached 0, the learner uses the peak rate. With a learning rate of 0,
+    no weight would change, and staleness could not be measured.
     """
     peak = parts.config.optimizer.learning_rate
     once = replace(learner.settings, mini_batches=1, epochs=1)

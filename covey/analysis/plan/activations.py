@@ -3,7 +3,7 @@
 `EAGER`, `FUSED` and `FLASH` list the number and width of the tensors that autograd saves in a
 layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH` by model and device.
 Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole runs. If a new
-kernel saves fewer tensors, only one line in this module has to change.
+kernel keeps fewer tensors, only one line of this module has to change.
 
 Tensor shapes use N tokens in a forward pass, and B padded rows of S positions each.
 """
@@ -30,21 +30,24 @@ class Saved:
     norm_float: int
     """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
-    """The number of further tensors as wide as the hidden state: the outputs of norms."""
+    """The number of tensors as wide as the hidden state in the model's dtype: the outputs of norms.
+    """
     norm_frozen: int
-    """The number of norm outputs that a layer keeps if norms are frozen, as with an adapter."""
+    """The value of `norm` for a model with an adapter, whose norms are frozen."""
     inner: int
     """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
     inner_adapted: int
-    """The number of tensors as wide as the MLP with an adapter, whose layers keep their inputs."""
+    """The value of `inner` for a model with an adapter, whose LoRA layers keep their inputs."""
     output: int = 1
-    """The number of tensors as wide as all queries: the input of the output projection."""
+    """The number of tensors as wide as all query heads together: the input of the output
+    projection.
+    """
     projections: int = 7
     """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
     """Whether the model runs accel/fused_forward.py, with a float32 residual stream."""
     flash: bool = False
-    """Whether only keys and values are gathered into rows, and queries stay packed."""
+    """Whether queries stay packed, and only keys and values are copied into padded rows."""
 
 
 EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
@@ -52,7 +55,7 @@ EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
 FUSED = Saved(
     norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=2, projections=0, fused=True
 )
-"""Fused layers: norms keep their input and output; SwiGLU and LoRA products are recomputed."""
+"""Fused layers keep the inputs and outputs of norms, and recompute SwiGLU and LoRA products."""
 FLASH = replace(FUSED, output=0, flash=True)
 """Fused layers in bfloat16 with flash attention, which keeps the output projection's input."""
 
@@ -70,7 +73,7 @@ class Pass:
 
     rows: int
     columns: int
-    """The number of tokens of the longest row."""
+    """The number of tokens of the longest sequence."""
     tokens: int
     """The number of tokens that the model processes, including padding if tokens are not packed."""
     chosen: int
@@ -79,7 +82,7 @@ class Pass:
 
     @property
     def cells(self) -> int:
-        """The number of positions in attention, which gathers packed tokens into padded rows."""
+        """The number of positions if packed tokens are copied into padded rows for attention."""
         return self.rows * self.columns
 
 
@@ -95,7 +98,10 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that attention saves: its inputs, and its scores or its output."""
+    """Return the bytes that attention keeps for the backward pass.
+
+    It keeps its inputs, and its scores or its output.
+    """
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -116,7 +122,7 @@ def _scores(shape: Shape, size: int, batch: Pass) -> int:
 
 
 def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> int:
-    """Return the bytes saved outside of the layers: the last norm and the head's hidden states."""
+    """Return the bytes kept for the backward pass by the last norm and the head."""
     chosen = batch.chosen * shape.hidden * size
     if kernels.fused:  # the residual stream; chosen hidden states and their gradient
         return batch.tokens * shape.hidden * FLOAT + 2 * chosen

@@ -93,7 +93,10 @@ class Workload:
 def decode_seconds(
     model: ModelSize, rows: float, context: float, gpu: Gpu = H200, split: int = 1
 ) -> float:
-    """Return the seconds of one decode step: one token for each row, over `split` GPUs."""
+    """Return the seconds of one decode step on `split` GPUs.
+
+    The step generates one token for each of `rows` completions.
+    """
     weights = BYTES * model.parameters / split / gpu.bandwidth
     flops = 2 * model.parameters * rows / split / gpu.decode_flops
     keys = rows * context * model.key_numbers * BYTES / split / gpu.key_bandwidth
@@ -130,7 +133,10 @@ def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
 def update_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, trainers: int = 1
 ) -> float:
-    """Return the seconds of all passes and optimizer steps, sharded over trainers (FSDP2)."""
+    """Return the seconds of all passes and optimizer steps of a training step.
+
+    The model is sharded over the trainers (FSDP2).
+    """
     dense = 6 * model.parameters / gpu.train_flops
     attention = 6 * model.layers * model.hidden * work.context / gpu.attention_flops
     factor = gpu.recompute if work.checkpointing else 1.0
@@ -185,7 +191,10 @@ class Split:
 def splits(
     model: ModelSize, work: Workload, gpus: int, gpu: Gpu = H200, *, staleness: int = 1
 ) -> list[Split]:
-    """Return every split of the GPUs, fastest first; empty if the model does not fit."""
+    """Return every split of the GPUs into trainers and engines, fastest first.
+
+    The list is empty if the model does not fit.
+    """
     least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
     sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
     found = []

@@ -13,7 +13,9 @@ from functools import lru_cache
 SHORT = 256
 """The most positions for which attention on a CPU uses two batched matmuls (accel/attention.py)."""
 LONG = 2048
-"""Mean length from which rows may train without CUDA graphs (accel/attention_choice.py)."""
+"""The smallest mean sequence length at which training may do without CUDA graphs
+(accel/attention_choice.py).
+"""
 FUSED_BYTES = 64 * 2**20
 """Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384
@@ -33,7 +35,9 @@ TOKEN_STEP = 256
 VOCABULARY_BLOCK = 2048
 """Vocabulary entries that one program of the sampling kernel reads (accel/kernels/sample.py)."""
 CHUNK_STEP = 128
-"""Large chunks of logits have a multiple of this number of rows (accel/fused_head.py)."""
+"""In large chunks of logits, the number of tokens is a multiple of this number
+(accel/fused_head.py).
+"""
 
 
 def width_for(completions: int) -> int:
@@ -59,11 +63,12 @@ def padded_tokens(count: int) -> int:
 def largest_micro_batch(
     rows: int, group_size: int, prompt: int, completion: int, micro_batch_tokens: int
 ) -> tuple[int, int]:
-    """Return the rows and prompts of the largest micro-batch on a GPU, if all lengths are equal.
+    """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
 
-    The result equals the result of `balanced` in accel/packing.py, for `rows` rows in groups of
-    `group_size`. A group is split into pieces that fit the token budget. The pieces of all groups
-    are distributed over the fewest micro-batches.
+    All prompts have `prompt` tokens, and all completions have `completion` tokens. The result
+    equals the result of `balanced` in accel/packing.py, for `rows` rows in groups of `group_size`.
+    A group is split into pieces that fit the token budget. The pieces of all groups are distributed
+    over the fewest micro-batches.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

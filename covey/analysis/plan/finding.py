@@ -74,7 +74,7 @@ class Setup:
     def one_update(self) -> bool:
         """Whether each rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        The property is false if rollouts may come from older weights.
+        False if rollouts may come from older weights.
         """
         return self.config.train.updates == 1 and not self.config.stale
 

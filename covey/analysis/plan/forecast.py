@@ -26,7 +26,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ANY_GPU = "one GPU"
 """The name of a GPU of which only the memory is known."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""The driver files that show a GPU on Linux, for NVIDIA, WSL, Jetson and AMD."""
+"""Device files that exist on Linux if there is a GPU driver of NVIDIA, WSL, Jetson or AMD."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -162,7 +162,7 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """Return a line with the peak memory and whether it fits."""
+        """Return a line of text that gives the peak memory and says whether it fits."""
         share = self.peak / self.device.memory
         fits = "fits" if self.fits else "DOES NOT FIT"
         device = f"{size_text(self.device.memory)} of {self.device.name}"

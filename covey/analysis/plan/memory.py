@@ -165,7 +165,7 @@ class _Run:
 
     @property
     def captured(self) -> bool:
-        """Whether training passes are CUDA graphs, which keep their activations between steps."""
+        """Whether training passes run as CUDA graphs, which keep activations between steps."""
         # On current GPUs, long rows are faster without a graph.
         recorded = self.config.records_passes and self.row_tokens - 1 < LONG
         return self.gradient_sinks and self.shape.fuses and recorded
@@ -345,7 +345,7 @@ class _Run:
         ]
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the output layer's gradient, unless other parts include it."""
+        """Return the bytes of the output layer's gradient, or 0 if another part includes it."""
         if self.gradient_sinks or self.sharded:
             return 0
         return self.shape.head * self.size * self.shape.head_trained

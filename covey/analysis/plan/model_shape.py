@@ -64,7 +64,9 @@ class Shape:
     inner: int
     """Width of the MLP; in a mixture of experts, the sum over the experts that a token uses."""
     fused_attention: bool
-    """Whether attention is one fused operation, which keeps no scores and allows packing."""
+    """Whether attention is one fused operation, which does not store attention scores and allows
+    packed sequences.
+    """
     fuses: bool
     """Whether the fused CUDA kernels support the model; they support only Llama layers."""
     head_norms: bool

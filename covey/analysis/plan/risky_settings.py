@@ -21,7 +21,9 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The fewest changed prompts that are significant if all change one way (2 / 2^6 < 0.05)."""
+"""If the policy changes on this many prompts, always in the same direction, the change is
+significant (2 / 2^6 < 0.05).
+"""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
 """The finding about max_tokens appears if at least this fraction of solutions is truncated."""
@@ -32,7 +34,9 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Rewards for the format; their `success` does not mean that the final answer is correct."""
+"""Rewards for the format of a completion. Their `success` does not mean that the final answer is
+correct.
+"""
 
 
 @rule("risk", "learning-rate")

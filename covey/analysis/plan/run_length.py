@@ -16,7 +16,10 @@ def step_tokens(config: Config) -> int:
 
 
 def least_steps(config: Config) -> int:
-    """Return the fewest steps of a run, as if all completions had the maximum length."""
+    """Return the smallest possible number of steps of a run.
+
+    It occurs if all completions have the maximum length.
+    """
     train = config.train
     if train.budget == "tokens":
         return math.ceil(train.amount / step_tokens(config))
@@ -24,10 +27,10 @@ def least_steps(config: Config) -> int:
 
 
 def most_steps(config: Config) -> int:
-    """Return the most steps of a run, as if all completions had one token.
+    """Return the largest possible number of steps of a run.
 
-    With a budget of optimizer steps, a run has more steps if dynamic sampling drops all groups of a
-    step.
+    With a token budget, it occurs if all completions have one token. With a budget of optimizer
+    steps, a run has more steps if dynamic sampling drops all groups of a step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

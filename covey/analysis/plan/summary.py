@@ -67,7 +67,9 @@ class Plan:
     learning_rate: str = ""
     """The learning rate: peak, schedule and warm-up."""
     cluster: str = ""
-    """A sentence about actors, CPUs and GPUs on Ray; empty without settings of [cluster]."""
+    """A sentence about actors, CPUs and GPUs on Ray; empty if the section [cluster] has no
+    settings.
+    """
 
     @property
     def completions(self) -> int:

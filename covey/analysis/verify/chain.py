@@ -148,7 +148,7 @@ def _reward(run: RunFolder, rows: Rows) -> Result:
 
 
 def _config(run: RunFolder) -> Result:
-    """Check that every changed setting was changed by a resume of the run."""
+    """Check that the settings changed only when the run was resumed."""
     problems: list[str] = []
     start = run.environment(problems.append).get("config")
     if start is None and not problems:

@@ -1,4 +1,4 @@
-"""Trains a saved step again from its recorded rollouts, and compares the checkpoints."""
+"""Repeats the training steps before a checkpoint, and compares the weights with the checkpoint."""
 
 from __future__ import annotations
 
