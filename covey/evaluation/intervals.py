@@ -74,9 +74,9 @@ def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None
     """Estimate the mean of equal values, for which a bootstrap interval would have width 0.
 
     If `count` prompts all have the same value, at most the fraction z^2 / (count + z^2) of all
-    prompts has another value (Wilson's upper limit). All values are within `bounds`, which limits
-    the mean. For bounds 0 and 1, the result is Wilson's interval. If `bounds` is None, the interval
-    has width 0.
+    prompts has another value (Wilson's upper limit). All values are within `bounds`, and therefore
+    the mean is too. For bounds 0 and 1, the result is Wilson's interval. If `bounds` is None, the
+    interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -98,7 +98,9 @@ class Difference:
     """The difference between two policies on the same prompts."""
 
     estimate: Estimate
-    """The mean over prompts of first policy minus second policy, with a bootstrap interval."""
+    """The mean over prompts of the first policy's value minus the second policy's value, with a
+    bootstrap interval.
+    """
     gained: int
     """Number of prompts on which the first policy is better."""
     lost: int

@@ -157,7 +157,10 @@ def last_step(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=MOST)
 def _last(path: Path, stamp: str) -> dict[str, Any]:
-    """Return the fields of the last step that the list shows, read again only after a change."""
+    """Return the fields of the last step that the list of runs shows.
+
+    The file is read again only if it has changed.
+    """
     last = last_step(path)
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
 
@@ -179,7 +182,7 @@ def _written(path: Path) -> float | None:
 
 
 def settings_cached(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run; read the file again only after a change."""
+    """Return the configuration of a run. The file is read again only if it has changed."""
     return _settings(str(run.path), _stamp(run.config_file))
 
 

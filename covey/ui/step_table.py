@@ -163,7 +163,7 @@ class StepTable:
 
 
 def step_row(raw: bytes) -> Row | None:
-    """Parse a line; None if it is not a step."""
+    """Parse a line of the file; return None if the line is not a step."""
     try:
         row = from_json(raw, allow_inf_nan=False)
     except ValueError:

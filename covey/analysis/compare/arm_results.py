@@ -158,7 +158,7 @@ def _cost(runs: Sequence[RunResult]) -> Cost:
 
 
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
-    """Return a line for each planned run of an arm that did not finish."""
+    """Return a line for each of an arm's planned runs that did not finish."""
     by_seed = {run.seed: run for run in comparison.runs_of(arm)}
     lines = []
     for seed in sorted({*comparison.seeds, *by_seed}):
@@ -266,7 +266,7 @@ def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, as docs/statistics.md defines it, or None.
 
     A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop in
-    accuracy must also be statistically significant for the number of prompts.
+    accuracy must also be statistically significant, given the number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

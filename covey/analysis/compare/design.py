@@ -158,7 +158,7 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return an arm that trains an algorithm, with the user's options that the algorithm has."""
+    """Return an arm for an algorithm, with those of the user's options that the algorithm has."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)

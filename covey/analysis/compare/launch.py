@@ -134,9 +134,10 @@ def _digest(data: Any) -> str:
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder to start or resume; return False if the run is finished.
 
-    `elsewhere` maps keys to finished runs. If `elsewhere` has a finished run with the key of this
-    job, that run is copied instead of trained again. If the folder contains a run with another key,
-    for example of another version of Covey, that run is renamed. No run is ever deleted.
+    `elsewhere` maps the keys of jobs to finished runs. If `elsewhere` has a finished run with the
+    key of this job, that run is copied instead of trained again. If the folder contains a run with
+    another key, for example of another version of Covey, that run is renamed. No run is ever
+    deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:

@@ -1,4 +1,4 @@
-"""Results of every pair of arms: which algorithm is better, and which final checkpoint.
+"""Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
 Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds,
 because each seed is a separate training run. A difference must be large compared with the variation
@@ -99,7 +99,10 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """First arm's value minus second arm's value by seed; exactly 0 for equal accuracies."""
+        """The first arm's value minus the second arm's value for each seed.
+
+        Equal accuracies give exactly 0.
+        """
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property

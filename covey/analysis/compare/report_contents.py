@@ -31,10 +31,9 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""Panel of training health -> metrics of steps.jsonl. A panel shows the first of its metrics that
-the run logged.
+"""For each panel about the health of the training: names of metrics in steps.jsonl.
 
-docs/metrics.md defines each metric.
+A panel shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
 """
 HEALTH_POINTS = 200
 """The maximum number of points in a panel; in longer runs, each point averages several steps."""

@@ -33,11 +33,12 @@ from covey.types import Group
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
 
-The doctor takes the first size whose estimated time fits into `SHARE` of the time limit.
+The doctor uses the first of these sizes whose estimated time is at most `SHARE` times the limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""The two numbers are how often the checks generate the rollouts of a small step, and how often
-they compute its update. Both together may take `SHARE` of the time limit.
+"""`ROLLOUTS` is the number of small steps whose rollouts the checks generate, and `UPDATES` is the
+number of updates that the checks compute. All rollouts and updates together may take `SHARE` times
+the time limit.
 """
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
@@ -97,7 +98,7 @@ def _fitting(
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
     """Check the engine and the gradient on the completions of one step.
 
-    The checks train the policy.
+    The checks change the weights.
     """
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped

@@ -38,8 +38,9 @@ class Pace:
 
     @property
     def resume(self) -> float:
-        """Seconds of the resume check: two runs with three steps in all. Writing a checkpoint takes
-        about as long as loading a model.
+        """Seconds of the resume check, which trains three steps in two runs.
+
+        Writing a checkpoint takes about as long as loading a model.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 
@@ -55,7 +56,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds until the limit."""
+        """Seconds until the time limit."""
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:

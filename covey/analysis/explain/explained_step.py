@@ -83,8 +83,7 @@ class ExplainedRollout:
     """Minus the sum of d loss / d logp; if positive, the step makes the completion likelier."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
-    """For each turn, its text, and whether the step trained on it; empty for a single completion.
-    """
+    """The text of each turn, and whether the step trained on it; empty for a single completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ class Explanation:
     share_raised: float
     """The fraction of the sum of |d loss / d logp| that comes from tokens that become likelier."""
     half_gradient_from: int
-    """The smallest number of rollouts that together have half of the sum of |d loss / d logp|."""
+    """The smallest number of rollouts whose |d loss / d logp| add up to half of the step's sum."""
     metrics: dict[str, float]
     """The metrics of the repeated step."""
     logged: dict[str, Any]
@@ -133,7 +132,7 @@ class Explanation:
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
     """Repeat a recorded training step, and explain each token.
 
-    The policy is trained by the repeated step.
+    The repeated step changes the weights of the policy.
     """
     check_trained(recorded)
     batch, watched, metrics = relearn(trainee, recorded)

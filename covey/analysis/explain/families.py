@@ -27,7 +27,8 @@ class Member:
 
     name: str
     factor: float
-    """The algorithm's token gradients as a multiple of the first algorithm's token gradients."""
+    """The factor between the token gradients of this algorithm and of the family's first algorithm.
+    """
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
@@ -47,7 +48,7 @@ class Family:
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
     """Return c > 0 if the vector `slopes` is c times the vector `of` up to rounding, else None.
 
-    If both vectors are 0, the result is 1. If only one of them is 0, the result is None.
+    If both vectors are 0, the result is 1. If only one of the vectors is 0, the result is None.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)
@@ -93,7 +94,7 @@ class LengthBin:
 
 
 def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
-    """Bin completions by their number of trained tokens, and measure the weight of a token."""
+    """Sort completions into bins by length; return the mean weight of a token in each bin."""
     assert batch.advantage is not None
     lengths = batch.mask.sum(dim=1)
     trained = lengths[lengths > 0].sort().values

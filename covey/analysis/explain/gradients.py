@@ -17,10 +17,10 @@ from covey.types import Batch
 def parameter_gradients(
     policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of the loss of each effect for all trained parameters, as a vector.
+    """Return the gradient of all trained parameters for each algorithm in `effects`, as a vector.
 
-    There is one forward pass for all effects, and one backward pass for each effect. All gradients
-    are in memory at the same time.
+    All algorithms share the forward pass, and each algorithm has its own backward pass. All
+    gradients are in memory at the same time.
     """
     # The optimizer collects gradients as in training, because some bypass autograd on a GPU.
     optimizer = policy.optimizer
@@ -59,10 +59,10 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Yield the row indices of each forward pass.
+    """Yield, for each forward pass, the indices of its rows in the batch.
 
-    A forward pass never mixes groups whose completions all have the same reward with other groups.
-    In such a group, most algorithms have a gradient of 0, so the backward pass can be skipped.
+    Groups whose completions all have the same reward get forward passes of their own. In most
+    algorithms, such groups have no gradient, so their backward passes can be skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -201,7 +201,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
     If `exact` is true, the recorded steps between the checkpoint and `step` are repeated. Repeating
-    the steps takes as long as training them the first time, and gives the same weights.
+    the steps takes as long as the original training, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)

@@ -57,7 +57,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The results of all algorithms at one moment: before or after the run's own training."""
+    """The results of all algorithms for one policy: before or after the run's own training step."""
 
     updates: int
     """The number of optimizer steps that the policy has taken within the recorded step."""
@@ -173,7 +173,10 @@ def _with_own_beta(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Fill in all batch fields that the algorithms may read, computed by the current policy."""
+    """Fill in all fields of the batch that the algorithms may read.
+
+    The current policy computes them.
+    """
     model, reference = trainee.policy.model, trainee.learner.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:

@@ -63,7 +63,7 @@ class Lab:
     slowest: tuple[float, str] = (0.0, "nothing")
 
     def score(self, cases: Sequence[Case], what: str) -> list[ScoreResult]:
-        """Score completions one by one, and record the slowest time."""
+        """Score completions one by one, and record the longest time."""
         self.progress(what)
         results = []
         for case in cases:
@@ -117,7 +117,7 @@ def _correct(prompt: Prompt, form: Format) -> Case:
 def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
     """Check that correct completions get the full reward in at least one format.
 
-    Return the format in which most of them do.
+    Return the result, and the format in which the most completions get the full reward.
     """
     shares: dict[str, float] = {}
     missed: dict[str, list[str]] = {}

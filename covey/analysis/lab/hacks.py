@@ -39,8 +39,8 @@ class Hack:
     """The flaw that the hack exploits, as the end of a sentence that begins with `the reward`."""
     make: Make
     correct_answer: bool = False
-    """Whether the answer of the hack is correct. If so, the hack must not get the full reward; if
-    not, the hack must not be a success.
+    """Whether the answer of the hack is correct. A hack with a correct answer must not get the full
+    reward, and a hack with a wrong answer must not be a success.
     """
     about_thinking: bool = False
     """Whether the hack abuses the thinking or the format. Such a hack is skipped if the reward

@@ -80,7 +80,7 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A line of the report: one cause and its size."""
+    """A line of the report: a cause of differences, and the size of the differences."""
 
     name: str
     gap: Gap

@@ -51,7 +51,7 @@ def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Te
 
 
 def upcast(model: LanguageModel) -> LanguageModel:
-    """Return a copy of a model in float32. The values of the weights stay the same."""
+    """Return a float32 copy of a model; its weights have the same values."""
     names = {id(module): name for name, module in model.model.named_modules()}
     copied = copy.deepcopy(model.model).float()
     head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
@@ -92,7 +92,7 @@ def log_kept(
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return the mask [B, T] of the common prefix of two generations of each completion."""
+    """Return a mask [B, T] of the tokens before the two versions of each completion diverge."""
     mask = torch.zeros_like(like.mask)
     pairs = [
         pair

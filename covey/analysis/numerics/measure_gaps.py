@@ -82,7 +82,7 @@ def measure(
 ) -> Report:
     """Generate the rollouts of the next step, and measure the differences by cause.
 
-    Measuring trains the policy.
+    The measurements change the weights.
     """
     budget = Budget(settings=parts.config.train)
     used = state.used(parts.policy)
@@ -138,7 +138,7 @@ def _clips_ratios(parts: Parts) -> bool:
 def default_updates(config: Config) -> int:
     """Return the default number of optimizer steps for measuring staleness.
 
-    It is one less than the number of optimizer steps on a rollout batch, but at least 1.
+    The default is the number of optimizer steps per rollout batch minus one, but at least 1.
     """
     return max(1, config.train.updates - 1)
 
@@ -195,7 +195,7 @@ def _over_all(
 
 
 def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare two generations of the same completions, up to the token where they diverge."""
+    """Compare the log-probs of completions that were generated twice, up to where they diverge."""
     first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
     width = min(first.tokens.shape[1], second.tokens.shape[1])
     same = common_prefix(one, other, first)[:, :width]
@@ -203,7 +203,7 @@ def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip
 
 
 def _kernel_gap(parts: Parts, solo: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare trainer and engine over completions that were generated one at a time."""
+    """Compare the log-probs of trainer and engine on completions that were generated alone."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     single = collate(solo, policy.model.device)
     kept = log_kept(policy, single, parts.sampling.distribution, budget)
@@ -217,7 +217,7 @@ def _stale(
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
-    """Take optimizer steps on the completions; measure the log-prob difference after each."""
+    """Take optimizer steps on the completions; measure the log-prob difference after each step."""
     policy = parts.policy
     once, notes = _learning(parts, parts.learner_at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))

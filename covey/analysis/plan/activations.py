@@ -30,8 +30,7 @@ class Saved:
     norm_float: int
     """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
-    """The number of tensors as wide as the hidden state in the model's dtype: the outputs of norms.
-    """
+    """The number of other tensors as wide as the hidden state: the outputs of norms."""
     norm_frozen: int
     """The value of `norm` for a model with an adapter, whose norms are frozen."""
     inner: int
@@ -39,9 +38,7 @@ class Saved:
     inner_adapted: int
     """The value of `inner` for a model with an adapter, whose LoRA layers keep their inputs."""
     output: int = 1
-    """The number of tensors as wide as all query heads together: the input of the output
-    projection.
-    """
+    """The number of tensors as wide as all query heads: the input of the output projection."""
     projections: int = 7
     """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
@@ -61,7 +58,7 @@ FLASH = replace(FUSED, output=0, flash=True)
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return the kind of layers that a model runs when it computes with `size` bytes per number."""
+    """Return the kind of a model's layers, if the model computes with `size` bytes per number."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -69,7 +66,7 @@ def kernels_of(shape: Shape, size: int, device: str) -> Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The numbers of rows and tokens of one forward pass."""
+    """The numbers of sequences and tokens of one forward pass."""
 
     rows: int
     columns: int
@@ -87,7 +84,7 @@ class Pass:
 
 
 def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that one layer saves for its backward pass, with `size` bytes per number."""
+    """Return the bytes that one layer keeps for its backward pass, with `size` bytes per number."""
     norms = kernels.norm_frozen if shape.rank else kernels.norm
     inner = kernels.inner_adapted if shape.rank else kernels.inner
     token = kernels.norm_float * shape.hidden * FLOAT + norms * shape.hidden * size
@@ -100,7 +97,7 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
     """Return the bytes that attention keeps for the backward pass.
 
-    It keeps its inputs, and its scores or its output.
+    Attention keeps its inputs, and either its scores or its output.
     """
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
@@ -189,5 +186,5 @@ def training_bytes(
 
 
 def _fused_backward(shape: Shape, size: int, batch: Pass) -> int:
-    """Return the temporary memory of the last layer's MLP: gradients of gate, up and product."""
+    """Return the temporary memory of the last MLP's backward pass: its three gradients."""
     return batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))

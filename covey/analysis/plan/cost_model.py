@@ -38,13 +38,14 @@ class Gpu:
     layer_seconds: float = 30.0e-6
     """The minimum seconds of a layer's kernels in one decode step."""
     row_seconds: float = 17.5e-12
-    """The seconds of a decode step for each row, layer and element of the hidden state."""
+    """The seconds of a decode step per completion, per layer and per element of the hidden state.
+    """
     token_seconds: float = 146e-12
-    """The seconds of an update for each token, layer and element of the hidden state."""
+    """The seconds of an update per token, per layer and per element of the hidden state."""
     recompute: float = 1.14
     """The factor by which gradient checkpointing increases the time of an update."""
     call_seconds: float = 29.6e-3
-    """The seconds of an engine call besides decoding."""
+    """The seconds of an engine call in addition to the time of decoding."""
     prefill_flops: float = 148e12
     node_link: float = 300e9
     """Bytes per second between GPUs of a node in each direction: 2/3 of the data sheet's value."""
@@ -108,7 +109,7 @@ def decode_seconds(
 def rollout_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, engines: int = 1, split: int = 1
 ) -> float:
-    """Return the seconds that engines of `split` GPUs need to generate a step's completions."""
+    """Return the seconds that engines with `split` GPUs each need for the completions of a step."""
     rows = work.rows / engines
     waves = max(1, math.ceil(rows / engine_rows(model, work, gpu, split)))
     prompts = rows / work.group * work.prompt

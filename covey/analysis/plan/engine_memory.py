@@ -46,7 +46,7 @@ class Call:
     def graph_copies(self) -> int:
         """The number of tensors as large as the logits while later tokens are sampled.
 
-        Without truncation, there is only one.
+        Without truncation, there is one such tensor.
         """
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
@@ -57,7 +57,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU, for which a CUDA graph must exist; at least `together`."""
+        """The number of slots on a GPU: `together`, rounded up to a size that has a CUDA graph."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
@@ -94,7 +94,7 @@ class EngineFacts:
 def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part]:
     """Return the memory for generating completions.
 
-    The larger of two calls counts: a training step or an evaluation.
+    The result is for the larger of two calls: a training step or an evaluation.
     """
     calls, shape = _calls(config, held_out), facts.shape
     if facts.device == "cuda" and (shape.fuses or shape.fused_attention):
@@ -222,8 +222,8 @@ def _float8_parts(shape: Shape, config: Config) -> list[Part]:
 def _graph_bytes(facts: EngineFacts, call: Call) -> int:
     """Return the bytes of temporary tensors in one decode step.
 
-    The logits and the tensors of a layer never exist at the same time, so only the larger of both
-    counts.
+    The logits and the tensors of a layer never exist at the same time, so the result includes only
+    the larger of the two.
     """
     shape, size = facts.shape, facts.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)

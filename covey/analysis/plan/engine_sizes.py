@@ -25,7 +25,7 @@ CAPACITY_STEP = 32
 SPARE_BYTES = 64 * 2**20
 """A KV cache of at most this many bytes is kept between steps (native/backend.py)."""
 PAGE, LEAST_PAGE = 128, 16
-"""Largest and smallest size of a page of the completion cache, in positions (native/pages.py)."""
+"""Largest and smallest size of a page of the completion cache, in tokens (native/pages.py)."""
 PROMPT_STEP = 128
 """Cached prompts are padded to a multiple of this number (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -48,7 +48,7 @@ def width_for(completions: int) -> int:
 
 
 def page_for(capacity: int) -> int:
-    """Return the positions of a page, for completions of up to `capacity` tokens."""
+    """Return the number of tokens in a page, for completions of up to `capacity` tokens."""
     return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
 
 

@@ -50,8 +50,7 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates for which marked tokens (`Objective.marks`) make no difference while every ratio is 1.
-"""
+"""Surrogates that ignore `Objective.marks` while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -177,7 +176,7 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of the ratio, the surrogate, the token weights and the marks."""
+    """Return the normal form of ratio, surrogate, token weights and the marking of tokens."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)
@@ -209,7 +208,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
     """Return the simplest ratio that gives the same gradient while every ratio is 1.
 
-    Also return the token weights to use with it.
+    Also return the token weights that belong to the ratio.
     """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
@@ -247,7 +246,7 @@ def _has_turns(config: Config) -> bool:
 
 
 def _single_tokens(config: Config) -> bool:
-    """Whether every completion has exactly one trained token."""
+    """Whether the run trains on exactly one token of every completion."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
 
 

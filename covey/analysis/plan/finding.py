@@ -74,13 +74,13 @@ class Setup:
     def one_update(self) -> bool:
         """Whether each rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        False if rollouts may come from older weights.
+        The value is False if rollouts may come from older weights.
         """
         return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, including ratios to the engine's log-probs."""
+        """Whether every ratio is 1, including ratios of the trainer's to the engine's policy."""
         return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
 
     @property

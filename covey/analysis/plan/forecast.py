@@ -101,9 +101,9 @@ class Part(NamedTuple):
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """The phases in which the part is allocated."""
+    """The phases of a training step in which this part of the memory is allocated."""
     why: str
-    """A description of the part's tensors."""
+    """A description of the tensors in this part of the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,9 @@ TRAIN_FLOPS = 1e10
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""The measured decode step has at most this many operations, or FEWEST_ROWS completions."""
+"""Maximum number of operations in the measured decode step. A step with FEWEST_ROWS completions may
+have more.
+"""
 KEY_NUMBERS = 2e7
 """The attention keys in the measured decode step have at most this many elements."""
 HEAD_ROWS = 2048
@@ -106,7 +108,7 @@ def cpu_seconds(
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds to decode one token for each of `rows` completions.
 
-    The time is measured for fewer completions.
+    To save time, the measured decode step has fewer completions.
     """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))

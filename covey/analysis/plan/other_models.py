@@ -31,7 +31,7 @@ class RunFacts(Protocol):
 
     @property
     def objective(self) -> Objective:
-        """The objective that is trained."""
+        """The objective of the run."""
 
     @property
     def size(self) -> int:

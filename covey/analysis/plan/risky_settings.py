@@ -21,8 +21,8 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""If the policy changes on this many prompts, always in the same direction, the change is
-significant (2 / 2^6 < 0.05).
+"""If the results of this many prompts change, all in the same direction, the change is significant
+(2 / 2^6 < 0.05).
 """
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
@@ -34,8 +34,8 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Rewards for the format of a completion. Their `success` does not mean that the final answer is
-correct.
+"""Rewards for the format of a completion. The `success` of such a reward does not mean that the
+final answer is correct.
 """
 
 
@@ -121,7 +121,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that use `success` of a reward for the format."""
+    """Rule about algorithms and filters that use the `success` of a reward for the format only."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:

@@ -1,4 +1,4 @@
-"""Length of a run before it starts: steps, tokens and evaluations that a budget allows."""
+"""The length of a planned run: the steps, tokens and evaluations that its budget allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def step_tokens(config: Config) -> int:
 def least_steps(config: Config) -> int:
     """Return the smallest possible number of steps of a run.
 
-    It occurs if all completions have the maximum length.
+    This number is reached if all completions have the maximum length.
     """
     train = config.train
     if train.budget == "tokens":
@@ -29,8 +29,8 @@ def least_steps(config: Config) -> int:
 def most_steps(config: Config) -> int:
     """Return the largest possible number of steps of a run.
 
-    With a token budget, it occurs if all completions have one token. With a budget of optimizer
-    steps, a run has more steps if dynamic sampling drops all groups of a step.
+    With a token budget, this number is reached if all completions have one token. With a budget of
+    optimizer steps, a run has more steps if dynamic sampling drops all groups of a step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

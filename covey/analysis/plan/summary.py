@@ -28,7 +28,7 @@ REFERENCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The planned numbers of a run."""
+    """The plan of a run: numbers of steps, completions, tokens and evaluations."""
 
     algorithm: str
     steps: int
@@ -39,7 +39,8 @@ class Plan:
     prompts_per_step: int
     group_size: int
     rounds: int
-    """The most rounds of generation in a step; more than 1 only with dynamic sampling."""
+    """The largest number of rounds of generation in a step; more than 1 only with dynamic sampling.
+    """
     max_tokens: int
     mini_batches: int
     epochs: int

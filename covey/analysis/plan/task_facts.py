@@ -42,7 +42,7 @@ class TaskFacts:
     solution_tokens: tuple[int, ...] = ()
     """Token counts of some training prompts' solutions, each including its end token."""
     prompt_tokens: tuple[int, ...] = ()
-    """Token counts of some prompts of the whole task, with the chat template, shortest first."""
+    """Token counts of a sample of the task's prompts, with the chat template; shortest first."""
     long_prompts: tuple[int, ...] = ()
     """The token counts of the prompts with the most characters, if all prompts are in memory."""
     context: int | None = None
@@ -58,7 +58,9 @@ class TaskFacts:
     unreadable: str = ""
     """The error of a task that cannot be read."""
     overlap: int = 0
-    """The number of held-out prompts that are also training prompts, if all are in memory."""
+    """The number of held-out prompts that are also training prompts; 0 for generated training
+    prompts.
+    """
     baselines: Baselines | None = None
     """Scores of trivial answers (constant, empty, copied prompt) on the held-out prompts."""
 

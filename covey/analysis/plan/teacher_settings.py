@@ -36,7 +36,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """Rule about a self-teacher that should follow the policy, but equals it or never changes."""
+    """Rule about a moving self-teacher that always equals the policy, or is never updated."""
     teacher, updates = setup.config.teacher, total_updates(setup.config.train)
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return

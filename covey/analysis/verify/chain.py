@@ -113,7 +113,7 @@ def _versions(rollouts: Rows) -> set[int]:
 
 
 def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
-    """Check that each step drew the prompts that the seed determines, with unchanged contents."""
+    """Check that each step used the prompts that the seed determines, with unchanged contents."""
     if config.curriculum.active:
         return Result(name="data", passed=None, figure="not checked with a curriculum")
     try:
