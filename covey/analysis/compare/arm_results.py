@@ -29,7 +29,7 @@ class TimeToAccuracy:
     reached: int
     """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """Median over seeds of the cost in the unit of the comparison's budget."""
+    """Median over seeds of the cost, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
@@ -92,14 +92,14 @@ class ArmResult:
     finals: tuple[float, ...] = ()
     """Final accuracy (or mean reward) of each seed."""
     improvements: tuple[float, ...] = ()
-    """Final accuracy minus initial accuracy (or mean reward) of each seed."""
+    """The change of accuracy (or mean reward) of each seed, from first to last evaluation."""
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """Results of `reward` and of each reward part (`parts/NAME`) on greedy completions. The mapping
-    is empty if rewards are only 1 for success and 0 for failure.
+    """The mean reward (`reward`) and the means of the reward parts (`parts/NAME`), over greedy
+    completions. The mapping is empty if rewards are only 1 for success and 0 for failure.
     """
     cost: Cost | None = None
 

@@ -22,7 +22,7 @@ class Conclusion:
 
     headline: str
     cautions: tuple[str, ...]
-    """Cautions that limit the conclusion: missing runs, few seeds, collapses."""
+    """Reasons to trust the conclusion less: missing runs, few seeds, collapses."""
     complete: bool
     """Whether every planned run finished."""
     arms: tuple[ArmResult, ...]
@@ -332,7 +332,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of a difference with its sign reversed."""
+    """Return the estimate of the opposite difference, with B - A instead of A - B."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 

@@ -179,7 +179,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:
-    """Return a mapping from keys to finished runs, for all comparisons in a folder."""
+    """Return a mapping from job keys to finished runs, for all comparisons in a folder."""
     found = {}
     for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
         ended = read_outcome(file.parent)

@@ -37,8 +37,7 @@ class Curve:
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """The x values of the mean curve, by the name of the x axis. Each x value is a mean over seeds.
-    """
+    """The x values of the mean curve, by the name of the x axis; each is a mean over seeds."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
     """The lowest value over finished runs; `low` and `high` are not a confidence interval."""

@@ -85,7 +85,7 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """The final evaluations of two arms, on shared seeds and the same prompts."""
+    """The final evaluations of two arms, on the seeds and prompts that both arms have."""
 
     first: str
     second: str

@@ -38,12 +38,12 @@ A panel shows the first of its metrics that the run logged. docs/metrics.md defi
 HEALTH_POINTS = 200
 """The maximum number of points in a panel; in longer runs, each point averages several steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
-"""Kind of example prompt -> number of prompts shown with every arm's completion."""
+"""The number of example prompts of each kind in the report."""
 
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
 )
-"""Field of a completion in an example -> its name in the evaluation file."""
+"""For each field of an example's completion, the name of the field in the evaluation file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

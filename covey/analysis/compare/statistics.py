@@ -201,8 +201,9 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the two-sided sign flip test over seeds.
 
     If the arms do not differ, each seed's difference is equally likely to be positive or negative.
-    The p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed
-    sum. The result is None if there are too few seeds to reach a p-value of 5 %.
+    The p-value is the fraction of all choices of signs for which the sum of the differences is at
+    least as far from 0 as the observed sum. The result is None if there are too few seeds to reach
+    a p-value of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -306,6 +307,6 @@ def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) ->
 
 
 def fell(before: Array, final: Array) -> bool:
-    """Return whether a run solves significantly fewer prompts at its end than before."""
+    """Return whether the final evaluation has significantly fewer solved prompts than `before`."""
     found = paired_difference(final.tolist(), before.tolist())
     return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from covey.analysis.doctor.result import Result
 
 LIMIT = 110.0
-"""Time limit of a checkup in seconds. With Python's start and the imports, `covey doctor` takes
-less than two minutes.
+"""Time limit of a checkup in seconds. Including the start of Python and the imports, `covey doctor`
+takes less than two minutes.
 """
 
 

@@ -128,7 +128,7 @@ def _copied(gradient: Gradient) -> Gradient:
 
 
 def _distance(one: Gradient, other: Gradient) -> float:
-    """Return the norm of the difference; a parameter without a gradient counts as zero."""
+    """Return the norm of the difference of two gradients; a missing gradient counts as zero."""
     names = {*one, *other}
     away = (one.get(name, _ZERO) - other.get(name, _ZERO) for name in names)
     return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in away))

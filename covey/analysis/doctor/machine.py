@@ -63,7 +63,9 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources it can reach, which must be none in the sandbox."""
+"""A program that lists the forbidden resources that it can reach. In the sandbox, the list must be
+empty.
+"""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
@@ -162,7 +164,6 @@ def resume_checks(
 
 
 def _reset_peak() -> None:
-    """Reset the measurement of peak memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):  # tells Linux to reset the peak

@@ -26,7 +26,6 @@ class Effect(NamedTuple):
     """Gradients and ratios of an optimizer step, [B, T]; 0 for untrained tokens."""
 
     loss: torch.Tensor
-    """The loss, a scalar."""
     gradient: torch.Tensor
     """The gradient of the loss with respect to each token's log-prob, d loss / d logp."""
     entropy_gradient: torch.Tensor

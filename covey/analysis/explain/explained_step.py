@@ -54,7 +54,6 @@ class ExplainedToken:
     """The estimate of the KL to the reference."""
     entropy: float | None = None
     weight: float | None = None
-    """The weight of the token in the loss."""
     gradient: float | None = None
     """d loss / d logp; if negative, the step makes the token likelier."""
 

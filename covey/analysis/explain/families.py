@@ -27,8 +27,7 @@ class Member:
 
     name: str
     factor: float
-    """The factor between the token gradients of this algorithm and of the family's first algorithm.
-    """
+    """The token gradients are `factor` times the token gradients of the first algorithm."""
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 

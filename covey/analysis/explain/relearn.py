@@ -59,7 +59,6 @@ def _by_rollout(batch: Batch, watched: Watched) -> tuple[Batch, Watched]:
 
 
 def _record(watched: Watched, objective: Objective, batch: Batch, seen: Seen) -> None:
-    """Record the token values of a micro-batch."""
     watched["number"][seen.rows] = seen.number
     found = effect(objective, seen.micro, seen.now)
     now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}

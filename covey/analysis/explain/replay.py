@@ -132,7 +132,7 @@ def replay(
 ) -> Replay:
     """Compute the gradients that algorithms would have had in a recorded step.
 
-    The gradients are computed for two policies: before and after the step.
+    The gradients are computed twice: with the policy before the step, and with the policy after it.
     """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
@@ -173,10 +173,7 @@ def _with_own_beta(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Fill in all fields of the batch that the algorithms may read.
-
-    The current policy computes them.
-    """
+    """Fill in all fields of the batch that the algorithms may read, using the current policy."""
     model, reference = trainee.policy.model, trainee.learner.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:

@@ -290,4 +290,3 @@ HACKS: tuple[Hack, ...] = (
     *_BOMBS,
     *_TASK_HACKS,
 )
-"""All hacks."""

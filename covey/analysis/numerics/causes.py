@@ -12,7 +12,7 @@ from covey.analysis.numerics.gap import Gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Title, description and advice of a cause."""
+    """The title of a cause, its description, and advice."""
 
     title: str
     what: str

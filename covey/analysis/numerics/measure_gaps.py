@@ -80,7 +80,7 @@ class Report:
 def measure(
     parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
 ) -> Report:
-    """Generate the rollouts of the next step, and measure the differences by cause.
+    """Generate the rollouts of the next step, and measure the log-prob differences for each cause.
 
     The measurements change the weights.
     """
@@ -203,7 +203,7 @@ def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip
 
 
 def _kernel_gap(parts: Parts, solo: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare the log-probs of trainer and engine on completions that were generated alone."""
+    """Compare the log-probs of trainer and engine on completions generated one at a time."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     single = collate(solo, policy.model.device)
     kept = log_kept(policy, single, parts.sampling.distribution, budget)

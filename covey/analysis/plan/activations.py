@@ -1,11 +1,12 @@
 """Memory of activations, which a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` list the number and width of the tensors that autograd saves in a
-layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH` by model and device.
-Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole runs. If a new
-kernel keeps fewer tensors, only one line of this module has to change.
+layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH`, depending on model
+and device. Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole
+runs. If a new kernel keeps fewer tensors, only one line of this module has to change.
 
-Tensor shapes use N tokens in a forward pass, and B padded rows of S positions each.
+In tensor shapes, N is the number of tokens in a forward pass, B is the number of padded rows, and S
+is the number of positions in a row.
 """
 
 from __future__ import annotations
@@ -186,5 +187,5 @@ def training_bytes(
 
 
 def _fused_backward(shape: Shape, size: int, batch: Pass) -> int:
-    """Return the temporary memory of the last MLP's backward pass: its three gradients."""
+    """Return the bytes of temporary tensors in the backward pass of the last MLP."""
     return batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))

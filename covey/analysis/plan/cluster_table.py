@@ -17,7 +17,7 @@ from covey.analysis.plan.model_shape import Shape
 from covey.config import Config
 
 PROMPT_TOKENS = 256
-"""The prompt length that is assumed if prompts cannot be measured."""
+"""The prompt length that is assumed if the tokens of prompts cannot be counted."""
 STALENESS = 1
 """The assumed staleness if engines and trainers work at the same time."""
 
@@ -39,7 +39,7 @@ def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> 
 
 
 def size_of(shape: Shape) -> ModelSize:
-    """Return the numbers that the cost model needs to know about a model."""
+    """Return the sizes of a model for the cost model."""
     return ModelSize(
         parameters=float(shape.parameters),
         layers=shape.layers,

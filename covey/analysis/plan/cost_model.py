@@ -28,7 +28,7 @@ class Gpu:
 
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
-    """Bytes per second when reading weights, measured by a copy."""
+    """Bytes per second when reading weights, measured with a memory copy."""
     key_bandwidth: float = 5.38e12
     """Bytes per second when reading the KV cache."""
     decode_flops: float = 779e12
@@ -36,10 +36,9 @@ class Gpu:
     attention_flops: float = 276e12
     """FLOP per second of flash attention in training, forward and backward."""
     layer_seconds: float = 30.0e-6
-    """The minimum seconds of a layer's kernels in one decode step."""
+    """The smallest time in seconds that the kernels of one layer take in a decode step."""
     row_seconds: float = 17.5e-12
-    """The seconds of a decode step per completion, per layer and per element of the hidden state.
-    """
+    """The seconds of a decode step per completion, layer and element of the hidden state."""
     token_seconds: float = 146e-12
     """The seconds of an update per token, per layer and per element of the hidden state."""
     recompute: float = 1.14
@@ -76,7 +75,7 @@ class Workload:
     updates: int = 1
     """The number of training passes over the completions."""
     forwards: int = 0
-    """The number of passes without a gradient: for a reference, or for old log-probs."""
+    """The number of forward passes without a gradient: for a reference, or for old log-probs."""
     micro_batch: int = 16_384
     checkpointing: bool = True
 
@@ -126,7 +125,7 @@ def engine_rows(model: ModelSize, work: Workload, gpu: Gpu, split: int) -> int:
 
 
 def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return the fewest GPUs of an engine that leave 40 % of GPU memory for the KV cache."""
+    """Return the smallest number of GPUs per engine that leaves 40 % of memory for the KV cache."""
     need = BYTES * model.parameters / (0.6 * gpu.memory)
     return int(2 ** math.ceil(math.log2(need))) if need > 1 else 1
 
@@ -228,6 +227,5 @@ PUBLISHED = {
     "32B": ModelSize(parameters=32.8e9, layers=64, hidden=5120, key_numbers=131_072),
     "70B": ModelSize(parameters=70.6e9, layers=80, hidden=8192, key_numbers=163_840),
 }
-"""The shapes of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B."""
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""The numbers of GPUs for which the table has a row."""
+"""The table has a row for each of these numbers of GPUs."""

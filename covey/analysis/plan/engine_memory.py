@@ -40,7 +40,6 @@ class Call:
     copies: int
     """The number of tensors as large as the logits while first tokens are sampled."""
     max_concurrent: int
-    """The limit on completions generated at once."""
 
     @property
     def graph_copies(self) -> int:
@@ -57,7 +56,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU: `together`, rounded up to a size that has a CUDA graph."""
+        """The number of slots on a GPU: at least `together`, with a CUDA graph for this number."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
@@ -78,7 +77,7 @@ class EngineFacts:
     completion: int
     """Tokens of the longest completion."""
     float8_cache: bool = False
-    """Whether the KV cache of CUDA graphs stores float8 numbers."""
+    """Whether the KV cache that CUDA graphs use stores float8 numbers."""
 
     @property
     def position(self) -> int:

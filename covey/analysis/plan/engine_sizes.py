@@ -11,7 +11,9 @@ import heapq
 from functools import lru_cache
 
 SHORT = 256
-"""The most positions for which attention on a CPU uses two batched matmuls (accel/attention.py)."""
+"""The largest number of positions for which attention on a CPU uses two batched matmuls
+(accel/attention.py).
+"""
 LONG = 2048
 """The smallest mean sequence length at which training may do without CUDA graphs
 (accel/attention_choice.py).
@@ -19,7 +21,7 @@ LONG = 2048
 FUSED_BYTES = 64 * 2**20
 """Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384
-"""The most prompt tokens in one forward pass of prefill (native/prefill.py)."""
+"""The largest number of prompt tokens in one forward pass of prefill (native/prefill.py)."""
 CAPACITY_STEP = 32
 """The length of a KV-cache slot is a multiple of this number (native/backend.py)."""
 SPARE_BYTES = 64 * 2**20
@@ -33,7 +35,7 @@ WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 TOKEN_STEP = 256
 """The smallest difference between two padded token counts (accel/static_buffers.py)."""
 VOCABULARY_BLOCK = 2048
-"""Vocabulary entries that one program of the sampling kernel reads (accel/kernels/sample.py)."""
+"""Number of vocabulary entries per program of the sampling kernel (accel/kernels/sample.py)."""
 CHUNK_STEP = 128
 """In large chunks of logits, the number of tokens is a multiple of this number
 (accel/fused_head.py).
@@ -41,7 +43,7 @@ CHUNK_STEP = 128
 
 
 def width_for(completions: int) -> int:
-    """Return the number of KV-cache slots for this many completions at once."""
+    """Return the number of KV-cache slots for generating this many completions at once."""
     if completions > WIDTHS[-1]:
         return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
     return next(width for width in WIDTHS if width >= completions)

@@ -80,7 +80,7 @@ class Setup:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, including ratios of the trainer's to the engine's policy."""
+        """Whether every ratio is 1, also the ratio between trainer and engine."""
         return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
 
     @property
@@ -111,7 +111,7 @@ class Setup:
 
 Rule = Callable[[Setup], Iterator[Said]]
 RULES: list[Callable[[Setup], Iterator[Finding]]] = []
-"""All rules about one configuration, in the order of their findings."""
+"""All rules that check one configuration, in the order in which their findings appear."""
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:

@@ -16,7 +16,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""Kind of device -> bytes in use before any tensor exists, and a description.
+"""For each kind of device: bytes in use before any tensor exists, and a description.
 
 Measured by benchmarks/memory.py.
 """

@@ -25,15 +25,15 @@ TRAIN_FLOPS = 1e10
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Maximum number of operations in the measured decode step. A step with FEWEST_ROWS completions may
-have more.
+"""Maximum number of operations in the measured decode step. With FEWEST_ROWS completions, more
+operations are allowed.
 """
 KEY_NUMBERS = 2e7
 """The attention keys in the measured decode step have at most this many elements."""
 HEAD_ROWS = 2048
 """Number of vocabulary tokens in the measured part of the output layer."""
 REPEATS = 3
-"""Number of measurements; the fastest measurement counts."""
+"""Number of measurements, of which the fastest is used."""
 WITH_BACKWARD = 3
 """Time of a forward and a backward pass, divided by the time of a forward pass."""
 Array = np.ndarray[Any, np.dtype[np.float32]]

@@ -44,7 +44,7 @@ from covey.training.resolve import objective_of, resolve
 MARGIN = 0.1
 """The fraction of a device's memory that suggested settings leave free."""
 ASSUMED_PROMPT = 256
-"""The assumed prompt length in tokens if prompts cannot be measured."""
+"""The assumed prompt length in tokens if the tokens of prompts cannot be counted."""
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
@@ -171,7 +171,7 @@ class _Run:
         return self.gradient_sinks and self.shape.fuses and recorded
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the largest forward pass in a token budget, for sequences of maximum length."""
+        """Return the largest forward pass within a token budget; sequences have full length."""
         completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
         if self.on_gpu:
             rows, prompts = largest_micro_batch(

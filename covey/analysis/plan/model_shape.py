@@ -87,7 +87,7 @@ class Module(NamedTuple):
     """A module of a model."""
 
     parameters: int
-    """Parameters of the module and of the modules in it; tied weights count once."""
+    """The number of parameters of the module and its submodules; tied weights count once."""
     weight: tuple[int, ...] = ()
     """The shape of a linear layer's weight; empty for other modules."""
 

@@ -121,7 +121,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that use the `success` of a reward for the format only."""
+    """Rule about algorithms and filters that use `success` if the reward scores only the format."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:

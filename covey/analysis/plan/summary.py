@@ -39,8 +39,7 @@ class Plan:
     prompts_per_step: int
     group_size: int
     rounds: int
-    """The largest number of rounds of generation in a step; more than 1 only with dynamic sampling.
-    """
+    """The largest number of generation rounds in a step; more than 1 only with dynamic sampling."""
     max_tokens: int
     mini_batches: int
     epochs: int

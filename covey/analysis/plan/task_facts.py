@@ -48,19 +48,17 @@ class TaskFacts:
     context: int | None = None
     """The model's context length."""
     longest_prompt: int | None = None
-    """The token count of the longest measured prompt."""
+    """The largest token count of a prompt whose tokens were counted."""
     measured: int = 0
     """The number of prompts whose tokens were counted."""
     prompts: int = 0
     """The number of training prompts of the task."""
     problem: str = ""
-    """The reason why prompts could not be measured."""
+    """The reason why the tokens of prompts could not be counted."""
     unreadable: str = ""
     """The error of a task that cannot be read."""
     overlap: int = 0
-    """The number of held-out prompts that are also training prompts; 0 for generated training
-    prompts.
-    """
+    """The number of held-out prompts that are also training prompts; 0 if prompts are generated."""
     baselines: Baselines | None = None
     """Scores of trivial answers (constant, empty, copied prompt) on the held-out prompts."""
 
@@ -106,7 +104,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers (constant, empty, copied prompt), but only with a quick reward."""
+    """Score trivial answers (constant, empty, copied prompt), but only if the reward is quick."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
