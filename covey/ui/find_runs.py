@@ -27,8 +27,8 @@ MOST = 2000
 """Maximum number of runs and comparisons that are listed. To list other runs, start the page with a
 deeper folder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Names of files in a run folder. A folder with at least one file of these names counts as a run,
-even if the run is incomplete.
+"""Names of files in a run folder. A folder is listed as a run if it has at least one file with such
+a name, even if the run is incomplete.
 """
 COMPARISON = "comparison.toml"
 TAIL = 64 * 1024

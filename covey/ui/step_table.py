@@ -2,8 +2,8 @@
 
 A request reads the file for at most a fraction of a second. At first, only a sample of the
 remaining steps of a long file is read, so that curves appear at once. Later requests continue
-reading the file. A run logs more than a hundred metrics, and a page shows a dozen. A table
-therefore keeps only the metrics that requests ask for.
+reading the file. There are more than a hundred metrics in a run, but only a dozen on a page. A
+table therefore keeps only the metrics that requests ask for.
 """
 
 from __future__ import annotations

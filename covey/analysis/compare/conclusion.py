@@ -69,7 +69,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences between arms; a failed run counts with its arm's initial accuracy.
+    """Return mean differences between arms, with initial accuracies in place of failed runs.
 
     The result contains a pair of arms only if one of its arms has failed runs. The differences show
     how much the failed runs could change the conclusion.

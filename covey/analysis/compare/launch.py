@@ -56,11 +56,11 @@ class Job:
     """The folder of the shared rollouts."""
     config_toml: str
     common_toml: str
-    """The common configuration, whose reward scores the evaluations of all arms."""
+    """The common configuration. Its reward is used to score the evaluations of all arms."""
     start: str
     """Digest of all data that determines the starting policy."""
     key: str
-    """Digest of all inputs that determine a run; finished runs with the same key are equal."""
+    """Digest of all inputs that determine a run. Runs with equal digests give equal results."""
     threads: int
 
     @property

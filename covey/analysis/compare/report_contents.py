@@ -36,7 +36,7 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
 A panel shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
 """
 HEALTH_POINTS = 200
-"""The maximum number of points in a panel; in longer runs, each point averages several steps."""
+"""Maximum number of points in a panel; in longer runs, each point is the mean of several steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
 """The number of example prompts of each kind in the report."""
 

@@ -33,7 +33,9 @@ PROMPT_STEP = 128
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of slots for which CUDA graphs are captured (native/shared_prompt_cache.py)."""
 TOKEN_STEP = 256
-"""The smallest difference between two padded token counts (accel/static_buffers.py)."""
+"""Token counts are padded to multiples of this number or of a larger number
+(accel/static_buffers.py).
+"""
 VOCABULARY_BLOCK = 2048
 """Number of vocabulary entries per program of the sampling kernel (accel/kernels/sample.py)."""
 CHUNK_STEP = 128

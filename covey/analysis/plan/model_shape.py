@@ -41,7 +41,7 @@ class Shape:
     """Sizes of a model and of its adapter."""
 
     parameters: int
-    """The number of parameters without the adapter; tied weights count once."""
+    """The number of parameters without the adapter; tied weights are counted once."""
     added: int
     """The number of parameters of the adapter."""
     trained: int
@@ -87,7 +87,7 @@ class Module(NamedTuple):
     """A module of a model."""
 
     parameters: int
-    """The number of parameters of the module and its submodules; tied weights count once."""
+    """The number of parameters of the module and its submodules; tied weights are counted once."""
     weight: tuple[int, ...] = ()
     """The shape of a linear layer's weight; empty for other modules."""
 

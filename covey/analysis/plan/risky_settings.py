@@ -121,7 +121,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that use `success` if the reward scores only the format."""
+    """Rule about algorithms and filters that use `success`, with a reward for the format only."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
