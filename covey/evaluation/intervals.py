@@ -73,10 +73,10 @@ def mean_over_prompts(
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
     """Estimate a mean if all values are equal. A bootstrap interval would then have width 0.
 
-    The sample has `count` prompts with the same value. By Wilson's upper limit, at most the fraction
-    z^2 / (count + z^2) of all possible prompts has another value. All values are within `bounds`,
-    and therefore the mean is too. For bounds 0 and 1, the result is Wilson's interval. If `bounds`
-    is None, the interval has width 0.
+    The sample has `count` prompts with the same value. By Wilson's upper limit, at most a fraction
+    of z^2 / (count + z^2) of all possible prompts has another value. All values are within
+    `bounds`, and therefore the mean is too. For bounds 0 and 1, the result is Wilson's interval. If
+    `bounds` is None, the interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
