@@ -241,7 +241,7 @@ def curve(
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """Round numbers to seven digits, the precision of float32."""
+    """Round the values to seven digits, the precision of float32."""
     with np.errstate(divide="ignore"):
         digits = 6 - np.floor(np.log10(np.abs(values)))
     digits = np.where(np.abs(digits) < 300, digits, 0)

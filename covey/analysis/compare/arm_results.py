@@ -16,8 +16,8 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""Fractions of the distance from the starting accuracy to the highest accuracy that all arms reach.
-The report shows how long each arm takes to reach the accuracies at these fractions.
+"""Fractions of the gain in accuracy: 0 is the starting accuracy, and 1 is the highest accuracy that
+all arms reach. The report shows how long each arm takes to reach the accuracies at these fractions.
 """
 
 

@@ -62,7 +62,8 @@ def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
     """Yield, for each forward pass, the indices of its rows in the batch.
 
     Groups whose completions all have the same reward get forward passes of their own. In most
-    algorithms, such groups have no gradient, so their backward passes can be skipped.
+    algorithms, a group with a single reward value has no gradient, so its backward pass can be
+    skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -47,7 +47,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
 
 
 def _by_rollout(batch: Batch, watched: Watched) -> tuple[Batch, Watched]:
-    """Return the batch and its observed values with one row for each rollout."""
+    """Return the batch and the observed values, with one row for each rollout."""
     rollouts = joined(batch)
     if rollouts.batch is batch:
         return batch, watched

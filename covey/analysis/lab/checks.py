@@ -76,7 +76,7 @@ class Lab:
         return results
 
     def full_reward(self, score: Score | None) -> bool:
-        """Return whether a score is a success and has the highest reward."""
+        """Return whether a score means success with the highest reward."""
         if score is None or not score.success:
             return False
         high = self.reward.bounds[1]

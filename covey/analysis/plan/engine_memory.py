@@ -45,7 +45,7 @@ class Call:
     def graph_copies(self) -> int:
         """The number of tensors as large as the logits while later tokens are sampled.
 
-        Without truncation, there is one such tensor.
+        Without truncation, only one tensor is as large as the logits.
         """
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 

@@ -206,7 +206,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio that gives the same gradient while every ratio is 1.
+    """Return the simplest ratio that has the same gradient as the objective's ratio at 1.
 
     Also return the token weights that belong to the ratio.
     """

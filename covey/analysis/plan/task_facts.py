@@ -48,7 +48,7 @@ class TaskFacts:
     context: int | None = None
     """The model's context length."""
     longest_prompt: int | None = None
-    """The largest token count of a prompt whose tokens were counted."""
+    """The token count of the longest prompt that was tokenized."""
     measured: int = 0
     """The number of prompts whose tokens were counted."""
     prompts: int = 0

@@ -1,4 +1,4 @@
-"""Rules about self-teachers that cannot teach, or that equal a simpler teacher."""
+"""Rules about self-teachers that cannot teach, or that are equivalent to a simpler teacher."""
 
 from __future__ import annotations
 
