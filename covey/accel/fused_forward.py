@@ -12,7 +12,7 @@ In tensor shapes, N counts packed tokens, H heads and K key-value heads, and D i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +33,8 @@ from covey.accel.kernels.rope import apply_rope
 from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
-KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
+"""A function that receives the rotated keys and the values [N, K, D] of each layer, in order."""
 
 LAYER_ENTRY = "covey_layer"
 """Name of a method of a sharded model's layers. The method gathers the layer's weights, runs
@@ -53,12 +54,9 @@ def fused_backbone(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     packing: PaddedRows | VarlenRows,
-    collect: KeysAndValues | None = None,
+    collect: Collect | None = None,
 ) -> torch.Tensor:
-    """Run a backbone over packed tokens [N]; return hidden states [N, hidden size].
-
-    Appends the rotated keys and the values [N, K, D] of every layer to `collect`.
-    """
+    """Run a backbone over packed tokens [N]; return hidden states [N, hidden size]."""
     model: Any = backbone
     hidden = _embed(input_ids, model.embed_tokens)
     rope = rope_table(model.rotary_emb, hidden[None, :1], position_ids)
@@ -90,7 +88,7 @@ def fused_layer(
     hidden: torch.Tensor,
     delta: torch.Tensor | None,
     place: _Place,
-    collect: KeysAndValues | None,
+    collect: Collect | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
     if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
@@ -110,7 +108,7 @@ def _layer(
     hidden: torch.Tensor,
     delta: torch.Tensor | None,
     place: _Place,
-    collect: KeysAndValues | None,
+    collect: Collect | None,
     kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream after attention, and the output of the MLP.
@@ -135,7 +133,7 @@ def _attend(
     module: Any,
     normed: torch.Tensor,
     place: _Place,
-    collect: KeysAndValues | None,
+    collect: Collect | None,
     kept: Kept | None,
 ) -> torch.Tensor:
     products = fused_linear([module.q_proj, module.k_proj, module.v_proj], normed)
@@ -146,7 +144,7 @@ def _attend(
         products = _normed_heads(module, products, shape)
     query, key, value = apply_rope(*products, rope=place.rope, shared=place.shared, shape=shape)
     if collect is not None:
-        collect.append(_unshared(key, value, place))
+        collect(_unshared(key, value, place))
     if isinstance(place.packing, VarlenRows):
         attended = flash_attention(query, key, value, place.packing, module.scaling, kept=kept)
     else:

@@ -9,6 +9,7 @@ positions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -185,28 +186,29 @@ def packed_batch(
     )
 
 
-def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
-    """Pack prompts one after another, to predict the first token after each prompt."""
+def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
+    """Compute the index tables of prompts, one after another, on the CPU.
+
+    The tables predict the first token after each prompt, so `chosen` is not known.
+    """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
+    row = row_of_each(lengths)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
-    position = torch.arange(len(ids)) - (ends - lengths)[row_of_each(lengths)]
-    starts = torch.nn.functional.pad(ends, (1, 0)).int()
-    over = to_device([ids, position, ends - 1, starts], device)
+    position = torch.arange(len(ids)) - (ends - lengths)[row]
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    blank = torch.zeros_like(ends)
+    spans = [starts, starts, torch.arange(len(ids)), ends - lengths, row, row + 1, position]
+    tables = [ids, position, ends - 1, blank, blank, *(part.int() for part in spans)]
     longest = int(lengths.max())
-    return PackedBatch(
-        input_ids=over[0],
-        position_ids=over[1],
-        predictor=over[2],
-        chosen=over[2][:0],
-        cells=over[2][:0],
-        packing=VarlenRows(
-            query_starts=over[3],
-            key_starts=over[3],
-            longest_query=longest,
-            longest_key=longest,
-        ),
-    )
+    return PackedTables._make(tables), MaxLengths(longest, longest)
+
+
+def pack_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> PackedBatch:
+    """Pack prompts one after another, to predict the first token after each prompt."""
+    tables, longest = prompt_tables(prompts)
+    tables = PackedTables._make(to_device(list(tables), device))
+    return packed_batch(tables, longest, shared=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
