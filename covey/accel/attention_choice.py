@@ -1,10 +1,11 @@
 """Chooses the kernels for attention over packed rows, by measurement on the device.
 
-Which kernels are fastest depends on the device, the heads and the length of rows. For long rows,
-all kernels are measured once per process and class of shapes: forward and backward pass over rows
-of one length. A kernel that fails, or whose results differ from flash attention 2, is not used.
-Attention of shorter rows takes little time, and CUDA graphs, which need flash attention, save more.
-With torch's deterministic algorithms, only flash attention 2 is used.
+Which kernels are fastest depends on the device, the heads and the length of rows. Kernels are
+measured once per process and class of shapes: forward and backward pass over rows of one length. A
+kernel that fails, or whose results differ from flash attention 2, is not used. For long rows, all
+kernels are measured. Attention of shorter rows takes less time than CUDA graphs save, so only
+kernels that can be part of a graph are measured for them. With torch's deterministic algorithms,
+only flash attention 2 is used.
 
 Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
 """
@@ -22,8 +23,10 @@ from covey.accel.varlen_attention import Bounds, VarlenRows
 
 LONG = 2048
 """Rows are long if their mean length is at least this."""
-TOKENS = 16_384
-"""The number of tokens of a measurement, in rows of one length."""
+NUMBERS = 2**25
+"""The size of the queries in a measurement. A kernel then runs longer than its launch takes."""
+SHORTEST = 128
+"""Rows up to this length are one class."""
 TOLERANCE = 0.02
 """Kernels round differently, by less than 1 % of a result's norm."""
 REPEATS = 3
@@ -40,6 +43,8 @@ class ShapeClass(NamedTuple):
     size: int
     length: int
     """The length of the longest row, rounded up to a power of two."""
+    captured: bool = False
+    """Whether only kernels that can be part of a CUDA graph are compared."""
 
 
 class Choice(NamedTuple):
@@ -67,9 +72,10 @@ def flash_attention(
     With `kept`, the result is stored in an empty list, or taken from a list that is not empty.
     """
     name = FLASH
-    if window is None and spans.bounds is not None and has_long_rows(spans.bounds.key):
+    if window is None:
+        captured = spans.bounds is None or not has_long_rows(spans.bounds.key)
         shape = (query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
-        name = chosen(*shape, spans.longest_key)
+        name = chosen(*shape, spans.longest_key, captured)
     return attend(KERNELS[name], query, key, value, Inputs(spans, scale, window), kept)
 
 
@@ -79,49 +85,66 @@ def has_long_rows(key_bounds: Sequence[int]) -> bool:
 
 
 def chosen(
-    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, size: int, longest: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    key_heads: int,
+    size: int,
+    longest: int,
+    captured: bool = False,
 ) -> str:
-    """Return the name of the fastest kernel for long rows; the first call of a class measures."""
+    """Return the name of the fastest kernel; the first call of a class measures.
+
+    With `captured`, the kernel can be part of a CUDA graph. The pass that is captured is the third
+    of its size, so its class has been measured before.
+    """
     if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
         return FLASH
-    length = 1 << (longest - 1).bit_length()
-    shape = ShapeClass(device, dtype, heads, key_heads, size, length)
+    length = max(SHORTEST, 1 << (longest - 1).bit_length())
+    shape = ShapeClass(device, dtype, heads, key_heads, size, length, captured)
     if shape not in CHOICES:
         CHOICES[shape] = measured(shape)
     return CHOICES[shape].name
 
 
-def chosen_for(config: Any, device: torch.device, dtype: torch.dtype, longest: int) -> str:
-    """Return the name of the fastest kernel for long rows of a transformers model."""
+def chosen_for(
+    config: Any, device: torch.device, dtype: torch.dtype, longest: int, captured: bool = False
+) -> str:
+    """Return the name of the fastest kernel for rows of a transformers model."""
     heads: int = config.num_attention_heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    return chosen(device, dtype, heads, key_heads, size, longest)
+    return chosen(device, dtype, heads, key_heads, size, longest, captured)
 
 
 def description(config: Any, device: torch.device, dtype: torch.dtype, longest: int) -> str:
     """Return the attention kernel for a model's rows of up to `longest` tokens, and its time."""
-    if longest < LONG:
-        return FLASH
-    name = chosen_for(config, device, dtype, longest)
-    measurements = [c.seconds for shape, c in CHOICES.items() if shape.length >= longest]
+    short = longest < LONG
+    name = chosen_for(config, device, dtype, longest, short)
+    measurements = [
+        choice.seconds
+        for shape, choice in CHOICES.items()
+        if shape.length >= longest and shape.captured is short
+    ]
     if not measurements:
         return name
     times = (f"{kernel} {1000 * time:.1f} ms" for kernel, time in measurements[0].items())
-    return f"{name} for long rows (measured: {', '.join(times)})"
+    return f"{name} for {'short' if short else 'long'} rows (measured: {', '.join(times)})"
 
 
 def measured(shape: ShapeClass) -> Choice:
-    """Measure all kernels on rows of one length, and choose the fastest."""
+    """Measure kernels on rows of one length, and choose the fastest."""
     rows = _Rows(shape)
     expected = rows.results(FLASH)
     seconds: dict[str, float] = {}
-    for name in KERNELS:
+    for name, kernel in KERNELS.items():
+        if shape.captured and not kernel.captured:
+            continue
         try:
             if rows.agree(rows.results(name), expected):
                 seconds[name] = _seconds(partial(rows.results, name))
-        except (RuntimeError, NotImplementedError):
-            continue  # not for this shape
+        except (RuntimeError, NotImplementedError, ImportError):
+            continue  # not for this shape, or not installed
     if _activate_flash3() and not _keeps_flash3(rows, expected, seconds):
         _restore_flash2()
     name = min(KERNELS, key=lambda name: seconds.get(name, float("inf")))
@@ -145,7 +168,8 @@ class _Rows:
     """Random queries, keys and values of rows of one length, and a gradient."""
 
     def __init__(self, shape: ShapeClass) -> None:
-        tokens = max(shape.length, TOKENS)
+        rows = max(1, NUMBERS // (shape.heads * shape.size * shape.length))
+        tokens = rows * shape.length
         bounds = tuple(range(0, tokens + 1, shape.length))
         starts = torch.tensor(bounds, device=shape.device, dtype=torch.int32)
         self.spans = VarlenRows(

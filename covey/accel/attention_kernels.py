@@ -1,7 +1,8 @@
-"""Kernels for attention over packed rows: torch's flash attention and cuDNN's.
+"""Kernels for attention over packed rows: torch's flash attention, cuDNN's, and Triton kernels.
 
 Attention is causal and aligned at the end of a row (varlen_attention.py). Flash attention computes
-all rows in one call and supports rows with fewer queries than keys. cuDNN's causal mask is aligned
+all rows in one call and supports rows with fewer queries than keys, and so do the Triton kernels
+(kernels/packed_attention.py), which are made for short rows. cuDNN's causal mask is aligned
 at the start of a row, so a row gets copies of the queries of its shared prompt, which belong to
 another row. The results of the copies are not read and their gradient is zero, so they change
 nothing. Rows of about the same length are one call. cuDNN's operator for rows of different lengths
@@ -124,6 +125,31 @@ def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
     return back
 
 
+def _triton_scale(query: torch.Tensor, inputs: Inputs) -> float:
+    from covey.accel.kernels.packed_attention import SIZES  # needs Triton
+
+    size = query.shape[2]
+    if inputs.window is not None or size not in SIZES:
+        raise NotImplementedError("Triton's attention needs a usual head size, without a window")
+    return size**-0.5 if inputs.scale is None else inputs.scale
+
+
+def _triton_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
+) -> Found:
+    from covey.accel.kernels.packed_attention import attention_forward
+
+    return attention_forward(query, key, value, inputs.spans, _triton_scale(query, inputs))
+
+
+def _triton_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+    from covey.accel.kernels.packed_attention import attention_backward
+
+    query, key, value = tensors
+    scale = _triton_scale(query, inputs)
+    return attention_backward(grad, (query, key, value), *found, inputs.spans, scale)
+
+
 class _Row(NamedTuple):
     """A row's queries, among all packed tokens, and its keys, among all key positions."""
 
@@ -234,10 +260,12 @@ def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row])
 
 FLASH = "flash attention"
 CUDNN = "cuDNN"
+TRITON = "Triton"
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         FLASH: Kernel(_flash_forward, _flash_backward, captured=True),
         CUDNN: Kernel(_cudnn_forward, _cudnn_backward, captured=False),
+        TRITON: Kernel(_triton_forward, _triton_backward, captured=True),
     }
 )
 """Name -> kernel. Flash attention supports all rows and, with torch's deterministic algorithms, is
