@@ -118,11 +118,7 @@ def _layer(
     A layer that is recomputed stores the result of attention in `kept`, the most expensive result
     for its size, and takes it from there the second time.
     """
-    weight_and_eps = gain(layer.input_layernorm)
-    if delta is None:
-        normed = norm(hidden, *weight_and_eps)
-    else:
-        hidden, normed = add_norm(hidden, delta, *weight_and_eps)
+    hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
     attended = _attend(layer.self_attn, normed, place, collect, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
