@@ -146,8 +146,9 @@ def _triton_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: I
     from covey.accel.kernels.packed_attention import attention_backward
 
     query, key, value = tensors
+    attended, norm = found
     scale = _triton_scale(query, inputs)
-    return attention_backward(grad, (query, key, value), *found, inputs.spans, scale)
+    return attention_backward(grad, (query, key, value), attended, norm, inputs.spans, scale)
 
 
 class _Row(NamedTuple):

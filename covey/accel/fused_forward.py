@@ -106,8 +106,7 @@ def fused_layer(
         found = checkpoint(_layer_from, source, layer, place, collect, [], **options)
     else:  # which moves arguments to main memory
         hidden = hidden if delta is None else hidden + delta
-        arguments = (layer, hidden, None, place, collect, [])
-        found = offload.checkpoint(_layer, *arguments, **options)
+        found = offload.checkpoint(_layer, layer, hidden, None, place, collect, [], **options)
     return found
 
 
@@ -122,8 +121,10 @@ class _Source:
         self.hidden, self.delta = total.detach().requires_grad_(total.requires_grad), None
 
 
-def _layer_from(source: _Source, layer: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _layer(layer, source.hidden, source.delta, *arguments, keep=source.keep)
+def _layer_from(
+    source: _Source, layer: Any, place: _Place, collect: KeysAndValues | None, kept: Kept
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _layer(layer, source.hidden, source.delta, place, collect, kept, source.keep)
 
 
 def _layer(

@@ -99,7 +99,7 @@ class MasterAdamW:
         if total.is_cuda:
             # The device skips the step itself if the gradient is not finite, so that it need not
             # wait until the host has read the norm.
-            self.adamw.found_inf = (~total.isfinite()).float()
+            self.adamw.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
             self._update(rate, total)
         norm = float(total)
         finite = math.isfinite(norm)
