@@ -3,7 +3,9 @@
 Attention is causal and aligned at the end of a row, as in varlen_attention.py. The backward pass
 sums in a fixed order: one kernel computes the gradient of queries, another one that of keys and
 values. The second kernel adds up the query heads that share a key head, so that nothing as large as
-all query heads is written for keys.
+all query heads is written for keys. Because attention is causal, the last queries of a row see the
+most keys, and its first keys are seen by the most queries. The programs of these tiles start first,
+so that all multiprocessors end at about the same time.
 
 Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
 """
@@ -76,9 +78,8 @@ def _forward(
     queries: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
-    # The last queries see the most keys, so they begin first.
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
+    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(0))
+    start = (tl.num_programs(2) - 1 - tl.program_id(2)) * queries
     if start >= count:
         return
     number = start + tl.arange(0, queries)
@@ -136,8 +137,8 @@ def _query_grad(
 ):  # fmt: skip
     """Compute the gradient of queries; also write each query's `inner`, output times gradient."""
     head = tl.program_id(1)
-    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
+    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(0))
+    start = (tl.num_programs(2) - 1 - tl.program_id(2)) * queries
     if start >= count:
         return
     number = start + tl.arange(0, queries)
@@ -203,8 +204,8 @@ def _key_grad(
 ):  # fmt: skip
     """Compute the gradients of keys and values, for all query heads that share a key head."""
     key_number = tl.program_id(1)
-    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
-    start = tl.program_id(0) * keys
+    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(0))
+    start = tl.program_id(2) * keys
     if start >= length:
         return
     k = _tile(key + place * key_stride + key_number * key_head, start, length, key_stride,
@@ -249,10 +250,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(size: int) -> Tiles:
-    """Return tiles for a head size."""
+    """Return tiles for a head size, as measured on an H200 for rows of 384 and 1,024 tokens."""
     if size <= 64:
-        return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 128, 4, 2))
-    return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))
+    return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
 
 
 def _shared_options(
@@ -287,7 +288,7 @@ def attention_forward(
     attended = query.new_empty(query.shape)
     norm = query.new_empty(heads, tokens, dtype=torch.float32)
     rows = len(spans.query_starts) - 1
-    _forward[(triton.cdiv(spans.longest_query, tile.queries), heads, rows)](
+    _forward[(rows, heads, triton.cdiv(spans.longest_query, tile.queries))](
         query, key, value, attended, norm, spans.query_starts, spans.key_starts, tokens,
         scale / math.log(2), **_shared_options(query, key, value, tile),
     )  # fmt: skip
@@ -312,12 +313,12 @@ def attention_backward(
     rows, factor = len(spans.query_starts) - 1, scale / math.log(2)
     starts = (spans.query_starts, spans.key_starts, tokens, factor, scale)
     tile = tiles.query_grad
-    _query_grad[(triton.cdiv(spans.longest_query, tile.queries), heads, rows)](
+    _query_grad[(rows, heads, triton.cdiv(spans.longest_query, tile.queries))](
         query, key, value, attended, grad, norm, inner, query_grad, *starts,
         **_shared_options(query, key, value, tile),
     )  # fmt: skip
     tile = tiles.key_grad
-    _key_grad[(triton.cdiv(spans.longest_key, tile.keys), key.shape[1], rows)](
+    _key_grad[(rows, key.shape[1], triton.cdiv(spans.longest_key, tile.keys))](
         query, key, value, grad, norm, inner, key_grad, value_grad, *starts,
         **_shared_options(query, key, value, tile),
     )  # fmt: skip
