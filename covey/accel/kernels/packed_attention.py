@@ -2,8 +2,8 @@
 
 Attention is causal and aligned at the end of a row, as in varlen_attention.py. The backward pass
 sums in a fixed order: one kernel computes the gradient of queries, another one that of keys and
-values. The second kernel adds up the query heads that share a key head, so that nothing as large as
-all query heads is written for keys. Because attention is causal, the last queries of a row see the
+values. The second kernel adds up query heads that share a key head, so that little is written for
+keys. Because attention is causal, the last queries of a row see the
 most keys, and its first keys are seen by the most queries. The programs of these tiles start first,
 so that all multiprocessors end at about the same time.
 
@@ -24,6 +24,8 @@ from covey.accel.varlen_attention import VarlenRows
 
 SIZES = (16, 32, 64, 128)
 """Head sizes that the kernels support."""
+PROGRAMS = 500
+"""The least number of programs for the gradient of keys; an H200 runs about 260 at a time."""
 
 
 class Tile(NamedTuple):
@@ -195,15 +197,17 @@ def _key_grad_queries(
     return by_key, by_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places"])
 def _key_grad(
-    query, key, value, grad, norm, inner, key_grad, value_grad, query_starts, key_starts, tokens,
-    factor, scale, query_stride, query_head, key_stride, key_head, value_stride, value_head,
-    heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr,
+    query, key, value, grad, norm, inner, grads, query_starts, key_starts, tokens,
+    factor, scale, places, query_stride, query_head, key_stride, key_head, value_stride, value_head,
+    heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, parts: tl.constexpr,
     queries: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of keys and values, for all query heads that share a key head."""
-    key_number = tl.program_id(1)
+    """Compute the gradients of keys and values through one of several parts of the query heads
+    that share a key head.
+    """
+    key_number, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(0))
     start = tl.program_id(2) * keys
     if start >= length:
@@ -219,8 +223,8 @@ def _key_grad(
     low = tl.maximum(start - before, 0) // queries * queries
     middle = tl.cdiv(tl.maximum(start + keys - 1 - before, 0), queries) * queries
     middle = tl.maximum(tl.minimum(middle, count), low)
-    for member in range(shared):
-        head = key_number * shared + member
+    for member in range(shared // parts):
+        head = key_number * shared + part * (shared // parts) + member
         source = query + first * query_stride + head * query_head
         line = grad + (first * heads + head) * size
         row = head * tokens + first
@@ -235,10 +239,12 @@ def _key_grad(
             size, queries, keys, False, precision,
         )  # fmt: skip
     number = start + tl.arange(0, keys)
-    cell = ((place + number) * (heads // shared) + key_number)[:, None] * size
-    cell += tl.arange(0, size)[None, :]
-    tl.store(key_grad + cell, by_key * scale, mask=(number < length)[:, None])
-    tl.store(value_grad + cell, by_value, mask=(number < length)[:, None])
+    key_heads: tl.constexpr = heads // shared
+    line = 2 * part * places.to(tl.int64) + place
+    real = (number < length)[:, None]
+    cell = ((line + number) * key_heads + key_number)[:, None] * size + tl.arange(0, size)[None, :]
+    tl.store(grads + cell, by_key * scale, mask=real)
+    tl.store(grads + cell + places.to(tl.int64) * key_heads * size, by_value, mask=real)
 
 
 class Tiles(NamedTuple):
@@ -247,6 +253,8 @@ class Tiles(NamedTuple):
     forward: Tile
     query_grad: Tile
     key_grad: Tile
+    parts: int = 0
+    """The number of parts of the query heads that share a key head; 0: `parts_for`."""
 
 
 def tiles_for(size: int) -> Tiles:
@@ -309,7 +317,7 @@ def attention_backward(
     tokens, heads, size = query.shape
     tiles = tiles or tiles_for(size)
     inner = torch.empty_like(norm)
-    query_grad, key_grad, value_grad = (t.new_empty(t.shape) for t in tensors)
+    query_grad = query.new_empty(query.shape)
     rows, factor = len(spans.query_starts) - 1, scale / math.log(2)
     starts = (spans.query_starts, spans.key_starts, tokens, factor, scale)
     tile = tiles.query_grad
@@ -318,8 +326,23 @@ def attention_backward(
         **_shared_options(query, key, value, tile),
     )  # fmt: skip
     tile = tiles.key_grad
-    _key_grad[(rows, key.shape[1], triton.cdiv(spans.longest_key, tile.keys))](
-        query, key, value, grad, norm, inner, key_grad, value_grad, *starts,
+    places, key_heads, _ = key.shape
+    parts = tiles.parts or parts_for(places, key_heads, heads // key_heads, tile)
+    grads = key.new_empty(parts, 2, places, key_heads, size)
+    _key_grad[(rows, key_heads * parts, triton.cdiv(spans.longest_key, tile.keys))](
+        query, key, value, grad, norm, inner, grads, *starts, places, parts=parts,
         **_shared_options(query, key, value, tile),
     )  # fmt: skip
+    key_grad, value_grad = grads[0] if parts == 1 else grads.sum(dim=0)
     return query_grad, key_grad, value_grad
+
+
+def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
+    """Return into how many parts the query heads of a key head are divided.
+
+    A GPU with few programs would wait for the longest, so there are at least PROGRAMS, unless every
+    query head is already a part.
+    """
+    programs = triton.cdiv(places, tile.keys) * key_heads
+    divisors = (parts for parts in range(1, shared) if shared % parts == 0)
+    return next((parts for parts in divisors if programs * parts >= PROGRAMS), shared)

@@ -12,6 +12,7 @@ from covey.accel.kernels.packed_attention import (
     Tiles,
     attention_backward,
     attention_forward,
+    parts_for,
     tiles_for,
 )
 from covey.accel.varlen_attention import VarlenRows
@@ -75,6 +76,23 @@ def test_rows_of_any_length(queries: list[int], keys: list[int], device: torch.d
         spans, device, heads=6, key_heads=2, size=16, dtype=torch.float32, tiles=SMALL
     )  # fmt: skip
     assert max(found) < 1e-5, found
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_query_heads_of_a_key_head_are_added_up(parts: int, device: torch.device) -> None:
+    spans = rows([20, 11], [20, 20], device)
+    found = errors(
+        spans, device, heads=12, key_heads=2, size=16, dtype=torch.float32,
+        tiles=SMALL._replace(parts=parts),
+    )  # fmt: skip
+    assert max(found) < 1e-5, found
+
+
+def test_few_tiles_are_divided_by_query_heads() -> None:
+    tile = Tile(64, 64, 4, 2)
+    assert parts_for(8192, 2, 6, tile) == 2  # 256 tiles
+    assert parts_for(64, 2, 6, tile) == 6
+    assert parts_for(49152, 3, 3, tile) == 1
 
 
 @pytest.mark.parametrize("unequal", [Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)])
