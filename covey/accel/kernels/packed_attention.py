@@ -12,6 +12,7 @@ Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads a
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -257,11 +258,24 @@ class Tiles(NamedTuple):
     """The number of parts of the query heads that share a key head; 0: `parts_for`."""
 
 
-def tiles_for(size: int) -> Tiles:
-    """Return tiles for a head size, as measured on an H200 for rows of 384 and 1,024 tokens."""
+def tiles_for(size: int, *, large: bool = True) -> Tiles:
+    """Return tiles for a head size, as measured on an H200 for rows of 384 and 1,024 tokens.
+
+    `large`: whether a program may use more than 99 KiB of shared memory.
+    """
     if size <= 64:
         return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))
-    return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
+    return Tiles(Tile(64, 64, 4, 3 if large else 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
+
+
+@functools.cache
+def _has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether a device is a data center GPU since Ampere, whose programs have 160 KiB."""
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    found: int = getattr(properties, "shared_memory_per_block_optin", 0)  # not in older torch
+    return found >= 160 * 2**10
 
 
 def _shared_options(
@@ -292,7 +306,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [N, H, D] of attention, and each query's log-sum-exp [H, N] to base 2."""
     tokens, heads, size = query.shape
-    tile = tile or tiles_for(size).forward
+    tile = tile or tiles_for(size, large=_has_large_shared_memory(query.device)).forward
     attended = query.new_empty(query.shape)
     norm = query.new_empty(heads, tokens, dtype=torch.float32)
     rows = len(spans.query_starts) - 1
@@ -315,7 +329,7 @@ def attention_backward(
     """Return the gradients of queries, keys and values; `grad` must be contiguous."""
     query, key, value = tensors
     tokens, heads, size = query.shape
-    tiles = tiles or tiles_for(size)
+    tiles = tiles or tiles_for(size, large=_has_large_shared_memory(query.device))
     inner = torch.empty_like(norm)
     query_grad = query.new_empty(query.shape)
     rows, factor = len(spans.query_starts) - 1, scale / math.log(2)
