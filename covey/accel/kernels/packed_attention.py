@@ -4,8 +4,8 @@ Attention is causal and aligned at the end of a row, as in varlen_attention.py. 
 sums in a fixed order: one kernel computes the gradient of queries, another one that of keys and
 values. The second kernel adds up query heads that share a key head, so that little is written for
 keys. Because attention is causal, the last queries of a row see the
-most keys, and its first keys are seen by the most queries. The programs of these tiles start first,
-so that all multiprocessors end at about the same time.
+most keys, and its first keys are seen by the most queries. The programs of these tiles start before
+the others of their row, so that all multiprocessors end at about the same time.
 
 Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
 """
@@ -73,7 +73,7 @@ def _forward_keys(
     return largest, total, result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     query, key, value, attended, norm, query_starts, key_starts, tokens, factor,
     query_stride, query_head, key_stride, key_head, value_stride, value_head,
@@ -81,8 +81,8 @@ def _forward(
     queries: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(0))
-    start = (tl.num_programs(2) - 1 - tl.program_id(2)) * queries
+    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
     if start >= count:
         return
     number = start + tl.arange(0, queries)
@@ -131,7 +131,7 @@ def _query_grad_keys(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _query_grad(
     query, key, value, attended, grad, norm, inner, query_grad, query_starts, key_starts, tokens,
     factor, scale, query_stride, query_head, key_stride, key_head, value_stride, value_head,
@@ -140,8 +140,8 @@ def _query_grad(
 ):  # fmt: skip
     """Compute the gradient of queries; also write each query's `inner`, output times gradient."""
     head = tl.program_id(1)
-    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(0))
-    start = (tl.num_programs(2) - 1 - tl.program_id(2)) * queries
+    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
     if start >= count:
         return
     number = start + tl.arange(0, queries)
@@ -198,7 +198,7 @@ def _key_grad_queries(
     return by_key, by_value
 
 
-@triton.jit(do_not_specialize=["places"])
+@triton.jit(do_not_specialize=["tokens", "places"])
 def _key_grad(
     query, key, value, grad, norm, inner, grads, query_starts, key_starts, tokens,
     factor, scale, places, query_stride, query_head, key_stride, key_head, value_stride, value_head,
@@ -209,8 +209,8 @@ def _key_grad(
     that share a key head.
     """
     key_number, part = tl.program_id(1) // parts, tl.program_id(1) % parts
-    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(0))
-    start = tl.program_id(2) * keys
+    first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
+    start = tl.program_id(0) * keys
     if start >= length:
         return
     k = _tile(key + place * key_stride + key_number * key_head, start, length, key_stride,
@@ -310,7 +310,7 @@ def attention_forward(
     attended = query.new_empty(query.shape)
     norm = query.new_empty(heads, tokens, dtype=torch.float32)
     rows = len(spans.query_starts) - 1
-    _forward[(rows, heads, triton.cdiv(spans.longest_query, tile.queries))](
+    _forward[(triton.cdiv(spans.longest_query, tile.queries), heads, rows)](
         query, key, value, attended, norm, spans.query_starts, spans.key_starts, tokens,
         scale / math.log(2), **_shared_options(query, key, value, tile),
     )  # fmt: skip
@@ -335,7 +335,7 @@ def attention_backward(
     rows, factor = len(spans.query_starts) - 1, scale / math.log(2)
     starts = (spans.query_starts, spans.key_starts, tokens, factor, scale)
     tile = tiles.query_grad
-    _query_grad[(rows, heads, triton.cdiv(spans.longest_query, tile.queries))](
+    _query_grad[(triton.cdiv(spans.longest_query, tile.queries), heads, rows)](
         query, key, value, attended, grad, norm, inner, query_grad, *starts,
         **_shared_options(query, key, value, tile),
     )  # fmt: skip
@@ -343,7 +343,7 @@ def attention_backward(
     places, key_heads, _ = key.shape
     parts = tiles.parts or parts_for(places, key_heads, heads // key_heads, tile)
     grads = key.new_empty(parts, 2, places, key_heads, size)
-    _key_grad[(rows, key_heads * parts, triton.cdiv(spans.longest_key, tile.keys))](
+    _key_grad[(triton.cdiv(spans.longest_key, tile.keys), key_heads * parts, rows)](
         query, key, value, grad, norm, inner, grads, *starts, places, parts=parts,
         **_shared_options(query, key, value, tile),
     )  # fmt: skip

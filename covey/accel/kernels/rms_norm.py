@@ -22,6 +22,8 @@ from covey.accel.unrecorded import call
 
 PROGRAMS = 512
 """Number of Triton programs in the backward pass; each sums the gain's gradient over its rows."""
+SHORT, MORE = 1024, 4
+"""For hidden sizes up to SHORT, there are MORE times as many programs, because each is short."""
 TILE = 2048
 """The number of elements that a Triton program processes at once."""
 COLUMNS = 16
@@ -85,10 +87,12 @@ def _add_up(
 ):
     """Write the sum of `count` rows to `total`; with `adds`, add the sum."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
-    row = tl.arange(0, rows)
-    inside = (row < count)[:, None] & (column < size)[None, :]
-    values = tl.load(parts + row[:, None] * size + column[None, :], mask=inside, other=0.0)
-    result = tl.sum(values, axis=0)
+    sums = tl.zeros((rows, columns), tl.float32)
+    for start in range(0, count, rows):
+        row = start + tl.arange(0, rows)
+        inside = (row < count)[:, None] & (column < size)[None, :]
+        sums += tl.load(parts + row[:, None] * size + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(sums, axis=0)
     if adds:
         result += tl.load(total + column, mask=column < size, other=0.0)
     tl.store(total + column, result, mask=column < size)
@@ -142,7 +146,8 @@ class _AddNorm(torch.autograd.Function):
             return total_grad, delta_grad, None, None, None
         count, size = total.shape
         tiles = _Tiles.of(size)
-        programs = min(PROGRAMS, triton.cdiv(count, tiles.rows))
+        most = PROGRAMS * (MORE if size <= SHORT else 1)
+        programs = min(most, triton.cdiv(count, tiles.rows))
         hidden_grad = torch.empty_like(total)
         delta_grad = None if ctx.adds is None else torch.empty_like(total, dtype=ctx.adds)
         gain_grad = total.new_empty(programs, size, dtype=torch.float32)
@@ -171,7 +176,7 @@ def _gain_grad(
         total = parts.new_empty(size) if sink is None else sink.start()
     _add_up[(triton.cdiv(size, COLUMNS),)](
         parts, total, count, size, adds=former is not None,
-        rows=triton.next_power_of_2(count), columns=COLUMNS,
+        rows=min(PROGRAMS, triton.next_power_of_2(count)), columns=COLUMNS,
     )  # fmt: skip
     return total.to(gain.dtype) if sink is None else None
 
