@@ -1,13 +1,14 @@
-"""Chooses the kernels for attention over packed rows, by measurement on the device.
+"""Choose the fastest kernel for attention over packed rows, by measurement on the device.
 
-Which kernels are fastest depends on the device, the heads and the length of rows. Kernels are
-measured once per process and class of shapes: forward and backward pass over rows of one length. A
-kernel that fails, or whose results differ from flash attention 2, is not used. For long rows, all
-kernels are measured. Attention of shorter rows takes less time than CUDA graphs save, so only
-kernels that can be part of a graph are measured for them. With torch's deterministic algorithms,
-only flash attention 2 is used.
+The fastest kernel depends on the device, the heads and the length of rows. A process measures
+kernels once for each class of shapes. A measurement is a forward and a backward pass over rows of
+equal length. A kernel that fails, or whose results differ from flash attention 2, is not used. For
+long rows, all kernels are measured. For short rows, only kernels that can be part of a CUDA graph
+are measured, because CUDA graphs save more time than a faster kernel would. With torch's
+deterministic algorithms, only flash attention 2 is used.
 
-Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
+In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
+the head size.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from covey.accel.attention_kernels import FLASH, KERNELS, Inputs, Kept, attend
 from covey.accel.varlen_attention import Bounds, VarlenRows
 
 LONG = 2048
-"""Rows are long if their mean length is at least this."""
+"""Rows count as long if their mean length is at least this many tokens."""
 NUMBERS = 2**24
-"""The size of the queries in a measurement."""
+"""Number of elements of the queries in a measurement, in rows of equal length."""
 SHORTEST = 128
-"""Rows up to this length are one class."""
+"""Rows of up to this many tokens are one class."""
 TOLERANCE = 0.02
-"""Kernels round differently, by less than 1 % of a result's norm."""
+"""Maximum relative difference of results. Kernels round differently, by less than 1 % of a result's
+norm."""
 REPEATS = 3
 CYCLES = 10_000_000
 """Before each measurement the device is kept busy for so long, a few milliseconds. Meanwhile the
@@ -38,7 +40,7 @@ FLASH3 = "FlashAttention 3"
 
 
 class ShapeClass(NamedTuple):
-    """Shapes of attention that share a choice."""
+    """A class of attention shapes for which the same kernel is chosen."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,14 +54,14 @@ class ShapeClass(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The fastest kernel of a class, and the seconds of all that were measured."""
+    """The fastest kernel of a shape class, and the seconds of all measured kernels."""
 
     name: str
     seconds: dict[str, float]
 
 
 CHOICES: dict[ShapeClass, Choice] = {}
-"""The choices made in this process."""
+"""The kernel choices made in this process."""
 
 
 def flash_attention(
@@ -73,7 +75,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D].
 
-    With `kept`, the result is stored in an empty list, or taken from a list that is not empty.
+    If `kept` is an empty list, the result is stored in the list. If `kept` contains a result, that
+    result is taken out and returned.
     """
     name = FLASH
     if window is None:
@@ -84,7 +87,7 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether the mean length of rows with these bounds is long."""
+    """Return whether the rows between these bounds are long on average."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 
@@ -97,10 +100,10 @@ def chosen(
     longest: int,
     captured: bool = False,
 ) -> str:
-    """Return the name of the fastest kernel; the first call of a class measures.
+    """Return the name of the fastest kernel; the first call of a shape class measures kernels.
 
-    With `captured`, the kernel can be part of a CUDA graph. The pass that is captured is the third
-    of its size, so its class has been measured before.
+    With `captured`, only kernels that can be part of a CUDA graph are compared. A pass is captured
+    at the third micro-batch of its size, so its class has been measured before.
     """
     if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
         return FLASH
@@ -122,7 +125,7 @@ def chosen_for(
 
 
 def description(config: Any, device: torch.device, dtype: torch.dtype, longest: int) -> str:
-    """Return the attention kernel for a model's rows of up to `longest` tokens, and its time."""
+    """Describe the attention kernel for rows of up to `longest` tokens, with measured times."""
     short = longest < LONG
     name = chosen_for(config, device, dtype, longest, short)
     measurements = [
@@ -137,7 +140,7 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
 
 
 def measured(shape: ShapeClass) -> Choice:
-    """Measure kernels on rows of one length, and choose the fastest."""
+    """Measure kernels on rows of equal length, and choose the fastest kernel."""
     rows = _Rows(shape)
     expected = rows.results(FLASH)
     seconds: dict[str, float] = {}
@@ -156,7 +159,7 @@ def measured(shape: ShapeClass) -> Choice:
 
 
 def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
-    """Measure FlashAttention 3, which is active; return whether it is right and faster."""
+    """Measure FlashAttention 3 after its activation; return whether it is correct and faster."""
     try:
         right = rows.agree(rows.results(FLASH), expected)
         seconds[FLASH3] = _seconds(partial(rows.results, FLASH))
@@ -169,7 +172,7 @@ def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, 
 
 
 class _Rows:
-    """Random queries, keys and values of rows of one length, and a gradient."""
+    """Random queries, keys and values of rows of equal length, and a random gradient."""
 
     def __init__(self, shape: ShapeClass) -> None:
         rows = max(1, NUMBERS // (shape.heads * shape.size * shape.length))
@@ -230,7 +233,7 @@ def _restore_flash2() -> None:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the shortest of a few times, after one call that is not timed."""
+    """Return the minimum time of several calls, after a warm-up call."""
     times = []
     for _ in range(1 + REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

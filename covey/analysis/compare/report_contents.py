@@ -31,19 +31,19 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""Panel of training health -> metrics of steps.jsonl; a panel shows the first logged metric.
+"""For each panel about the health of the training: names of metrics in steps.jsonl.
 
-docs/metrics.md defines each metric.
+A panel shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
 """
 HEALTH_POINTS = 200
-"""The maximum number of points in a panel; in longer runs, each point averages several steps."""
+"""Maximum number of points in a panel; in longer runs, each point is the mean of several steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
-"""Kind of example prompt -> number of prompts shown with every arm's completion."""
+"""The number of example prompts of each kind in the report."""
 
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
 )
-"""Field of a completion in an example -> its name in the evaluation file."""
+"""For each field of an example's completion, the name of the field in the evaluation file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,12 @@ class Example:
     prompt: str
     target: str
     completions: Mapping[str, Mapping[str, Any]]
-    """Arm -> `text`, `correct`, `tokens`, `finish`."""
+    """Arm -> its completion, with the keys `text`, `correct`, `tokens` and `finish`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A metric of an arm over training steps: the mean over its runs."""
+    """A training metric at each step: the mean over the runs of an arm."""
 
     metric: str
     arm: str
@@ -76,7 +76,7 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """The agreement of arms; None if no run has finished or no completion can be correct."""
+    """Agreement of arms on prompts; None if no run has finished or no completion can be correct."""
     texts: Mapping[str, tuple[str, str]]
     """Prompt id -> prompt and target; empty if no run saved its completions."""
     example_seed: int | None
@@ -126,9 +126,9 @@ def _ignore(text: str) -> None:
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
-    """Choose example prompts: some on which arms differ, some all correct, some all incorrect.
+    """Choose example prompts of three kinds: solved by all arms, by some arms, or by no arm.
 
-    `rows` has the lines of one seed's last evaluation, by arm and prompt id.
+    `rows[arm][prompt_id]` is a line of one seed's last evaluation.
     """
     if not rows:
         return ()

@@ -142,7 +142,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
-    """Open the run folder, or create it."""
     if (job.path / "config.toml").is_file():
         return RunFolder.open(job.path)
     environment = describe_environment(
@@ -159,7 +158,7 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return the SHA-256 of a checkpoint's weights: names, dtypes, shapes and bytes, by name.
+    """Return the SHA-256 of a checkpoint's weights, with their names, dtypes and shapes.
 
     The digest covers the files of a model or of an adapter. The digest does not depend on how
     tensors are distributed over files, or on the files' metadata.

@@ -31,17 +31,20 @@ from covey.training.build import Parts, assemble
 from covey.types import Group
 
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
-"""Largest sizes of the small steps: prompts, completions of each and tokens of each completion.
+"""Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
 
-The first size is taken whose checks are estimated to fit into `SHARE` of the time limit.
+The doctor uses the first of these sizes whose estimated time is at most `SHARE` times the limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""How many rollouts and updates of a small step all checks take, without loading and saving."""
+"""`ROLLOUTS` is the number of small steps whose rollouts the checks generate, and `UPDATES` is the
+number of updates that the checks compute. All rollouts and updates together may take `SHARE` times
+the time limit.
+"""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
 def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
-    """Return the same run with two small steps and without dropout."""
+    """Return the configuration of a short run: two small steps, without dropout."""
     data = config.model_dump()
     most = dict(zip(("prompts_per_step", "group_size", "max_tokens"), size, strict=True))
     data["rollout"] |= {name: min(data["rollout"][name], limit) for name, limit in most.items()}
@@ -80,7 +83,7 @@ def examine_run(config: Config, clock: Clock | None = None) -> Iterator[Result]:
 def _fitting(
     config: Config, facts: TaskFacts, shape: Shape, limit: float
 ) -> tuple[Config, RunTime | None]:
-    """Return the largest small run that fits into the limit, and its time if that is known."""
+    """Return the largest reduced run that fits into the time limit, and its time if known."""
     device, found = Device.here(config.model.device), None
     for size in SIZES:
         short = small(config, size)
@@ -93,7 +96,10 @@ def _fitting(
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check engine and gradient on the completions of one step; this changes the weights."""
+    """Check the engine and the gradient on the completions of one step.
+
+    The checks change the weights.
+    """
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped
         return

@@ -1,4 +1,4 @@
-"""The time limit of a checkup: which check runs now, and which checks would take too long.
+"""The clock of a checkup: the time that is left, and the checks that would take too long.
 
 This module does not import torch.
 """
@@ -14,29 +14,34 @@ from dataclasses import dataclass, field
 from covey.analysis.doctor.result import Result
 
 LIMIT = 110.0
-"""Seconds of a checkup; with the start of Python and the imports it stays below two minutes."""
+"""Time limit of a checkup in seconds. Including the start of Python and the imports, `covey doctor`
+takes less than two minutes.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """Seconds of the parts of a small training step; estimated first, measured when they ran."""
+    """Seconds of each part of a small training step: estimated at first, measured later."""
 
     load: float = 0.0
-    """Building model, engine and task."""
+    """Seconds to build the model, the engine and the task."""
     rollout: float = 0.0
     update: float = 0.0
-    """The gradient over all completions of a step."""
+    """Seconds to compute the gradient over all completions of a step."""
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
-        """Measure the seconds of one part."""
+        """Measure the seconds of one part of a step."""
         started = time.perf_counter()
         yield
         setattr(self, part, time.perf_counter() - started)
 
     @property
     def resume(self) -> float:
-        """Two runs with three steps in all; writing a checkpoint takes about as long as a load."""
+        """Seconds of the resume check, which trains three steps in two runs.
+
+        Writing a checkpoint takes about as long as loading a model.
+        """
         return 3 * (self.rollout + self.update) + 5 * self.load
 
 
@@ -51,11 +56,14 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds until the limit."""
+        """Seconds until the time limit."""
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:
-        """Return the result of a check that is skipped; announce the check if it is not."""
+        """Announce a check, and return None.
+
+        If the check would take too long, return a skipped result instead.
+        """
         left = max(0.0, self.left)
         if expected <= left:
             self.say(f"{name}{f', about {expected:.0f} s' if expected >= 1 else ''}")

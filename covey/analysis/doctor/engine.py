@@ -27,13 +27,12 @@ EXACT = 1e-3
 RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
-"""Names of two checks."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Allowed distance of a greedy token's logit below the highest logit; 0.5 for 16 bits."""
+"""Largest allowed gap from a greedy token's logit to the highest logit; 0.5 for 16-bit models."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
-    """Compare the engine's log-probs with the trainer's."""
+    """Compare the engine's log-probs with the trainer's log-probs."""
     policy, tokens = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     kept = log_kept(policy, batch, parts.sampling.distribution, tokens)
@@ -48,7 +47,7 @@ def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) ->
 def engine_checks(
     parts: Parts, groups: Sequence[Group], clock: Clock | None = None
 ) -> Iterator[Result]:
-    """Check log-probs and greedy text with the current weights."""
+    """Check the engine's log-probs and greedy completions with the current weights."""
     clock = clock or Clock()
     clock.skips("engine: log-probs")
     yield logp_check(

@@ -37,8 +37,9 @@ PROMPTS = 8
 OVER = 1.5
 """Allowed ratio of measured to forecast memory; earlier checks leave some memory in use."""
 WORKSPACES = 256 * 2**20
-"""Memory that a GPU's libraries allocate through torch, which is no part of the forecast: more than
-all tensors of a tiny model."""
+"""Bytes that a GPU's libraries allocate through torch, which the forecast does not include. A tiny
+model's tensors need less memory than the libraries.
+"""
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
 import os, socket
@@ -62,11 +63,13 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources it can reach; the sandbox must block all."""
+"""A program that lists the forbidden resources that it can reach. In the sandbox, the list must be
+empty.
+"""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Run the reward lab; one result is for determinism, one for all other checks."""
+    """Run the reward lab; yield one result for determinism and one for all other checks."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring
@@ -100,7 +103,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run `PROBE` in the sandbox, which tries to reach files, environment and network."""
+    """Run the program `PROBE` in the sandbox; it tries to reach files, environment and network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"
@@ -161,7 +164,6 @@ def resume_checks(
 
 
 def _reset_peak() -> None:
-    """Reset the measurement of peak memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):  # tells Linux to reset the peak

@@ -4,7 +4,8 @@
 
 A gradient step moves logp against its gradient, so a negative gradient makes the token likelier.
 The gradient of the parameters is the sum over tokens of gradient[i,t] times the gradient of
-logp[i,t]. An algorithm therefore affects the parameters only through gradient[i,t].
+logp[i,t]. An algorithm therefore affects the parameters only through the token gradients
+gradient[i,t].
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ class Effect(NamedTuple):
     """Gradients and ratios of an optimizer step, [B, T]; 0 for untrained tokens."""
 
     loss: torch.Tensor
-    """The loss, a scalar."""
     gradient: torch.Tensor
-    """The gradient of the loss for each token's log-prob, d loss / d logp."""
+    """The gradient of the loss with respect to each token's log-prob, d loss / d logp."""
     entropy_gradient: torch.Tensor
-    """The gradient of the loss for each token's entropy; 0 without an entropy bonus."""
+    """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
     """The objective's importance ratio, of the token or of the whole completion."""

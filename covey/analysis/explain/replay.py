@@ -1,11 +1,11 @@
 """Replay of a recorded step with many algorithms: the gradient that each algorithm would have had.
 
-Every algorithm takes one optimizer step over the same rollouts, once from the policy before the
-run's training step and once from the policy after the run's training step. Before the run's
-training step, the policy is the one that generated the rollouts. After the training step, the
-policy has changed, and clips have an effect. Algorithms differ only in d loss / d logp of each
-token. A backward pass turns the token gradients into the gradient of the parameters. Algorithms
-with proportional token gradients share a backward pass.
+Every algorithm takes one optimizer step over the same rollouts, from two policies: the policy
+before and the policy after the run's training step. Before the run's training step, the policy is
+the one that generated the rollouts. After the training step, the policy has changed, so ratios
+differ from 1 and may be clipped. Algorithms differ only in d loss / d logp of each token. A
+backward pass turns the token gradients into the gradient of the parameters. Algorithms with
+proportional token gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The results of all algorithms at one moment: before or after the run's own training."""
+    """The results of all algorithms for one policy: before or after the run's own training step."""
 
     updates: int
     """The number of optimizer steps that the policy has taken within the recorded step."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
-    """The cosines of the parameters' gradients; None if one of the gradients is 0."""
+    """The cosine between the parameter gradients of each pair of algorithms. The cosine is None if
+    one of the two gradients is 0.
+    """
     families: tuple[Family, ...]
-    """Groups of algorithms with equal or proportional gradients at this moment."""
+    """Groups of algorithms with equal or proportional gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms; each algorithm gets the given `options` (key=value) that it has."""
+    """Build algorithms; each of the `options` (key=value) goes to every algorithm that has it."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]
@@ -128,7 +130,10 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Replay a recorded step with algorithms, before and after the policy trains on the step."""
+    """Compute the gradients that algorithms would have had in a recorded step.
+
+    The gradients are computed twice: with the policy before the step, and with the policy after it.
+    """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)
@@ -168,7 +173,7 @@ def _with_own_beta(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Fill in all batch fields that the algorithms may read, computed by the current policy."""
+    """Fill in all fields of the batch that the algorithms may read, using the current policy."""
     model, reference = trainee.policy.model, trainee.learner.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:

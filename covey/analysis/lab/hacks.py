@@ -36,12 +36,16 @@ class Hack:
 
     name: str
     why: str
-    """The flaw of a reward that the hack exploits, worded to follow `the reward ...`."""
+    """The flaw that the hack exploits, as the end of a sentence that begins with `the reward`."""
     make: Make
     correct_answer: bool = False
-    """If true, the hack must not get the full reward; if false, the hack must not succeed."""
+    """Whether the answer of the hack is correct. A hack with a correct answer must not get the full
+    reward, and a hack with a wrong answer must not be a success.
+    """
     about_thinking: bool = False
-    """If true, the hack abuses thinking and format; it is skipped if a bare answer suffices."""
+    """Whether the hack abuses the thinking or the format. A hack of this kind is skipped if an
+    answer without thinking gets the full reward.
+    """
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""
 
@@ -59,7 +63,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """Return a `Make` that puts the given thinking before the solution, in any format."""
+    """Return a function that puts the given thinking before the solution, in any format."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)
@@ -286,4 +290,3 @@ HACKS: tuple[Hack, ...] = (
     *_BOMBS,
     *_TASK_HACKS,
 )
-"""All hacks."""

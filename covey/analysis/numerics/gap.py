@@ -21,7 +21,9 @@ largest fraction of ratios outside the clip range, and the largest distance of t
 1.
 """
 SMALL = (0.95, 0.01, 0.05)
-"""Limits for a "small" difference, in the same order as HARMLESS; a larger one "matters"."""
+"""Limits for a "small" difference, in the same order as HARMLESS. A difference outside the limits
+in SMALL "matters".
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class ClipRange:
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio, which is then counted only once."""
+        """Whether each completion has a single ratio, which all its tokens share."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class Gap:
 
 
 def gap_of(difference: torch.Tensor, mask: torch.Tensor, clip: ClipRange) -> Gap:
-    """Return the statistics of a difference [B, T] over the tokens in the mask, in float64."""
+    """Return statistics of the differences [B, T] over the tokens in the mask, in float64."""
     difference = difference.double().where(mask, 0.0)
     sizes = difference[mask].abs().sort().values
     if not len(sizes):

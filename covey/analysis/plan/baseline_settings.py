@@ -9,7 +9,9 @@ from covey.analysis.plan.idle_settings import changed
 from covey.training.schedule import total_updates
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""Sections of models besides the policy: what an objective that has one needs, and its names."""
+"""For each extra model: its section of the configuration, the value in `objective.needs` that asks
+for it, and the algorithms that use it.
+"""
 
 
 @rule("idle", "other-settings")

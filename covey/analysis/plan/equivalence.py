@@ -1,8 +1,9 @@
 """Equivalence of algorithms: the normal form of an objective omits all parts without effect.
 
-With one update per rollout batch every ratio is 1. At a ratio of 1, a clip has no effect, every
-surrogate has slope 1, and a sequence-level ratio has the same gradient as its token ratios. With
-one update, algorithms can differ only in the advantage, the token weights and the penalty.
+With one update per rollout batch, every ratio is 1. At a ratio of 1, a clip has no effect, and
+every surrogate has slope 1. At a ratio of 1, a sequence-level ratio has the same gradient as its
+token ratios. With one update, algorithms can differ only in the advantage, the token weights and
+the penalty.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences, best_of_k, kept_standardized}
     - {advantage.returns_whitened}
 )
-"""Advantages that all tokens of a completion share."""
+"""Advantage functions that give all tokens of a completion the same advantage."""
 
 IGNORES_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
-"""Advantages that depend only on which completions are correct, not on their rewards."""
+"""Advantage functions that use whether each completion is correct, but not its reward."""
 
 THROUGH_LOGP = frozenset(
     {
@@ -49,7 +50,7 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates for which marks on tokens have no effect while every ratio is 1."""
+"""Surrogates that ignore `Objective.marks` while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -73,7 +74,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(piece: Callable[..., Any]) -> Piece:
-    """Return a piece with all its options, defaults included."""
+    """Return a piece of an objective with all its options, defaults included."""
     function = function_of(piece)
     given = piece.keywords if isinstance(piece, partial) else {}
     usual = {k: p.default for k, p in options_of(function).items()}
@@ -81,7 +82,10 @@ def piece_of(piece: Callable[..., Any]) -> Piece:
 
 
 def normal_form(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of an objective; equal normal forms have equal gradients."""
+    """Return the normal form of an objective.
+
+    Objectives with the same normal form have the same gradient.
+    """
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
@@ -105,7 +109,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the normal form without constant factors of the loss."""
+    """Return a normal form in which constant factors of the loss are left out."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # a constant factor would not scale the whole loss
@@ -144,7 +148,7 @@ def reference_is_policy(setup: Setup) -> bool:
 
 
 def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return the two pieces that determine how a critic is trained: targets and value loss."""
+    """Return the pieces that determine how a critic is trained: its targets and its value loss."""
     targets, loss = setup.objective.targets, setup.objective.value_loss
     return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 
@@ -172,7 +176,7 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of ratio, surrogate, weights and marks."""
+    """Return the normal form of ratio, surrogate, token weights and the marking of tokens."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)
@@ -202,7 +206,10 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio that has the same gradient at 1, and matching token weights."""
+    """Return the simplest ratio that has the same gradient as the objective's ratio at 1.
+
+    Also return the token weights that belong to the ratio.
+    """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
         return ratio.token, token_weights
@@ -239,7 +246,7 @@ def _has_turns(config: Config) -> bool:
 
 
 def _single_tokens(config: Config) -> bool:
-    """Whether every completion has exactly one trained token."""
+    """Whether the run trains on exactly one token of every completion."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
 
 

@@ -41,7 +41,7 @@ class Finding:
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
-        """Return whether the finding depends on one of these settings."""
+        """Return whether the finding depends on one of the given settings."""
         return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
@@ -50,7 +50,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """The texts of a finding; the rule adds the kind and the section of docs/plan.md."""
+    """The texts of a finding, without its kind and docs section, which the rule adds."""
 
     settings: tuple[str, ...]
     title: str
@@ -74,18 +74,18 @@ class Setup:
     def one_update(self) -> bool:
         """Whether each rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        The property is false if rollouts may come from older weights.
+        The value is False if rollouts may come from older weights.
         """
         return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, including ratios to the engine's log-probs."""
+        """Whether every ratio is 1, also the ratio between trainer and engine."""
         return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores this."""
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores truncation."""
         return truncates_unseen(self.config)
 
     @property
@@ -111,7 +111,7 @@ class Setup:
 
 Rule = Callable[[Setup], Iterator[Said]]
 RULES: list[Callable[[Setup], Iterator[Finding]]] = []
-"""All rules about one configuration, in the order of their findings."""
+"""All rules that check one configuration, in the order in which their findings appear."""
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
@@ -130,7 +130,9 @@ def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
 
 
 def in_float32(config: Config) -> bool:
-    """Return whether the model computes in float32; for dtype = "auto", on this machine."""
+    """Return whether the model computes in float32, which depends on this machine for dtype =
+    "auto".
+    """
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")

@@ -1,8 +1,8 @@
 """Sizes of a model, computed from its configuration without reading weights.
 
 For the common decoder families this module computes the sizes from config.json alone, without
-torch. Any other model is built by transformers on torch's meta device, where tensors have shapes
-but no memory. Building a model on the meta device is slower, because importing torch and
+torch. A model of another family is built by transformers on torch's meta device, where tensors have
+shapes but no memory. Building a model on the meta device is slower, because importing torch and
 transformers' model code takes seconds.
 """
 
@@ -41,11 +41,11 @@ class Shape:
     """Sizes of a model and of its adapter."""
 
     parameters: int
-    """The number of parameters without the adapter; tied weights count once."""
+    """The number of parameters without the adapter; tied weights are counted once."""
     added: int
     """The number of parameters of the adapter."""
     trained: int
-    """The number of trained parameters: those of the adapter, or all."""
+    """The number of trained parameters: the adapter's parameters, or all parameters."""
     head: int
     """The number of parameters of the output layer."""
     head_trained: bool
@@ -64,7 +64,9 @@ class Shape:
     inner: int
     """Width of the MLP; in a mixture of experts, the sum over the experts that a token uses."""
     fused_attention: bool
-    """Whether attention is one fused operation, which keeps no scores and allows packing."""
+    """Whether attention is one fused operation, which does not store attention scores and allows
+    packed sequences.
+    """
     fuses: bool
     """Whether the fused CUDA kernels support the model; they support only Llama layers."""
     head_norms: bool
@@ -85,7 +87,7 @@ class Module(NamedTuple):
     """A module of a model."""
 
     parameters: int
-    """Parameters of the module and of the modules in it; tied weights count once."""
+    """The number of parameters of the module and its submodules; tied weights are counted once."""
     weight: tuple[int, ...] = ()
     """The shape of a linear layer's weight; empty for other modules."""
 
@@ -215,7 +217,9 @@ def measure(
 
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError("model: the model has no output layer, which Covey needs")
+        raise ModelError(
+            "model: Covey needs a model with an output layer, which this model does not have"
+        )
     layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)

@@ -1,4 +1,4 @@
-"""Time of a run, estimated without a training step: by the cost model, or by one layer on a CPU."""
+"""Time of a run, estimated without training: by the cost model, or by timing one layer on a CPU."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def run_time(
 
 
 def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
-    """Return the median token count of the prompts; a few long prompts do not slow a run down."""
+    """Return the median token count, because a few long prompts do not slow a run down."""
     usable, lengths = usable_prompt(config, facts), facts.prompt_tokens
     return usable if usable is None or not lengths else min(usable, lengths[len(lengths) // 2])
 
 
 def _source(device: Device, ranks: int) -> dict[str, str]:
-    """Return the device of an estimate, its uncertainty and its basis."""
+    """Return texts about the device, the uncertainty and the basis of an estimate."""
     if device.kind == "cpu":
         basis = "the time of one layer of the same size on this machine"
         return {"device": "this CPU", "uncertainty": "a rough estimate", "basis": basis}
