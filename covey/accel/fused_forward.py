@@ -93,14 +93,36 @@ def fused_layer(
     """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
     if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
         return _layer(layer, hidden, delta, place, collect)
+    options: dict[str, Any] = {
+        "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+        "context_fn": _first_and_again,
+    }  # fmt: skip
     offload: ActivationOffload | None = getattr(layer, "activation_offload", None)
-    recomputed = checkpoint if offload is None else offload.checkpoint
-    found: tuple[torch.Tensor, torch.Tensor] = recomputed(
-        _layer, layer, hidden if delta is None else hidden + delta, None, place, collect, [],
-        use_reentrant=False, preserve_rng_state=False, determinism_check="none",
-        context_fn=_first_and_again,
-    )  # fmt: skip
+    found: tuple[torch.Tensor, torch.Tensor]
+    if offload is None:
+        source = _Source(hidden, delta)
+        found = checkpoint(_layer_from, source, layer, place, collect, [], **options)
+    else:  # which moves arguments to main memory
+        hidden = hidden if delta is None else hidden + delta
+        found = offload.checkpoint(_layer, layer, hidden, None, place, collect, [], **options)
     return found
+
+
+class _Source:
+    """The input of a checkpointed layer: a sum that the layer computes and keeps."""
+
+    def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
+        self.hidden, self.delta = hidden, delta
+
+    def keep(self, total: torch.Tensor) -> None:
+        """Replace both summands by the sum, from which the layer is recomputed."""
+        self.hidden, self.delta = total.detach().requires_grad_(total.requires_grad), None
+
+
+def _layer_from(
+    source: _Source, layer: Any, place: _Place, collect: KeysAndValues | None, kept: Kept
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _layer(layer, source.hidden, source.delta, place, collect, kept, source.keep)
 
 
 def _layer(
@@ -110,17 +132,17 @@ def _layer(
     place: _Place,
     collect: Collect | None,
     kept: Kept | None = None,
+    keep: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream after attention, and the output of the MLP.
 
     A checkpointed layer stores the output of attention in `kept`, so that the recomputation need
-    not repeat attention. No other tensor of this size is as expensive to compute.
+    not repeat attention. No other tensor of this size is as expensive to compute. `keep` receives
+    the layer's input, from which the layer is recomputed.
     """
-    weight_and_eps = gain(layer.input_layernorm)
-    if delta is None:
-        normed = norm(hidden, *weight_and_eps)
-    else:
-        hidden, normed = add_norm(hidden, delta, *weight_and_eps)
+    hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
+    if keep is not None:
+        keep(hidden)
     attended = _attend(layer.self_attn, normed, place, collect, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
