@@ -94,6 +94,7 @@ def layers_of(shape: Shape, layers: int, device: str) -> list[LayerCache]:
             torch.ones(shape.slots, dtype=torch.bool, device=device),
             sharing,
             torch.zeros(shape.slots, shape.key_heads, dtype=torch.int32, device=device),
+            torch.ones(2, shape.key_heads, device=device),
         )  # fmt: skip
 
     return [one() for _ in range(layers)]

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
-"""A configuration, a dict of settings, a TOML file, the name of a recipe, or None."""
+"""The configuration of a call: a Config, a dict of settings, a TOML file, a recipe's name, or
+None."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""Called with the metrics of every training step. If the callback returns a text, the run ends."""
+"""A function that gets the metrics of every training step. If the function returns a text, the run
+ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class TrainResult:
 
 
 class _Callbacks(Tracker):
-    """Calls the user's callbacks with the metrics of each step; each callback may end the run."""
+    """Calls the user's callbacks with the metrics of each step. Each callback may end the run."""
 
     def __init__(self, functions: Sequence[Callback], stop: StopSignal) -> None:
         self.functions = functions
@@ -173,9 +175,10 @@ def evaluate(
 
 
 def _evaluated(model: str, config: Source) -> tuple[str, Source]:
-    """Return the model to evaluate and its settings; of a run, its newest checkpoint and its own.
+    """Return the model to evaluate and its settings.
 
-    A checkpoint's path is a model like any other, and does not bring the run's settings.
+    For a run, return its newest checkpoint and the run's settings. For the path of a checkpoint,
+    the settings of its run are not used.
     """
     from covey.cli.checkpoint_choice import run_around, weights_of
 
@@ -213,7 +216,7 @@ def compare(
     code = run_command([*words, "--folder", str(where)])
     if not (where / "report.json").is_file():
         raise ConfigError(
-            f"compare: the comparison ended with exit code {code}; the printed output gives the "
+            f"compare: the comparison failed with exit code {code}; the printed output gives the "
             "reason"
         )
     report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
@@ -223,9 +226,10 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Return the tracker objects (None: the console), and the setting for named trackers.
+    """Return the tracker objects, or None for the console, and the setting for named trackers.
 
-    Names replace those of the settings, and an empty list removes them; objects alone keep them.
+    Names replace the trackers in the settings, and an empty list removes them. If only objects are
+    given, the trackers in the settings stay.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
@@ -247,7 +251,7 @@ def _objects(
 
 
 def _unmeasured(task: DatasetTask | None) -> dict[str, int]:
-    """Return the setting without evaluations if `held_out` is empty."""
+    """Return the setting that turns evaluations off if `held_out` is empty."""
     return {"evaluate.every": 0} if task and task.evaluation == [] else {}
 
 
@@ -349,7 +353,7 @@ def _shown(
     parts: Parts,
     start: Start,
 ) -> list[Tracker]:
-    """Return the trackers to use; without given ones, the console, with the notes of the CLI."""
+    """Return the given trackers, or by default the console with the notes of the CLI."""
     if trackers is not None or quiet:
         return list(trackers or ())
     from covey.cli.screen import Screen
@@ -363,7 +367,7 @@ def _shown(
 
 
 def _signals() -> Any:
-    """Save a checkpoint on Ctrl-C; only the main thread can handle signals."""
+    """Save a checkpoint on Ctrl-C. Only the main thread can handle signals."""
     if threading.current_thread() is threading.main_thread():
         return stop_signal()
     return nullcontext(StopSignal())

@@ -65,7 +65,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
-"""Arguments with shape [B]."""
+"""Names of the arguments with shape [B]."""
 
 
 class LossOutput(NamedTuple):
@@ -143,7 +143,7 @@ def _loss(
     compares: bool,
 ) -> LossOutput:
     if new_values is not None and objective.value_loss is None:
-        raise ConfigError("this algorithm has no critic, so new_values must be left out")
+        raise ConfigError("this algorithm has no critic, so leave out new_values")
     now = _at_least_float32(logp)
     batch = with_weight(objective, with_advantage(objective, batch))
     batch = with_marks(objective, batch, now.detach())
@@ -187,13 +187,17 @@ def advantages(
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Return the advantages [B, T] of an algorithm, float64; the arguments are those of `loss`."""
+    """Return the advantages [B, T] of an algorithm in float64; takes the arguments of `loss`."""
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
-        raise ConfigError(f"{algorithm} needs old_logp, because its KL penalty is in the reward")
+        raise ConfigError(
+            f"{algorithm} needs old_logp, because it subtracts the KL penalty from the reward"
+        )
     if "teacher" in objective.reads and old_logp is None:
-        raise ConfigError(f"{algorithm} needs old_logp to compare with the teacher")
+        raise ConfigError(
+            f"{algorithm} needs old_logp, which it compares with the log-probs of the teacher"
+        )
     # Advantages do not need the inputs that only the loss needs.
     only = replace(
         objective, beta=objective.beta if in_reward else 0.0, correction=None, veto=0.0,

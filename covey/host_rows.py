@@ -1,4 +1,4 @@
-"""A copy of a batch on the CPU, of the fields that decide its layout."""
+"""CPU copies of the batch fields that determine the layout of a batch."""
 
 from __future__ import annotations
 

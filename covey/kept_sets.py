@@ -1,8 +1,8 @@
 """Kept sets: the tokens that top-k, top-p and min-p kept, for every sampled token.
 
 An engine returns the sets of a completion as one compact text, which JSON, pipes and checkpoints
-store unchanged. The trainer computes log-probabilities over the same sets, so that the trained
-distribution is the sampled one (the "keep sampling mask" of DeepSeek-V3.2).
+store unchanged. The trainer computes log-probabilities over the same sets, so that training uses
+the same distribution as sampling (the "keep sampling mask" of DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KeptIds(NamedTuple):
     starts: np.ndarray
     """[M + 1]."""
     ids: torch.Tensor
-    """The token ids of all sets, on the device of the logits."""
+    """The token ids of all kept sets, on the device of the logits."""
     row: torch.Tensor
     """For each entry of `ids`, the index of its set among the M sets."""
 

@@ -20,7 +20,7 @@ POLL_SECONDS = 0.25
 """Seconds between two checks of whether the main thread waits for another process."""
 
 _waits = 0
-"""Number of nested waits of the main thread, the only thread that signals reach."""
+"""Number of nested waits in the main thread, which is the only thread that receives signals."""
 
 
 class GivenUp(BaseException):
@@ -32,7 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait for another process in the main thread; a stop signal ends it with GivenUp."""
+    """Mark a wait for another process in the main thread, which a stop signal ends with GivenUp."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ class StopSignal:
     """
 
     received: str | None = None
-    """The name of the signal, or the reason why the run stops itself."""
+    """The name of the received signal, or the reason why the run ends without a signal."""
 
     def ask(self, why: str) -> None:
         """End the training loop after the current step, unless a signal was received already."""
@@ -79,7 +79,7 @@ def exit_code(number: int) -> int:
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
-    A signal within `repeats` seconds of the first is ignored, because Ctrl-C may arrive twice: from
+    A signal within `repeats` seconds of the first signal is ignored. Ctrl-C may arrive twice: from
     the terminal, and from a launcher that forwards it to its ranks.
     """
     stop, first = StopSignal(), 0.0

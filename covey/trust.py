@@ -64,7 +64,7 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ConfigError(f"config: {where} = {path!r} is not a path like 'module:function'")
+        raise ConfigError(f"config: {where} = {path!r} must have the form 'module:function'")
     _check_trust(module_name, path, where)
     folder = os.getcwd()
     sys.path.insert(0, folder)
@@ -94,9 +94,9 @@ def _trusted() -> list[str]:
 def _check_trust(module: str, path: str, where: str) -> None:
     if not is_trusted(module):
         raise ConfigError(
-            f"config: {where} = {path!r} runs code of the module {module!r}, which is not trusted; "
-            f"if you trust this code, add --trust {module}, or set the environment variable "
-            f"{VARIABLE}={module}"
+            f"config: {where} = {path!r} would run code of the module {module!r}, which is not "
+            f"trusted; if you trust this code, add --trust {module}, or set the environment "
+            f"variable {VARIABLE}={module}"
         )
 
 
@@ -115,5 +115,5 @@ def _check_origin(function: Any, path: str, where: str) -> None:
         inspect.signature(function)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"config: {where} = {path!r} is a function whose signature cannot be read"
+            f"config: {where} = {path!r} is a function without a readable signature"
         ) from None

@@ -1,8 +1,9 @@
-"""The types of the data flow, which are Prompt, Rollout, Group and Batch.
+"""The types of the data in a run: Prompt, Rollout, Group and Batch.
 
     Prompt -> Rollout -> Group -> Batch
 
-In shapes, B counts rows, T completion tokens and P prompt tokens; both are padded.
+In shapes, B is the number of rows, T the padded number of completion tokens, and P the padded
+number of prompt tokens.
 
 This module does not import torch at run time, so that plain Python code (tasks, rewards, the run
 folder) can share it.
@@ -66,7 +67,7 @@ class VersionSpan(NamedTuple):
     start: int
     stop: int
     version: int
-    """The version: the number of optimizer steps that the weights had taken."""
+    """The version is the number of optimizer steps that produced the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +135,8 @@ class Rollout:
     parts: Mapping[str, float] = field(default_factory=dict)
     """The parts of the reward, before weighting, by name."""
     feedback: str = ""
-    """What the reward says about the completion in words. The text is empty if the reward says
-    nothing."""
+    """Feedback of the reward on the completion, as text. The text is empty if the reward gives no
+    feedback."""
     teacher_prompt: tuple[int, ...] = ()
     """Tokens of the prompt with privileged text, which a self-teacher reads. Empty: no teacher."""
     reward_id: str = ""
@@ -180,7 +181,7 @@ class Rollout:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens after the prompt, of all segments."""
+        """The tokens of all segments, without their prompts."""
         return _joined([segment.tokens for segment in self.segments])
 
     @property
@@ -224,12 +225,12 @@ class Batch:
     over rollouts, never over rows.
 
     `collate` fills the first block of fields, from `prompt_tokens` to `state`. The policy fills the
-    second block, from `old_logp` to `entropy`, as far as the objective needs it. The objective
-    fills the third block, from `token_penalty` to `marked`. The objective computes `token_penalty`,
-    `advantage` and `targets` over the whole batch, because their statistics may include all
-    rollouts. The objective computes `weight`, `correction` and `marked` over one mini-batch,
-    because the denominators of the loss are per optimizer step. A micro-batch is a subset of the
-    rows, with unchanged values.
+    fields of the second block, from `old_logp` to `entropy`, that the objective needs. The
+    objective fills the third block, from `token_penalty` to `marked`. The objective computes
+    `token_penalty`, `advantage` and `targets` over the whole batch, because their statistics may
+    include all rollouts. The objective computes `weight`, `correction` and `marked` over one
+    mini-batch, because the denominators of the loss are per optimizer step. A micro-batch is a
+    subset of the rows, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
@@ -268,8 +269,8 @@ class Batch:
     """[B, T] int64: the environment's state at the token's turn; equal numbers are equal states."""
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability when the batch was collected. The field is None if it equals the
-    current log-probability."""
+    """[B, T] log-probability under the policy at the start of the training step. The field is None
+    if it equals the current log-probability."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy. The field is None without a reference
     policy."""
@@ -303,7 +304,8 @@ class Batch:
     kept: KeptSets | None = None
     """The kept set of each token, on the CPU. The field is None if sampling was not truncated."""
     teacher_prompts: TeacherPrompts | None = None
-    """The prompts that a self-teacher reads, on the CPU. None if no row has a teacher prompt."""
+    """The prompts that a self-teacher reads, on the CPU. The field is None if no row has a teacher
+    prompt."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -166,7 +166,9 @@ def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
 
     first = small(tmp_path, callbacks=[stop])
     assert (first.step, first.interrupted) == (1, True)
-    with pytest.raises(ConfigError, match="was started with the argument dataset; pass it again"):
+    with pytest.raises(
+        ConfigError, match="was started with the argument dataset; pass the argument again"
+    ):
         covey.train(resume=first.folder)
     rest = covey.train(resume=first.folder, dataset=ROWS, rewards=[correct, short], quiet=True)
     whole = small(tmp_path, "whole")
@@ -192,7 +194,10 @@ def test_an_evaluation_and_a_configuration() -> None:
     [
         ({"rewards": []}, "at least one reward function"),
         ({"rewards": [correct, correct]}, "two functions are called correct"),
-        ({"rewards": {correct: float("nan")}}, "the weight of correct is nan"),
+        (
+            {"rewards": {correct: float("nan")}},
+            "the weight of correct must be a finite number, not nan",
+        ),
         ({"dataset": [{"target": "1"}]}, "has no"),
         ({"dataset": [1]}, "is not a dict but int"),
         ({"dataset": ROWS[:1]}, "at least two rows"),
@@ -244,7 +249,9 @@ def test_evaluations_have_a_reward_of_their_own(tmp_path: Path) -> None:
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["evaluation_reward"].startswith("think_answer")
     assert environment["reward"] != environment["evaluation_reward"]
-    with pytest.raises(ConfigError, match=r"evaluate\.reward\.name = 'think_answr' is not known"):
+    with pytest.raises(
+        ConfigError, match=r"evaluate\.reward\.name = 'think_answr' is not a known reward"
+    ):
         small(tmp_path, "other", **{"evaluate.reward.name": "think_answr"})
 
 

@@ -144,7 +144,7 @@ def test_an_option_that_is_not_there_is_answered_with_those_that_are() -> None:
         f"gspo has no option 'dual'; its options are clip_low, clip_high, beta, kl, ddof, eps, {shared}"
     )
     assert refused("gropo", step()) == (
-        "config: objective.name = 'gropo' is not known; did you mean 'grpo'?"
+        "config: objective.name = 'gropo' is not a known algorithm; did you mean 'grpo'?"
     )
 
 
@@ -299,12 +299,16 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
     needed = {k: given[k] for k in ("mask", "rewards", "group", *NEEDS.get(name, []))}
     if name in ("rloo", "reinforce_pp", "ppo"):
         with pytest.raises(
-            ConfigError, match=f"^{name} needs old_logp, because its KL penalty is in the reward$"
+            ConfigError,
+            match=f"^{name} needs old_logp, because it subtracts the KL penalty from the reward$",
         ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
     elif name in ("opd", "sdpo"):
-        with pytest.raises(ConfigError, match=f"^{name} needs old_logp to compare with the teac"):
+        with pytest.raises(
+            ConfigError,
+            match=f"^{name} needs old_logp, which it compares with the log-probs of the teac",
+        ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
     elif name == "grpo":

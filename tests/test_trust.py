@@ -151,15 +151,21 @@ def test_code_of_a_trusted_module_is_taken(name: str, trap: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("run", "reward.name = 'trap:run' runs code of the module 'subprocess', which is not tr"),
-        ("wraps", "reward.name = 'trap:wraps' runs code of the module 'functools', which is not"),
+        (
+            "run",
+            "reward.name = 'trap:run' would run code of the module 'subprocess', which is not tr",
+        ),
+        (
+            "wraps",
+            "reward.name = 'trap:wraps' would run code of the module 'functools', which is not",
+        ),
         ("system", "reward.name = 'trap:system' is not a Python function or class"),
         ("shell", "reward.name = 'trap:shell' is not a Python function or class"),
         (
             "one",
             "reward: one is not a reward function: ",
         ),
-        ("os.system", "reward.name = 'trap:os.system' is not a path like 'module:function'"),
+        ("os.system", "reward.name = 'trap:os.system' must have the form 'module:function'"),
     ],
 )
 def test_what_is_no_reward_is_refused_before_it_is_called(
@@ -192,6 +198,6 @@ def test_an_untrusted_name_is_told_with_what_to_do(trap: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         import_callable("os:system", "task.name")
     assert str(raised.value) == (
-        "config: task.name = 'os:system' runs code of the module 'os', which is not trusted; if "
+        "config: task.name = 'os:system' would run code of the module 'os', which is not trusted; if "
         "you trust this code, add --trust os, or set the environment variable COVEY_TRUST=os"
     )

@@ -1,10 +1,10 @@
-"""Offloaded activations: the inputs of checkpointed layers wait in main memory for backward.
+"""Activation offloading: store inputs of checkpointed layers in CPU memory until backward.
 
-Gradient checkpointing keeps the input of every layer, which for a long sequence is most of the
-memory of activations. With offloading, a second stream copies the input of a layer to pinned main
-memory while the layer runs. In the backward pass, the stream copies a layer's input back while the
-layer after it runs. So about three inputs are on the device at a time, whatever the number of
-layers. The copies are exact, so gradients do not change.
+Gradient checkpointing stores the input of every layer. For a long sequence, the inputs of all
+layers take most of the activation memory. With offloading, a second stream copies the input of a
+layer to pinned CPU memory while the layer runs. In the backward pass, the stream copies a layer's
+input back while the following layer runs. So about three inputs are on the device at a time,
+whatever the number of layers. The copies are exact, so gradients do not change.
 
 All copies run on one stream in the order in which they were started. Therefore a host buffer can be
 used again as soon as Python has freed its activation, and the copies can be part of a CUDA graph.
@@ -22,21 +22,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 SMALLEST = 2**20
-"""Smaller tensors, in bytes, stay on the device."""
+"""Tensors of fewer bytes than this stay on the device."""
 
 
 class _Kept:
-    """An activation in main memory, which may also be on the device."""
+    """An activation in CPU memory, which may also be on the device."""
 
     def __init__(self, values: torch.Tensor, buffer: torch.Tensor, before: _Kept | None) -> None:
         self.values: torch.Tensor | None = values
-        """The activation on the device; None while it is only in main memory."""
+        """The activation on the device; None while it is only in CPU memory."""
         self.host = buffer[: values.nbytes].view(values.dtype).view(values.shape)
         self.device = values.device
         self.saved: torch.cuda.Event | None = None
-        """The end of the copy to main memory."""
+        """The event at the end of the copy to CPU memory."""
         self.loaded: torch.cuda.Event | None = None
-        """The end of the copy to the device."""
+        """The event at the end of the copy to the device."""
         self.before: Callable[[], _Kept | None] = (
             _nothing if before is None else weakref.ref(before)
         )
@@ -47,7 +47,7 @@ def _nothing() -> None:
 
 
 class ActivationOffload:
-    """Runs checkpointed layers whose inputs are kept in main memory."""
+    """Runs checkpointed layers whose inputs are stored in CPU memory."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -57,7 +57,7 @@ class ActivationOffload:
         self._stream: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: Any) -> ActivationOffload:
-        """Return a new object: a copied model has its own activations."""
+        """Return a new object, because a copied model has its own activations."""
         return ActivationOffload()
 
     def checkpoint(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ class ActivationOffload:
             return checkpoint(function, *arguments, **options)
 
     def join(self) -> None:
-        """Make the device wait for the last copy; a CUDA graph of the forward pass ends so."""
+        """Make the device wait for the last copy, which is required at the end of a CUDA graph."""
         last = self._last()
         if last is not None and last.values is not None:  # else backward has taken it
             _wait(last.device, last.saved)
@@ -105,7 +105,7 @@ class ActivationOffload:
         return kept.values
 
     def _buffer(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the smallest free buffer that is large enough, or a new one."""
+        """Return the smallest free buffer that is large enough, or a new buffer."""
         sizes = [(free.nbytes, at) for at, free in enumerate(self._free)]
         fitting = [(size, at) for size, at in sizes if size >= values.nbytes]
         if fitting:
@@ -115,7 +115,7 @@ class ActivationOffload:
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, device: torch.device
     ) -> torch.cuda.Event | None:
-        """Copy after all work that the device has so far; return the end of the copy."""
+        """Start a copy after all queued work of the device; return the event at its end."""
         if device.type != "cuda":
             target.copy_(source)
             return None
@@ -135,7 +135,7 @@ def _wait(device: torch.device, event: torch.cuda.Event | None) -> None:
 
 
 def checkpoint_layers(model: Any, *, offload: bool) -> None:
-    """Recompute the layers of a model in backward; `offload`: keep their inputs in main memory."""
+    """Turn on gradient checkpointing; with `offload`, store the inputs of layers in CPU memory."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if not offload:
         return

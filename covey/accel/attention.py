@@ -9,7 +9,8 @@ each token on its own. Attention needs to know which tokens form a row. Without 
 packed tokens are gathered into padded rows (PaddedRows). Flash attention reads the packed tokens
 without padding (VarlenRows, in varlen_attention.py).
 
-Tensor shapes use N packed tokens, B rows, S columns, H heads, K key-value heads and head size D.
+In tensor shapes, N counts packed tokens, B rows, S columns, H heads and K key-value heads, and D is
+the head size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from covey.accel.varlen_attention import VarlenRows
 NAME = "covey"
 
 SHORT = 256
-"""Longest sequence for which, on a CPU, batched products are faster than the fused kernel."""
+"""On a CPU, batched products are faster than the fused kernel up to this sequence length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ def _softcap_attention(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend with soft-capped scores, which no fused kernel supports."""
+    """Compute attention with soft-capped scores, which no fused kernel supports."""
     softcap, scaling = options["softcap"], options.get("scaling")
     batch, heads, positions, size = query.shape
     wide = torch.promote_types(
@@ -170,7 +171,7 @@ def short_bias(mask: torch.Tensor, dtype: torch.dtype, key_heads: int, shared: i
 def short_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention as two batched products; query heads that share keys are rows of one product."""
+    """Compute attention as two batched products; heads that share keys are rows of a product."""
     batch, heads, positions, size = query.shape
     rows = query.reshape(batch * key.shape[1], heads // key.shape[1] * positions, size)
     scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=scale)

@@ -1,12 +1,13 @@
-"""Chooses the kernels for attention over packed rows, by measurement on the device.
+"""Choose the fastest kernel for attention over packed rows, by measurement on the device.
 
-Which kernels are fastest depends on the device, the heads and the length of rows. For long rows,
-all kernels are measured once per process and class of shapes: forward and backward pass over rows
-of one length. A kernel that fails, or whose results differ from flash attention 2, is not used.
-Attention of shorter rows takes little time, and CUDA graphs, which need flash attention, save more.
-With torch's deterministic algorithms, only flash attention 2 is used.
+The fastest kernel depends on the device, the heads and the length of rows. For long rows, a process
+measures all kernels once for each class of shapes. A measurement is a forward and a backward pass
+over rows of equal length. A kernel that fails, or whose results differ from flash attention 2, is
+not used. Short rows always use flash attention, because CUDA graphs need it and save more time than
+a faster kernel would. With torch's deterministic algorithms, only flash attention 2 is used.
 
-Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
+In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
+the head size.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from covey.accel.attention_kernels import FLASH, KERNELS, Inputs, Kept, attend
 from covey.accel.varlen_attention import Bounds, VarlenRows
 
 LONG = 2048
-"""Rows are long if their mean length is at least this."""
+"""Rows count as long if their mean length is at least this many tokens."""
 TOKENS = 16_384
-"""The number of tokens of a measurement, in rows of one length."""
+"""Number of tokens in a measurement, in rows of equal length."""
 TOLERANCE = 0.02
-"""Kernels round differently, by less than 1 % of a result's norm."""
+"""Maximum relative difference of results. Kernels round differently, by less than 1 % of a result's
+norm."""
 REPEATS = 3
 FLASH3 = "FlashAttention 3"
 
 
 class ShapeClass(NamedTuple):
-    """Shapes of attention that share a choice."""
+    """A class of attention shapes for which the same kernel is chosen."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,14 +45,14 @@ class ShapeClass(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The fastest kernel of a class, and the seconds of all that were measured."""
+    """The fastest kernel of a shape class, and the seconds of all measured kernels."""
 
     name: str
     seconds: dict[str, float]
 
 
 CHOICES: dict[ShapeClass, Choice] = {}
-"""The choices made in this process."""
+"""The kernel choices made in this process."""
 
 
 def flash_attention(
@@ -64,7 +66,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D].
 
-    With `kept`, the result is stored in an empty list, or taken from a list that is not empty.
+    If `kept` is an empty list, the result is stored in the list. If `kept` contains a result, that
+    result is taken out and returned.
     """
     name = FLASH
     if window is None and spans.bounds is not None and has_long_rows(spans.bounds.key):
@@ -74,14 +77,14 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether the mean length of rows with these bounds is long."""
+    """Return whether the rows between these bounds are long on average."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 
 def chosen(
     device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, size: int, longest: int
 ) -> str:
-    """Return the name of the fastest kernel for long rows; the first call of a class measures."""
+    """Return the fastest kernel for long rows; the first call of a shape class measures kernels."""
     if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
         return FLASH
     length = 1 << (longest - 1).bit_length()
@@ -100,7 +103,7 @@ def chosen_for(config: Any, device: torch.device, dtype: torch.dtype, longest: i
 
 
 def description(config: Any, device: torch.device, dtype: torch.dtype, longest: int) -> str:
-    """Return the attention kernel for a model's rows of up to `longest` tokens, and its time."""
+    """Describe the attention kernel for rows of up to `longest` tokens, with measured times."""
     if longest < LONG:
         return FLASH
     name = chosen_for(config, device, dtype, longest)
@@ -112,7 +115,7 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
 
 
 def measured(shape: ShapeClass) -> Choice:
-    """Measure all kernels on rows of one length, and choose the fastest."""
+    """Measure all kernels on rows of equal length, and choose the fastest kernel."""
     rows = _Rows(shape)
     expected = rows.results(FLASH)
     seconds: dict[str, float] = {}
@@ -129,7 +132,7 @@ def measured(shape: ShapeClass) -> Choice:
 
 
 def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
-    """Measure FlashAttention 3, which is active; return whether it is right and faster."""
+    """Measure FlashAttention 3 after its activation; return whether it is correct and faster."""
     try:
         right = rows.agree(rows.results(FLASH), expected)
         seconds[FLASH3] = _seconds(partial(rows.results, FLASH))
@@ -142,7 +145,7 @@ def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, 
 
 
 class _Rows:
-    """Random queries, keys and values of rows of one length, and a gradient."""
+    """Random queries, keys and values of rows of equal length, and a random gradient."""
 
     def __init__(self, shape: ShapeClass) -> None:
         tokens = max(shape.length, TOKENS)
@@ -196,7 +199,7 @@ def _restore_flash2() -> None:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the shortest of a few times, after one call that is not timed."""
+    """Return the minimum time of several calls, after a warm-up call."""
     times = []
     for _ in range(1 + REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

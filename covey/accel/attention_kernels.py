@@ -1,16 +1,17 @@
 """Kernels for attention over packed rows: torch's flash attention and cuDNN's.
 
 Attention is causal and aligned at the end of a row (varlen_attention.py). Flash attention computes
-all rows in one call and supports rows with fewer queries than keys. cuDNN's causal mask is aligned
-at the start of a row, so a row gets copies of the queries of its shared prompt, which belong to
-another row. The results of the copies are not read and their gradient is zero, so they change
-nothing. Rows of about the same length are one call. cuDNN's operator for rows of different lengths
-is not used, because with torch 2.11 it reads invalid addresses.
+all rows in one call and supports rows with fewer queries than keys. The causal mask of cuDNN is
+aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's queries, if
+these queries belong to another row. The results of copied queries are discarded, and their gradient
+is zero. For cuDNN, rows of similar length are computed in one call. The cuDNN operator for rows of
+different lengths is not used, because in torch 2.11 it reads invalid addresses.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
 
-Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
+In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
+the head size.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import torch
 from covey.accel.varlen_attention import VarlenRows
 
 STEP = 256
-"""cuDNN's rows are padded to a multiple of this length, because it prepares each length anew."""
+"""Rows are padded to a multiple of this length, because cuDNN has to prepare each new length."""
 
 Found = tuple[torch.Tensor, ...]
-"""The output of attention, and the tensors that its backward pass needs besides."""
+"""The output of attention, and further tensors that the backward pass needs."""
 Kept = list[Found]
-"""Receives the result of a forward pass that will be recomputed; the recomputation takes it."""
+"""Stores the result of a forward pass until the layer is recomputed."""
 
 
 class Inputs(NamedTuple):
@@ -46,7 +47,7 @@ class Kernel(NamedTuple):
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Inputs], Found]
     backward: Callable[[torch.Tensor, Found, Found, Inputs], Found]
-    """From the output's gradient, (queries, keys, values) and the forward pass's result."""
+    """Takes the gradient of the output, (queries, keys, values) and the result of `forward`."""
     captured: bool
     """Whether the kernel can be part of a CUDA graph whose rows change."""
 
@@ -90,7 +91,8 @@ def attend(
 ) -> torch.Tensor:
     """Return the output [N, H, D] of attention for queries [N, H, D], keys and values [R, K, D].
 
-    With `kept`, the result is stored in an empty list, or taken from a list that is not empty.
+    If `kept` is an empty list, the result is stored in the list. If `kept` contains a result, that
+    result is taken out and returned.
     """
     attended: torch.Tensor = _Attention.apply(query, key, value, kernel, inputs, kept)
     return attended
@@ -125,14 +127,14 @@ def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
 
 
 class _Row(NamedTuple):
-    """A row's queries, among all packed tokens, and its keys, among all key positions."""
+    """A row as two slices: its queries in the packed tokens, and its keys in the key positions."""
 
     query: slice
     key: slice
 
     @property
     def missing(self) -> int:
-        """The number of first tokens whose queries belong to another row."""
+        """Number of tokens at the start of the row whose queries belong to another row."""
         return _length(self.key) - _length(self.query)
 
     @property
@@ -146,7 +148,7 @@ def _length(part: slice) -> int:
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
-    """Return the rows, grouped by their padded length: each group is one call."""
+    """Return the rows grouped by padded length; each group is computed in one call."""
     bounds = inputs.spans.bounds
     if inputs.window is not None or bounds is None:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
@@ -174,8 +176,8 @@ def _query_rows(
 ) -> torch.Tensor:
     """Return values of queries [N, H, D] as padded rows [rows, H, S, D].
 
-    `tokens` gives the packed token of each key position, from which queries that belong to another
-    row are copied; without it, they are zero.
+    `tokens` has the packed token of each key position. Queries that belong to another row are
+    copied from their packed tokens, or are zero without `tokens`.
     """
     if not any(row.missing for row in rows):
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
@@ -240,5 +242,5 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         CUDNN: Kernel(_cudnn_forward, _cudnn_backward, captured=False),
     }
 )
-"""Name -> kernel. Flash attention supports all rows and, with torch's deterministic algorithms, is
-deterministic; which version of it torch runs is chosen in attention_choice.py."""
+"""Attention kernels by name. Flash attention supports all rows, and is deterministic if torch's
+deterministic algorithms are on. The version of flash attention is chosen in attention_choice.py."""

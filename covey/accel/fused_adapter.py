@@ -1,10 +1,10 @@
-"""LoRA adapters in the fused forward pass: low-rank products beside one product of frozen weights.
+"""LoRA adapters in the fused forward pass: low-rank products are added to the frozen product.
 
-An adapted layer computes `W x + scale * B A x`. The frozen weights W of layers with the same input
-are one product, and so are their matrices A. The product of B is added to the result in place. The
-backward pass computes gradients of A and B only, never of W.
+An adapted layer computes `W x + scale * B A x`. For layers with the same input, one matrix product
+computes W x of all layers, and another computes A x of all layers. B A x is added to W x in place.
+The backward pass computes gradients of A and B only, never of W.
 
-Tensor shapes use N tokens, I inputs, O outputs of a layer and adapter rank R.
+In tensor shapes, N counts tokens, I inputs and O outputs of a layer, and R is the adapter rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Adapted(NamedTuple):
 
 
 def adapted(module: Any) -> Adapted | None:
-    """Return the parts of a linear layer; None if it does more than matrix products."""
+    """Return a linear layer with its LoRA weights; None if it computes more than products."""
     if module._forward_hooks:
         return None
     if type(module) is nn.Linear:
@@ -79,7 +79,7 @@ class LowRankProducts:
         return [part.first for _, part in self._parts]
 
     def _stacked(self) -> torch.Tensor:
-        """Return all matrices A as one matrix; they are small if they have to be copied."""
+        """Return all matrices A as one matrix: a view if they are fused, or else a copy."""
         found = fused_view(self._first)
         return torch.cat([a.detach() for a in self._first]) if found is None else found
 
@@ -114,14 +114,14 @@ class LowRankProducts:
         return inner
 
     def add_input_grad(self, back: torch.Tensor, inner: torch.Tensor | None) -> None:
-        """Add the adapters' part to the gradient of the input, in place."""
+        """Add the contribution of the adapters to the gradient of the input, in place."""
         if inner is not None:
             back.addmm_(inner, self._stacked())
 
     def grads(
         self, grad: torch.Tensor, inner: torch.Tensor | None, values: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of `parameters`; None for those added to a sink."""
+        """Return the gradients of `parameters`; None for gradients added to a GradSink."""
         if inner is None:
             return []
         first = product_grads(self._first, inner, values)
@@ -135,7 +135,7 @@ class LowRankProducts:
 def product_grads(
     weights: Sequence[torch.Tensor], grad: torch.Tensor, values: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of weights that one product uses; None for those added to a sink."""
+    """Return the gradients of the weights of one product; None if added to a GradSink."""
     sink = sink_of(weights)
     if sink is not None:
         sink.add_product(grad.t(), values)

@@ -1,13 +1,13 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
 The fused forward pass uses the model's own weights. Only the code between the matrix products, and
-the order of a LoRA adapter's products, differ from the model's code. The residual
-stream is float32, as in the decoder. Norms read the residual stream and return the dtype of the
-weights. The results of matrix products are added to the residual stream. Layers with the same input
-are computed as one product if their parameters are fused. The gradient of a weight is added to a
-float32 sum (GradSink) if the optimizer attached one.
+the order of a LoRA adapter's products, differ from the model's code. The residual stream is
+float32, as in the decoder. Norms take the residual stream as input, and their outputs have the
+dtype of the weights. The results of matrix products are added to the residual stream. Layers with
+the same input are computed as one product if their parameters are fused. The gradient of a weight
+is added to a float32 sum if the optimizer attached a GradSink.
 
-Tensor shapes use N packed tokens, H heads, K key-value heads and head size D.
+In tensor shapes, N counts packed tokens, H heads and K key-value heads, and D is the head size.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from covey.accel.varlen_attention import KeyIndex, VarlenRows
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 LAYER_ENTRY = "covey_layer"
-"""Name of a method on the layers of a sharded model. The method is `fused_layer` between the hooks
-that gather and free the layer's weights."""
+"""Name of a method of a sharded model's layers. The method gathers the layer's weights, runs
+`fused_layer` and frees the weights."""
 
 
 class _Place(NamedTuple):
@@ -115,8 +115,8 @@ def _layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream after attention, and the output of the MLP.
 
-    A layer that is recomputed stores the result of attention in `kept`, the most expensive result
-    for its size, and takes it from there the second time.
+    A checkpointed layer stores the output of attention in `kept`, so that the recomputation need
+    not repeat attention. No other tensor of this size is as expensive to compute.
     """
     weight_and_eps = gain(layer.input_layernorm)
     if delta is None:
@@ -175,7 +175,7 @@ def _normed_heads(
 def _unshared(
     key: torch.Tensor, value: torch.Tensor, place: _Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values, one of each per packed token."""
+    """Return one key and one value per packed token."""
     if place.shared is None:
         return key, value
     first = place.shared.first()

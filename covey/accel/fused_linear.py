@@ -94,13 +94,13 @@ class _Weights:
         return [*self.weights, *self.biases, *self.low_rank.parameters]
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of all layers, side by side."""
+        """Return the outputs of all layers as columns of one tensor."""
         result = linear(values, self.weight, self.bias)
         self.low_rank.add_to(result, values)
         return result
 
     def input_grad(self, grad: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient of the input, given `low_rank.inner_grad(grad)`."""
+        """Return the gradient of the input; `inner` is `low_rank.inner_grad(grad)`."""
         back = grad @ self.weight
         self.low_rank.add_input_grad(back, inner)
         return back
@@ -112,7 +112,7 @@ class _Weights:
         values: torch.Tensor,
         inner: torch.Tensor | None,
     ) -> list[torch.Tensor | None]:
-        """Return the parameters' gradients; None for those added to a sink or not needed."""
+        """Return gradients of parameters; None for gradients not needed or added to a GradSink."""
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[:count]):

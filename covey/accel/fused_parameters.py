@@ -2,7 +2,7 @@
 
 Fused parameters keep their names and shapes; only their memory is shared. An optimizer step changes
 the parameters in place, so the fused product sees the new values without a copy. The memory
-addresses of parameters, which are always current, show whether they are fused.
+addresses of parameters show whether the parameters are fused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 from covey.accel.kernels.matmul import add_matmul, matmul
 
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
-"""Names of linear layers in Llama-like models that read the same input."""
+"""Names of linear layers in Llama-like models that have the same input."""
 
 
 @torch.no_grad()
 def fuse_parameters(backbone: nn.Module) -> None:
-    """Fuse the weights of layers that read the same input."""
+    """Fuse the weights of layers that have the same input."""
     for modules in _groups(backbone):
         if all(type(m) is nn.Linear for m in modules):
             _join([m.weight for m in modules])
@@ -30,7 +30,7 @@ def fuse_parameters(backbone: nn.Module) -> None:
 
 @torch.no_grad()
 def fuse_adapters(backbone: nn.Module, name: str) -> None:
-    """Fuse the LoRA matrices A of layers that read the same input."""
+    """Fuse the LoRA matrices A of layers that have the same input."""
     for modules in _groups(backbone):
         found = [m.lora_A[name] for m in modules if name in getattr(m, "lora_A", ())]
         if found:
@@ -38,7 +38,7 @@ def fuse_adapters(backbone: nn.Module, name: str) -> None:
 
 
 def _groups(backbone: nn.Module) -> Iterator[list[Any]]:
-    """Yield the layers that read the same input."""
+    """Yield lists of layers that have the same input."""
     layers: Any = getattr(backbone, "layers", ())
     for layer in layers:
         for part, names in FUSED:
@@ -85,8 +85,8 @@ HoldsGrad = nn.Parameter | GradHolder
 class GradSink:
     """Float32 gradient sum of bfloat16 parameters that share one storage.
 
-    A backward pass may add a gradient to this sum and return None to autograd. The matrix product
-    then adds to the float32 sum directly, and nothing is rounded to bfloat16.
+    A backward pass may add a gradient to this sum and return None to autograd. A matrix product can
+    add to the float32 sum directly, so that no gradient is rounded to bfloat16.
     """
 
     def __init__(self, masters: Sequence[HoldsGrad]) -> None:
@@ -116,7 +116,7 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """Return the gradient sum if it was cleared, for the caller to set to zero; else None."""
+        """Return the gradient sum if it was cleared; the caller must set the sum to zero."""
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 
@@ -157,7 +157,7 @@ def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
 
 
 def grad_holder(parameter: nn.Parameter) -> Any:
-    """Return the object whose `.grad` is used: the parameter, or what its sink adds to."""
+    """Return the object whose `.grad` is the parameter's gradient, for example a master weight."""
     sink: GradSink | None = getattr(parameter, "grad_sink", None)
     part: int = getattr(parameter, "grad_part", 0)
     return parameter if sink is None else sink.masters[part]

@@ -1,7 +1,7 @@
 """Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
 
-Tensor shapes use M chosen tokens, hidden size D and vocabulary size V. Logits exist for one chunk
-of tokens at a time. The backward pass recomputes the logits.
+In tensor shapes, M counts chosen tokens, D is the hidden size and V is the vocabulary size. Logits
+exist for one chunk of tokens at a time. The backward pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Log-probability and entropy are those of the distribution at `temperature`, restricted to the
-    kept sets (top-k, top-p) if there are any. Both are differentiable. Logits outside of a kept set
-    get no gradient.
+    The distribution has the given `temperature`, and is restricted to the kept sets (top-k, top-p)
+    if there are any. Log-probability and entropy are differentiable. Logits of tokens that
+    truncation removed get no gradient.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
@@ -74,8 +74,8 @@ def token_logp(
 
         if kept is not None and head.softcap is not None:
             raise ModelError(
-                "model: rollout.mask_replay does not work on a GPU with this model, whose logits "
-                "have a soft cap; set rollout.mask_replay = false"
+                "model: on a GPU, rollout.mask_replay does not work with this model, because the "
+                "model applies a soft cap to its logits; set rollout.mask_replay = false"
             )
         return fused_token_logp(
             hidden,
@@ -133,7 +133,8 @@ class _Chunks:
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield each chunk of tokens with its logits and a buffer of the same shape.
 
-        Logits outside of kept sets are very negative but finite, so that probability * logit is 0.
+        Logits of tokens that truncation removed are very negative but finite, so that probability *
+        logit is 0.
         """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):

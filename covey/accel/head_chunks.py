@@ -1,4 +1,4 @@
-"""Size of the chunks in which the output head computes logits, without importing torch."""
+"""Chunk size with which the output head computes logits; this module does not import torch."""
 
 from __future__ import annotations
 

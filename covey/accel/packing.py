@@ -3,7 +3,8 @@
 The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
 computes the layout because reading a length from the device would wait for all queued work.
 
-Tensor shapes use B rows, P prompt tokens, T completion tokens, N packed tokens and R key positions.
+In tensor shapes, B counts rows, P prompt tokens, T completion tokens, N packed tokens and R key
+positions.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def packed_batch(
     shared: bool,
     bounds: Bounds | None = None,
 ) -> PackedBatch:
-    """Return the model's inputs; if `shared`, rows share prompts and keys are gathered."""
+    """Return the inputs of the model. `shared` says whether rows of a group share their prompt."""
     return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
@@ -218,7 +219,7 @@ class _RowIndex:
     prompt: torch.Tensor
     """Prompt tokens."""
     length: torch.Tensor
-    """Number of completion tokens that the model reads: all but the last one."""
+    """Number of completion tokens in the model's input, which are all but the last."""
     number: torch.Tensor
     """Index of the row's prompt."""
     queries: torch.Tensor

@@ -21,7 +21,7 @@ LAYERS = 2
 TOKENS = 32
 """Parity checks use token ids below this number."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
-"""Attributes that contain a layer's index. Layers of one type differ only in these attributes."""
+"""Attributes that contain a layer's index. Layers of one type differ only in their index."""
 FLOAT32_TOLERANCE = 1e-4
 FAILURES: tuple[type[Exception], ...] = (
     AttributeError,
@@ -85,7 +85,7 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
 
 
 def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return the output of another implementation, without gradient; None if it fails."""
+    """Return the result of `compute`, without gradient; None if it raises one of FAILURES."""
     try:
         with torch.no_grad():
             return compute()
@@ -96,7 +96,7 @@ def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
 def matches(
     one: torch.Tensor | None, other: torch.Tensor, tolerance: float = FLOAT32_TOLERANCE
 ) -> bool:
-    """Return whether two results are equal up to float32 rounding."""
+    """Return whether two results are equal up to a relative tolerance."""
     if one is None:
         return False
     return float((one - other).float().norm()) <= tolerance * float(other.float().norm())

@@ -1,4 +1,4 @@
-"""Checks of a model's config: whether the GPU fast path supports its position embeddings."""
+"""Check whether the GPU fast path supports a model's attention and position embeddings."""
 
 from __future__ import annotations
 

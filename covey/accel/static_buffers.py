@@ -2,10 +2,10 @@
 
 A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
 tokens form separate short rows. Padding tokens are computed like other tokens, so no memory stays
-uninitialized, and their gradient is zero. The other index tables are padded with rows without
-tokens, key positions that no row reads, and trained tokens with zero gradient.
+uninitialized, and their gradient is zero. Index tables are padded with empty rows, unused key
+positions, and trained tokens with zero gradient.
 
-Tensor shapes use N packed tokens, R key positions and M trained tokens.
+In tensor shapes, N counts packed tokens, R key positions and M trained tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, packed_batch
 
 PADDING_ROW = 128
-"""The number of padding tokens in a row; the longest row of a bucket is at least as long."""
+"""Number of tokens in a row of padding. The maximum row length of a bucket is at least this
+number."""
 STEP = 256
 """Token counts are multiples of this number."""
 ALIGNED = 256

@@ -1,9 +1,9 @@
 """CUDA graphs for training: one launch for a micro-batch's forward pass, one for backward.
 
-A forward pass of a small model runs thousands of short kernels, and Python needs several times
-longer to launch the kernels than the GPU needs to run them. A CUDA graph launches all kernels at
-once. A graph is captured for a bucket: a size to which micro-batches are padded. All data that a
-graph reads or writes stays at fixed addresses: the packed micro-batch (static_buffers.py), the
+A forward pass of a small model runs thousands of short kernels. Python takes several times longer
+to launch the kernels than the GPU takes to run them. A CUDA graph launches all kernels at once. A
+graph is captured for a bucket: a size to which micro-batches are padded. All data that a graph
+reads or writes stays at fixed addresses: the packed micro-batch (static_buffers.py), the
 parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
@@ -15,7 +15,7 @@ Without a CUDA device, passes run on the bucket's buffers and are not captured.
 All graphs share memory, mostly for activations. Therefore no other pass may run between a forward
 pass and its backward pass, and each forward pass has at most one backward pass.
 
-Tensor shapes use M trained tokens of a bucket and m trained tokens of a micro-batch.
+In tensor shapes, M counts trained tokens of a bucket, and m counts trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class GradientSums:
             self._own[parameter].add_(grad)
 
     def count(self) -> int:
-        """Return the number of gradient sums; the capture of a graph must not create new ones."""
+        """Return the number of gradient sums, which the capture of a graph must not change."""
         return len(self._own) + sum(sink.total is not None for sink in self._sinks)
 
 
@@ -117,8 +117,8 @@ class _Pass:
         """Gradients of the loss with respect to log-probability and entropy."""
         self.backward = backward
         self.has_run = False
-        """Whether both passes have run; their kernels are then compiled, and gradient sums exist.
-        """
+        """Whether forward and backward have run, so that kernels are compiled and gradient sums
+        exist."""
         self.values: Values | None = None
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
@@ -245,7 +245,7 @@ class TrainGraphs:
         """
 
     def run(self, host: HostRows) -> GraphResult | None:
-        """Run a micro-batch, with gradient if enabled; None means that it must run eagerly."""
+        """Run a micro-batch, with gradient if enabled; return None if it must run eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None

@@ -2,10 +2,12 @@
 
 Every packed token has one query, in the row to which the token belongs. The queries of a shared
 prompt belong to the first row that uses the prompt. A row has a key for every token, so the keys of
-a shared prompt appear in several rows. Attention is causal and aligned at the end. The last query
-of a row sees all keys of the row, and the second-to-last query sees all keys but the last.
+a shared prompt appear in several rows. Attention is causal and aligned at the end of a row. The
+last query of a row sees all keys of the row, and the second-to-last query sees all keys but the
+last.
 
-Tensor shapes use N packed tokens, R key positions, K key-value heads and head size D.
+In tensor shapes, N counts packed tokens, R key positions and K key-value heads, and D is the head
+size.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class VarlenRows:
     query_starts: torch.Tensor
     """[rows + 1] int32: where each row's queries begin, and where the last row's queries end."""
     key_starts: torch.Tensor
-    """[rows + 1] int32: where the keys of each row begin, and where those of the last row end."""
+    """[rows + 1] int32: where each row's keys begin, and where the last row's keys end."""
     longest_query: int
     longest_key: int
     shared: KeyIndex | None = None

@@ -1,4 +1,4 @@
-"""`covey algorithms`: list the algorithms, or describe one."""
+"""`covey algorithms`: list the algorithms, or describe one algorithm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def algorithms_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the algorithms, or describe one: its formula, options and departures from the paper."""
+    """List all algorithms, or describe one algorithm with its formula and options."""
     if name is not None and "." not in name and ":" not in name:
         check_algorithm_name(name)
     if as_json:

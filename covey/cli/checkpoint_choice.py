@@ -21,9 +21,9 @@ def run_around(path: Path) -> Path | None:
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     """Return the checkpoint to load: the target itself, or a run's checkpoint.
 
-    For a run, the function returns the checkpoint of `step`, or the newest one by default. If the
-    checkpoint is damaged, the error suggests `command`, with the path of an intact checkpoint in
-    place of {}.
+    For a run, the function returns the checkpoint of `step`, or the newest checkpoint by default.
+    If the checkpoint is damaged, the error suggests `command`, in which {} is replaced by the path
+    of an intact checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"
@@ -48,11 +48,13 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
             raise RunError(f"{run.path} has no checkpoint yet")
         where = run.path / "checkpoints"
         raise RunError(
-            f"{run.path} saved a checkpoint of step {saved}, but {where} contains no checkpoint; "
-            "mount the folder's disk, or restore the folder"
+            f"{run.path} saved a checkpoint of step {saved}, but the folder {where} contains no "
+            "checkpoint; mount the disk of this folder, or restore the folder"
         )
     wanted = max(checkpoints) if step is None else step
     if wanted not in checkpoints:
         kept = ", ".join(str(s) for s in checkpoints)
-        raise RunError(f"--step {step}: {run.path} has only checkpoints of steps {kept}")
+        raise RunError(
+            f"--step {step}: {run.path} has no checkpoint of this step, only of the steps {kept}"
+        )
     return checkpoints[wanted]

@@ -48,21 +48,23 @@ Arms = Annotated[
         "--arm",
         metavar="'NAME: KEY=VALUE, ...'",
         help="Add an arm with its own settings, such as 'frozen: optimizer.learning_rate=0'. "
-        "The arm 'again: seed+=1000' differs from the common configuration only in its seeds.",
+        "For example, 'again: seed+=1000' repeats the common configuration with other seeds.",
     ),
 ]
 Seeds = Annotated[
     int | None,
     typer.Option(
-        min=1, max=1000, help=f"Number of runs per arm, with consecutive seeds. Default: {SEEDS}."
+        min=1,
+        max=1000,
+        help=f"Number of seeds; each arm trains one run per seed. Default: {SEEDS}.",
     ),
 ]
 Kind = Annotated[
     Literal["steps", "tokens", "updates"],
     typer.Option(
         "--budget",
-        help="Unit of the training budget: training steps, sampled tokens, or updates (optimizer "
-        "steps).",
+        help="Unit of the training budget: training steps, sampled tokens, or optimizer steps "
+        "('updates').",
     ),
 ]
 Amount = Annotated[
@@ -70,8 +72,8 @@ Amount = Annotated[
     typer.Option(
         min=1,
         max=10**15,
-        help="Training budget of each run, in the unit of --budget. By default, train.steps of the "
-        "configuration sets the budget.",
+        help="Training budget of each run, in the unit of --budget. Default: train.steps of the "
+        "configuration.",
     ),
 ]
 Overrides = Annotated[
@@ -81,14 +83,15 @@ Overrides = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of the comparison to start or resume. By default, a new comparison is stored "
-        "in comparisons/NAME-N, and repeating the command resumes this comparison."
+        help="Folder of the comparison to start or resume. Default: a new folder "
+        "comparisons/NAME-N. If the folder comparisons/ already has a comparison with the same "
+        "settings, that comparison is resumed."
     ),
 ]
 Add = Annotated[
     str,
     typer.Option(
-        metavar="A,B", help="Algorithms to add, as new arms, to the comparison in --folder."
+        metavar="A,B", help="Add these algorithms as new arms to the comparison in --folder."
     ),
 ]
 Parallel = Annotated[
@@ -96,8 +99,8 @@ Parallel = Annotated[
     typer.Option(
         min=1,
         max=1024,
-        help="Number of runs to train at the same time. Default: the CPU cores divided by the "
-        "threads of a run, or 1 on a GPU.",
+        help="Number of runs to train at the same time. Default: 1 on a GPU; on a CPU, the "
+        "number of cores divided by the number of threads per run.",
     ),
 ]
 Threads = Annotated[
@@ -105,18 +108,21 @@ Threads = Annotated[
     typer.Option(
         min=1,
         max=4096,
-        help="Number of CPU threads per run. Default: the CPU cores divided by the number of runs.",
+        help="Number of CPU threads per run. Default: the number of CPU cores divided by the "
+        "number of runs.",
     ),
 ]
 Report = Annotated[
     Path | None,
     typer.Option(
-        "--report", metavar="FOLDER", help="Write the reports of this comparison again, and exit."
+        "--report",
+        metavar="FOLDER",
+        help="Only write the reports of this comparison again, without training.",
     ),
 ]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Print the arms, seeds and budget, and exit without training."),
+    typer.Option("--dry-run", help="Print the arms, seeds and budget, without training."),
 ]
 
 
@@ -140,9 +146,9 @@ def compare_command(
 ) -> None:
     """Train several arms (algorithms or settings) under equal conditions, and compare the results.
 
-    All arms have the same starting weights, first rollouts, prompts, budget and held-out prompts.
-    The report states how certain each difference between arms is. After Ctrl-C or a crash, run the
-    same command to resume; finished runs are kept.
+    All arms start from the same weights and get the same prompts, training budget and held-out
+    prompts. The report says how certain each difference between two arms is. After Ctrl-C or a
+    crash, run the same command again to resume the comparison.
     """
     if report is not None:
         return _write_report(report)
@@ -164,7 +170,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add needs a comparison in --folder, and no recipe or settings")
+        raise ConfigError("--add needs an existing comparison in --folder, and no new settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)
@@ -202,7 +208,7 @@ def _print_design(folder: Path, design: Design) -> None:
 
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
-    """Print the design, run the unfinished runs, and write the reports."""
+    """Print the design of the comparison, run the unfinished runs, and write the reports."""
     from covey.analysis.compare.comparison_folder import write_design
     from covey.analysis.compare.launch import make_jobs, run_jobs
     from covey.analysis.compare.prepare import parallel_runs

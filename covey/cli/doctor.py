@@ -40,8 +40,8 @@ Out = Annotated[
     Path | None,
     typer.Option(
         "--out",
-        help="Write the results to this file as JSON. The results for a run folder are written to "
-        "RUN/doctor.json by default.",
+        help="Write the results to this file as JSON. When a run folder is checked, the default is "
+        "RUN/doctor.json.",
     ),
 ]
 
@@ -54,15 +54,19 @@ def doctor_command(
     trust: Trust = None,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", min=1, help="Skip checks that would not end within this time."),
+        typer.Option(
+            "--seconds",
+            min=1,
+            help="Time limit in seconds. Checks that would exceed the time limit are skipped.",
+        ),
     ] = LIMIT,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check a configuration on this machine, in at most two minutes.
 
-    Small training steps with this configuration test the gradient, engine, reward, sandbox, exact
-    resume, memory and time. Large models get fewer and shorter completions. The exit code is 0 if
-    no check fails, and 1 if one does.
+    The command takes a few small training steps, and checks the gradient, engine, reward, sandbox,
+    exact resume, memory and time. Large models are checked with fewer and shorter completions. The
+    exit code is 1 if a check fails, and 0 otherwise.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     source = str(run.config_file) if run is not None else target or "arithmetic"

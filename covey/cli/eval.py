@@ -42,7 +42,7 @@ Source = Annotated[
         "--config",
         metavar="CONFIG",
         help="Configuration that defines the task and the reward. Default: the configuration of "
-        "the run, or the recipe 'arithmetic' if a model is given.",
+        "the run; for a model that belongs to no run, the recipe 'arithmetic'.",
     ),
 ]
 Overrides = Annotated[
@@ -67,8 +67,8 @@ By = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help="Also report results per category of prompts. KEY is a key of the prompts' `info`, "
-        "or 'task'.",
+        help="Also report results for each category of prompts. A prompt's category is the value "
+        "of KEY in its `info` field, or its task if KEY is 'task'.",
     ),
 ]
 Out = Annotated[
@@ -89,13 +89,13 @@ def eval_command(
     out: Out = None,
     smoke: Smoke = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
-    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. For a run, the
-    newest checkpoint is evaluated on the run's own task. With --against, a second model is
-    evaluated on the same prompts.
+    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. If a run folder
+    is given, the newest checkpoint of the run is evaluated on the task of the run. With --against,
+    a second model is evaluated on the same prompts.
     """
     settings = list(overrides or [])
     if samples is not None:
@@ -163,8 +163,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 fitting, notes = fitting_prompts(config, model, prompts, "held-out")
                 if found and len(fitting) < len(prompts):
                     raise DataError(
-                        f"{path}: {notes[0]}, so the two models would get different prompts; set "
-                        "rollout.max_prompt_tokens to a length that both models support"
+                        f"{path}: this model cannot use all prompts of the other model "
+                        f"({notes[0]}); set rollout.max_prompt_tokens to a length that fits both"
                     )
                 prompts = fitting
                 engine = NativeEngine(model)

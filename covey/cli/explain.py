@@ -35,8 +35,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Replay the step with these algorithms. NAMES is a list such as grpo,gspo, or 'all' "
-        "for every algorithm.",
+        help="Train the step again with other algorithms. NAMES is a list such as grpo,gspo, or "
+        "'all' for every algorithm.",
     ),
 ]
 Options = Annotated[
@@ -44,7 +44,7 @@ Options = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="With --replay: set an option such as beta=0 in every replayed algorithm that has "
+        help="With --replay: set an option, such as beta=0, in all replayed algorithms that have "
         "this option.",
     ),
 ]
@@ -52,8 +52,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Start from the exact weights before the step: first train all steps since the "
-        "nearest checkpoint again.",
+        help="Recover the exact weights before the step, by training all steps since the nearest "
+        "checkpoint again.",
     ),
 ]
 
@@ -66,21 +66,21 @@ def explain_command(
     options: Options = None,
     exact: Exact = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Explain the gradient of a recorded training step by group, by rollout or by token.
 
-    The step is trained again on its recorded rollouts, from the nearest earlier checkpoint. The
-    output names the checkpoint that was used. With --replay, other algorithms train on the same
-    rollouts.
+    The command loads the nearest earlier checkpoint, and trains the step again on its recorded
+    rollouts. The output says which checkpoint was loaded. With --replay, the step is also
+    trained with other algorithms, on the same rollouts.
     """
     if line is not None and algorithms is not None:
         raise ConfigError(
-            "--rollout cannot be combined with --replay, which uses all rollouts of the step; "
-            "leave one of these options out"
+            "--rollout and --replay cannot be combined, because --replay uses all rollouts of the "
+            "step; leave out one of these options"
         )
     if options and algorithms is None:
-        raise ConfigError("--set changes options of the algorithms in --replay; give --replay too")
+        raise ConfigError("--set needs --replay, because it sets options of replayed algorithms")
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
@@ -119,8 +119,8 @@ def _check_line(line: int, trained: list[int], rollouts: int) -> None:
         raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
     if line not in trained:
         raise ConfigError(
-            f"--rollout {line}: the step did not train on this rollout, because the group of the "
-            "rollout was filtered out"
+            f"--rollout {line}: the step did not train on this rollout, because the rollout's "
+            "group was filtered out"
         )
 
 
@@ -142,11 +142,12 @@ def _replay(
 ) -> None:
     for option in options:
         if "=" not in option:
-            raise ConfigError(f"--set takes key=value, such as beta=0, not {option!r}")
+            raise ConfigError(f"--set {option!r}: write an option as key=value, such as beta=0")
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
         raise ConfigError(
-            f"--replay {algorithms!r} names no algorithm; give names such as grpo,gspo, or all"
+            f"--replay {algorithms!r} names no algorithm; give names such as grpo,gspo, or give "
+            "'all'"
         )
     with waiting(STARTING) as say:
         from covey.analysis.explain.recorded import policy_before, read_step

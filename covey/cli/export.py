@@ -30,23 +30,28 @@ Target = Annotated[
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")]
 Step = Annotated[
     int | None,
-    typer.Option(min=0, help="Export the checkpoint of this step. Default: the newest."),
+    typer.Option(min=0, help="Export the checkpoint of this training step. Default: the newest."),
 ]
 Dtype = Annotated[
     Literal["auto", "bfloat16", "float32"],
-    typer.Option(help="Dtype of the exported weights; 'auto' is the run's compute dtype."),
+    typer.Option(help="Dtype of the exported weights; 'auto' means the compute dtype of the run."),
 ]
 Repository = Annotated[
     str | None,
     typer.Option(
-        metavar="OWNER/NAME", help="Also upload the folder to this repository of Hugging Face."
+        metavar="OWNER/NAME",
+        help="Also upload the folder to this repository on the Hugging Face Hub.",
     ),
 ]
 Public = Annotated[
-    bool, typer.Option("--public", help="Create a public repository. Default: private.")
+    bool, typer.Option("--public", help="Make a new repository public. Default: private.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Export, but only list what --push would upload.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Export the model, and list the files that --push would upload, without uploading.",
+    ),
 ]
 
 
@@ -61,11 +66,13 @@ def export_command(
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
-    An adapter is merged into the weights of its base model. With --push, the folder is also
+    A LoRA adapter is merged into the weights of its base model. With --push, the folder is also
     uploaded to the Hugging Face Hub.
     """
     if push is None and (public or dry_run):
-        raise ConfigError("--public and --dry-run need an upload: give --push OWNER/NAME too")
+        raise ConfigError(
+            "--public and --dry-run have an effect only with --push; add --push OWNER/NAME"
+        )
     upload = None if push is None else _checked(Push(repository=push, public=public), dry_run)
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target

@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @cache
 def _command() -> Any:
-    """The command line, built once: a test calls `run` often, and building reads every flag."""
+    """The command line, built only once, because building is slow and tests call `run` often."""
     return typer.main.get_command(app)
 
 
@@ -123,7 +123,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _told(error: CoveyError) -> bool:
-    """Return whether another rank prints this error; of several failed ranks, only one prints."""
+    """Return whether another rank prints this error; only one of several failed ranks prints."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main

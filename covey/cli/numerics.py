@@ -39,8 +39,8 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="What to measure: a TOML file, the name of a recipe, or a run folder. For a run, the "
-        "newest checkpoint is used. Default: arithmetic.",
+        help="What to measure: a TOML file, the name of a recipe, or a run folder. In a run "
+        "folder, the newest checkpoint is measured. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[
@@ -70,24 +70,27 @@ def numerics_command(
     out: Out = None,
     smoke: Smoke = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Measure how much the log-probs of engine and trainer differ, and why.
 
-    The command generates and scores the rollouts of one step. The log-probs of every rollout are
-    computed in several ways, to separate the causes: precision, batch shape, truncation, kernels
-    and staleness. The run folder does not change.
+    The command generates and scores the rollouts of one training step. The log-probs of each
+    rollout are computed in several ways, to separate the causes of differences: precision, batch
+    shape, truncation, kernels and staleness. The command does not change the run folder.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:
-        raise ConfigError("--model: a run is measured with its own weights; leave --model out")
+        raise ConfigError(
+            "--model cannot be used with a run, because a run is measured with its own weights; "
+            "leave --model out"
+        )
     if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
     source = str(run.config_file) if run is not None else target or "arithmetic"
     if run is not None and run.is_sft:
         raise RunError(
-            f"{run.path} is an SFT run, which has no rollouts to measure; give a configuration, "
-            "and the SFT checkpoint as --model"
+            f"{run.path} is an SFT run, which has no rollouts to measure; to measure its model, "
+            "give a configuration, and the SFT checkpoint as --model"
         )
     with waiting(STARTING) as say:
         config = resolved(source, settings_of(overrides, model), smoke=smoke)
@@ -134,7 +137,7 @@ class _Notes(Tracker):
         self.say("measuring" if self.done >= self.completions else more)
 
     def note(self, text: str) -> None:
-        """Print the note on stderr."""
+        """Print a note on stderr."""
         echo(text, err=True)
 
 

@@ -46,7 +46,8 @@ Cluster = Annotated[
     bool,
     typer.Option(
         "--cluster",
-        help="Show how to divide 8 to 1,024 GPUs between trainers and engines for this run.",
+        help="Show how to divide the GPUs of a cluster, from 8 to 1,024 GPUs, between trainers and "
+        "engines.",
     ),
 ]
 MeasureSteps = Annotated[
@@ -64,7 +65,7 @@ Ranks = Annotated[
         min=1,
         max=4096,
         metavar="N",
-        help="Plan for training on N devices with one rank each, and show the memory of one rank.",
+        help="Plan for training with N ranks, one per device, and show the memory of each rank.",
     ),
 ]
 
@@ -78,9 +79,9 @@ def plan_command(
     trust: Trust = None,
     cluster: Cluster = False,
     measure_steps: MeasureSteps = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Show what a run will do, its time and memory, and which settings have no effect.
+    """Show what a run will do, how much time and memory it needs, and settings without effect.
 
     Without --measure, the command trains nothing and loads no weights. The command reads only the
     configuration and the tokenizer of the model.

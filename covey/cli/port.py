@@ -37,15 +37,15 @@ def trl_command(
         typer.Option(
             "--script",
             metavar="FILE",
-            help="Also write the script itself, with its data and reward functions, and "
-            "covey.train instead of TRL; needs --out.",
+            help="Also convert the script itself: keep its data and reward functions, and call "
+            "covey.train instead of TRL. The option --script needs --out.",
         ),
     ] = None,
 ) -> None:
     """Convert the GRPOConfig of a TRL script to a Covey configuration in TOML.
 
-    Comments in the TOML list the options that Covey does not have, and the options whose values
-    the script computes. The script is read, but not executed.
+    Options without an equivalent in Covey, and options whose values the script computes, are listed
+    in comments of the TOML. The command reads the script, but does not run it.
     """
     from covey.compat.trl import from_script
     from covey.compat.trl_script import covey_script
@@ -60,10 +60,13 @@ def trl_command(
     parse_config(tomllib.loads(found.toml()))
     if out is None:
         if ported is not None:
-            raise ConfigError("port: --script needs --out, because the script reads that file")
+            raise ConfigError(
+                "port: --script needs --out too, because the new script loads the configuration "
+                "file that --out writes"
+            )
         return echo(found.toml())
     if ported is not None and (ported.exists() or ported == script):
-        raise ConfigError(f"port: {ported} exists; give --script another name")
+        raise ConfigError(f"port: {ported} already exists; give --script another file name")
     written = None if ported is None else covey_script(text, str(out), str(script))
     write_text(out, found.toml())
     echo(f"{out}: {len(found.settings)} settings, {len(found.notes)} notes; please read them")

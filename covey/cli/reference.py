@@ -31,7 +31,7 @@ Connections = Annotated[
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Compute dtype of the model, as in model.dtype."),
+    typer.Option(help="Compute dtype of the model, like the setting model.dtype."),
 ]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, help="The port to listen on; 0 chooses a free port.")
@@ -90,7 +90,8 @@ def serve_command(
     token = _token(token_env)
     if host not in LOOPBACK and not token:
         raise ConfigError(
-            f"--host {host} accepts requests from other machines, so --token-env is needed too"
+            f"--host {host} accepts requests from other machines, so --token-env is needed to "
+            "protect the server"
         )
     _need_extra()
     listener = _bound(host, port)
@@ -138,7 +139,7 @@ def _serve(application: object, listener: socket.socket, settings: ServerSetting
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded; connections are refused until it is loaded."""
+    """Bind the port before the model is loaded; until then, connections are refused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # This lets a restarted server bind the same port at once.
@@ -153,7 +154,9 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
     advice = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
-    return ConfigError(f"--host {host} --port {port}: {error.strerror or error}{advice}")
+    return ConfigError(
+        f"cannot listen on --host {host} --port {port}: {error.strerror or error}{advice}"
+    )
 
 
 def _token(variable: str) -> str:

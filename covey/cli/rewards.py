@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.scoring import Scorer
 
 app = typer.Typer(
-    help="List rewards, score a file of completions, test a reward, or show reward changes.",
+    help="List rewards, score a file of completions, test a reward, or show how rewards changed.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -49,7 +49,9 @@ ConfigOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in reward.name=math."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting, for example reward.name=math."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LabelledOption = Annotated[
@@ -122,7 +124,7 @@ def score_command(
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a file of completions; print mean reward, accuracy, reward parts and failures."""
+    """Score a file of completions; print the mean reward, accuracy, reward parts and failures."""
     from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
@@ -190,14 +192,14 @@ def _summary_lines(summary: dict[str, Any]) -> str:
 
 @app.command("log")
 def log_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of runs.")] = Path(
-        "runs"
-    ),
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A folder that contains runs.")
+    ] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """Show how the reward changed from run to run, with the reasons and effects.
+    """Show each change of the reward from one run to the next, with its reason and effect.
 
-    The reason and the expected effect come from [reward_change] in the configuration.
+    The reason and the expected effect come from the section [reward_change] of the configuration.
     """
     from covey.run.reward_changes import reward_log
 
@@ -228,8 +230,9 @@ def lab_command(
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 
-    Correct completions must get the full reward, and reward hacks must not. A completion must get
-    the same score in every process. The exit code is 0 if all checks pass, and 1 if not.
+    Correct completions must get the full reward, and reward hacks must not. The score of a
+    completion must be the same in every process. The exit code is 0 if all checks pass, and 1
+    otherwise.
     """
     from covey.analysis.lab.cases import read_labelled
     from covey.analysis.lab.checks import Lab, examine

@@ -22,14 +22,14 @@ def check_command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check the health of a run: what is wrong, since which step, why, and what to change.
+    """Check the health of a run: show each problem with its first step, its cause and a remedy.
 
     The exit code is 1 if the last step shows a problem, and 0 otherwise.
     """
     run = RunFolder.open(path)
     rows = run.steps()
     if not rows:
-        raise RunError(f"{path} has no steps yet")
+        raise RunError(f"{path} has no training steps yet")
     found = timeline(rows, settings_of(run))
     silent = silence(rows, _seconds_since_last(run)) if run.in_use() else None
     found += [silent] if silent else []

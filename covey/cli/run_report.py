@@ -19,14 +19,14 @@ def report_command(
         typer.Option(metavar="FOLDER", help="Folder for the report. Default: the run folder."),
     ] = None,
 ) -> None:
-    """Write the report of a run: report.html, which opens offline, and report.md with report.svg.
+    """Write the report of a run as report.html, which opens offline, and as report.md.
 
-    The report shows curves, evaluations, completions before and after training, samples, health and
-    settings.
+    The report shows curves, evaluations, completions before and after training, sampled
+    completions, health and settings.
     """
     run = RunFolder.open(path)
     if out is not None and not out.is_dir():
-        raise RunError(f"there is no folder {out}")
+        raise RunError(f"--out {out}: this folder does not exist")
 
     from covey.analysis.run_report.write import write_run_report
 

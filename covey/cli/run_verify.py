@@ -26,7 +26,7 @@ def verify_command(
         bool,
         typer.Option(
             "--recompute",
-            help="Also train the last saved step again, and compare the weights with the "
+            help="Also train the last saved step again, and compare the resulting weights with the "
             "checkpoint.",
         ),
     ] = False,
@@ -35,8 +35,8 @@ def verify_command(
 ) -> None:
     """Check that no step, prompt or rollout of a run is lost, repeated or changed.
 
-    The configuration, data, reward, rollouts, steps and checkpoints of the run are compared with
-    each other. The exit code is 0 if all records agree, and 1 if not.
+    The command compares the configuration, data, reward, rollouts, steps and checkpoints of the run
+    with each other. The exit code is 0 if all records agree, and 1 otherwise.
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):

@@ -52,7 +52,7 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs, show a run, check its health, verify its records, or write its report. "
+    help="List runs, show a run, check the health of a run, verify its records, or write a report. "
     "`covey runs RUN` is short for `covey runs show RUN`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -68,11 +68,13 @@ def runs_command(
     ] = Path("runs"),
     step: Annotated[
         int | None,
-        typer.Option(min=1, help="Show the completions of this training step of the run FOLDER."),
+        typer.Option(
+            min=1, help="Show the completions of this training step; FOLDER must be a run."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List runs, or show one run: its evaluations, or the completions of a step."""
+    """List runs, show the evaluations of a run, or show the completions of a training step."""
     console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)
@@ -133,6 +135,10 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         return
     if not rows:
         raise RunError(f"there are no runs in {path}; `covey train` creates a run")
+    _print_runs(rows, console)
+
+
+def _print_runs(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not console.is_terminal:  # a pipe has no limit on the width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))
@@ -171,6 +177,9 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
         about = {"reward_change": None if changed is None else changed.row()}
         typer.echo(json.dumps({**_overview(run, evaluations), **about, "evaluations": evaluations}))
         return
+    if not evaluations:
+        _print_runs([_overview(run, evaluations)], console)
+        console.print("This run has no evaluations (evaluate.every).", style="dim")
     names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
     for row in evaluations:
@@ -182,7 +191,8 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
             _number(row.get("distinct_answers"), "d"),
             _number(row.get("mean_tokens"), ".1f"),
         )
-    console.print(table)
+    if evaluations:
+        console.print(table)
     if changed is not None:
         for line in changed.lines():
             console.print(cell(line))

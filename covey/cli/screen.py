@@ -15,7 +15,7 @@ from rich.text import Text
 from covey.escape import printable
 
 UNLIMITED = 100_000
-"""A width in columns that no table needs."""
+"""A width in columns that is larger than every table."""
 
 
 class Screen(Console):
@@ -80,5 +80,5 @@ def cell(text: object) -> Text:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line without style."""
+    """Print a line of plain text, without style."""
     typer.echo(printable(text), err=err)

@@ -38,11 +38,11 @@ def sft_command(
     smoke: Smoke = False,
     trust: Trust = None,
 ) -> None:
-    """Fine-tune a model on worked solutions, from the task or from a file.
+    """Fine-tune a model (SFT) on worked solutions, which come from the task or from a file.
 
     Reinforcement learning needs a model that already solves some prompts. SFT teaches the model
-    the format and the steps of a solution. After SFT, run `covey train --model
-    RUN/checkpoints/STEP`.
+    the format and the steps of a solution. To continue with reinforcement learning after SFT, run
+    `covey train --model RUN/checkpoints/STEP`.
     """
     sft = Training(
         command="sft",

@@ -1,4 +1,4 @@
-"""Start of every command that trains or scores: shared options, settings and opening notes."""
+"""Code that commands run before they train or score: shared options, settings and first notes."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration: a TOML file, or the name of a recipe that `covey recipes` lists. "
+        help="Configuration: a TOML file, or the name of a recipe (see `covey recipes`). "
         "Default: arithmetic.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=20."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting, for example train.steps=20."
+    ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model (sets model.path): a folder, a Hugging Face name, a GGUF file, or a packaged "
-        "model ('embedded' or 'smollm2')."
+        help="Model to use instead of model.path: a folder, a Hugging Face name, a GGUF file, or "
+        "one of the packaged models 'embedded' and 'smollm2'."
     ),
 ]
 Smoke = Annotated[
     bool,
     typer.Option(
         "--smoke",
-        help="Quick test: reduce batch sizes, lengths and steps, so that a run takes 1 or 2 "
-        "minutes.",
+        help="Quick test: reduce batch sizes, completion lengths and the number of steps, so that "
+        "a run takes 1 or 2 minutes.",
     ),
 ]
 Trust = Annotated[
@@ -60,8 +62,9 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Allow settings such as reward.name=MODULE:FUNCTION to import this module or package. "
-        "The module's code runs with your permissions.",
+        help="Trust a Python module or package, so that settings such as "
+        "reward.name=MODULE:FUNCTION can import it. The code of a trusted module runs with your "
+        "permissions.",
     ),
 ]
 """The option --trust; its callback runs before the command."""
@@ -85,7 +88,7 @@ class _LateTorch(ModuleType):
 
 
 def import_torch_when_used() -> None:
-    """Make `import torch` wait until something of torch is used, because it takes seconds."""
+    """Delay the import of torch until torch is used, because the import takes seconds."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = module = _LateTorch("torch")
         module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
@@ -109,7 +112,7 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return the configuration to load: the given one, or the embedded model's recipe.
+    """Return the configuration to load: the given configuration, or the embedded model's recipe.
 
     The result is None for another model or task, because the recipe's learning rate and lengths
     would not fit.
@@ -213,7 +216,7 @@ def tell_edited(folder: RunFolder) -> None:
 def tell_start(
     reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str] = ()
 ) -> None:
-    """Print what is notable about the prompts and, for a new run, about its settings."""
+    """Print notes about the prompts and, for a new run, about its settings."""
     from covey.rollout.prompts import prompt_notes
 
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
@@ -223,7 +226,7 @@ def tell_start(
 
 
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Print findings about settings without effect or with risks, except those in `not_own`.
+    """Print findings about useless or risky settings, except the settings in `not_own`.
 
     `not_own` are the settings that --smoke changed. Only `covey plan` lists equivalent settings.
     """

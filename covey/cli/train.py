@@ -52,9 +52,9 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Run trainer ranks, engines and scoring on Ray, as set in the config section cluster. "
-        "ADDRESS is 'local' to start Ray on this machine, 'auto' to find a running cluster, or the "
-        "address of a cluster. --ray ADDRESS sets cluster.address.",
+        help="Run trainer ranks, engines and scoring on Ray, as the section [cluster] of the "
+        "configuration says. ADDRESS is 'local' to start Ray on this machine, 'auto' to find a "
+        "running cluster, or the address of a cluster. The option --ray sets cluster.address.",
     ),
 ]
 
@@ -76,7 +76,7 @@ def train_command(
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
     ] = False,
 ) -> None:
-    """Train a model: sample groups of completions, score them, reinforce the better ones.
+    """Train a model: sample groups of completions, score them, and reinforce the better ones.
 
     The run folder contains the configuration, metrics, evaluations, completions and checkpoints.
     Ctrl-C saves a checkpoint and prints how to resume. The exit code is 130 after Ctrl-C, and 143

@@ -38,7 +38,7 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help="Resume this run with its saved settings. Some settings can be changed with --set.",
+        help="Resume this run with its saved settings. With --set, some settings can be changed.",
     ),
 ]
 ResumeStep = Annotated[
@@ -47,7 +47,7 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: the step of the checkpoint to resume from, or 0 to restart the run. "
+        help="With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
         "Records of later steps are moved to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
@@ -55,13 +55,13 @@ ResumeStep = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A kind of training: functions that build its parts and run its loop."""
+    """A kind of training (RL or SFT): the functions that build its parts and run its loop."""
 
     command: str
     """`train` or `sft`."""
     build: Callable[[Config, World], Any]
     environment: Callable[[Any], dict[str, Any]]
-    """A function that returns further entries of environment.json."""
+    """A function that returns additional entries of environment.json."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
     """A function that trains, and returns the last step and the planned number of steps."""
     arguments: Sequence[str]
@@ -97,7 +97,8 @@ class Training:
     ) -> None:
         """Resume a run with its own settings plus overrides, or only print these settings.
 
-        If `verify` is true, the newest checkpoint is first trained again and compared.
+        If `verify` is true, the last saved step is trained again before the run resumes. The new
+        weights must equal those of the newest checkpoint.
         """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
@@ -181,11 +182,13 @@ def _joined(config: Config) -> AbstractContextManager[World]:
 def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
     """Reject --step and --verify without --resume, and a run folder that already has files."""
     if verify:
-        raise ConfigError("--verify needs --resume RUN: a new run has nothing to verify")
+        raise ConfigError(
+            "--verify needs --resume RUN, because a new run has no checkpoint to verify"
+        )
     if step is not None:
         raise ConfigError(
-            f"--step {step} chooses the checkpoint to resume from, so --resume RUN is needed too; "
-            "to set the number of training steps, use train.steps"
+            f"--step {step} chooses the checkpoint to resume from, so it needs --resume RUN; to "
+            "set the number of training steps, use train.steps"
         )
     if run is not None:
         check_new_run(run)
@@ -195,6 +198,6 @@ def check_alone(*given: object) -> None:
     """Reject options that cannot be used with --resume."""
     if any(given):
         raise ConfigError(
-            "--resume uses the saved settings of the run; change settings only with --set, and "
+            "--resume uses the saved settings of the run; to change settings, use --set, and "
             "leave out CONFIG and options such as --model"
         )

@@ -1,4 +1,4 @@
-"""The trainer's side of engines in Ray actors, which distributes requests over the actors.
+"""Distributes the trainer's requests over engines in Ray actors.
 
 All requests of a prompt go to the same actor. If an actor dies, a new actor generates all of its
 requests again. If the cluster has no resources for a new actor, the remaining actors take over the
@@ -148,7 +148,7 @@ class RayEngine:
                 self.coming = self._make()
 
     def _add(self, member: Member) -> None:
-        """Add an engine whose actor has loaded its model, or died before."""
+        """Add an engine whose actor has loaded its model, unless the actor has died."""
         import ray
 
         try:
@@ -198,7 +198,7 @@ class NoRoom(EngineError):
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The requests of one actor, with the methods of the thread that waits for it."""
+    """The requests of one actor; a thread runs `serve` to wait for the completions."""
 
     engine: RayEngine
     member: Member

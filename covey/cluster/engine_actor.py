@@ -1,6 +1,6 @@
 """An engine in a Ray actor, which generates in a thread while calls add and fetch data.
 
-Every run of the engine names the version of the weights that it needs. A restarted actor has no
+Every generation run names the version of the weights that it needs. A restarted actor has no
 weights and fetches the named version, so it never generates with other weights.
 """
 
@@ -86,7 +86,7 @@ class EngineActor:
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights; `held` has the object reference, which Ray does not fetch in advance."""
+        """Load weights; `held` wraps the object reference, so that Ray does not fetch it early."""
         if version != self.version:
             import ray
 

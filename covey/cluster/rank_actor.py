@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in a separate process, because it handles signals. The GPUs of a process must also be
-chosen before torch is imported.
+The rank runs in a separate process, because the rank handles signals itself. The GPUs of a process
+must also be chosen before torch is imported.
 """
 
 from __future__ import annotations

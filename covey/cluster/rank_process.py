@@ -1,7 +1,7 @@
 """A trainer rank that ends when its actor ends (`rank_process PARENT ARGUMENTS`).
 
-The arguments of this program are those of the `covey` command. Without this module, the rank of a
-killed actor would continue to train and occupy its GPU.
+The arguments of this program are the arguments of the `covey` command. Without this module, the
+rank of a killed actor would continue to train and occupy its GPU.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The actors of one kind."""
+    """The actors of one kind, such as engines or scoring workers."""
 
     name: str
-    """The kind, in the plural."""
+    """The name of the kind in the plural, such as `engines`."""
     count: int
     need: Need
     """The resources of each actor."""
@@ -54,7 +54,7 @@ class Actors:
 
     @property
     def whole_gpus(self) -> float:
-        """The number of whole GPUs; actors that need fractions of a GPU share GPUs."""
+        """The number of whole GPUs. Actors that need part of a GPU run together on one GPU."""
         share = self.need.gpus
         return math.ceil(self.count / (1 // share)) if 0 < share < 1 else self.count * share
 
@@ -167,7 +167,7 @@ def _set_aside(count: int) -> None:
 
 
 def check_room(actors: Sequence[Actors]) -> None:
-    """Reject requests for more resources than the cluster has, which would wait for ever."""
+    """Reject requests for more resources than the cluster has, because Ray would wait for ever."""
     import ray
 
     total = ray.cluster_resources()

@@ -83,7 +83,10 @@ class RayScorer:
             if self.handles[place] is handle:
                 self.died += 1
                 if self.died > self.restarts:
-                    raise RewardError(f"reward: the Ray actors for scoring died {self.died} times")
+                    raise RewardError(
+                        f"reward: the Ray actors that score completions died {self.died} times; "
+                        "see `ray logs`"
+                    )
                 self.handles[place] = self._make()
                 self.happened.append(f"scoring worker {place + 1} died and was restarted")
             return self.handles[place]

@@ -52,8 +52,8 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
     except ray.exceptions.GetTimeoutError:
         ray.util.remove_placement_group(group)
         raise EngineError(
-            f"cluster: there were no free resources for {ranks} trainer ranks within {patience:g} "
-            "s; `ray status` shows the free resources"
+            f"cluster: Ray had no free resources for {ranks} trainer ranks within {patience:g} s; "
+            "`ray status` shows the free resources"
         ) from None
     return group
 
@@ -99,7 +99,7 @@ class _Ranks:
     """The ranks of a run, in the process that started them."""
 
     actors: list[Any]
-    """The actors; after `start`, in the order of their ranks."""
+    """The actors of the ranks, in the order of ranks once `start` was called."""
     codes: dict[int, int] = field(default_factory=dict)
     """The exit codes of ended ranks; negative if a signal or a dead actor ended the rank."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)
@@ -180,8 +180,8 @@ class _Ranks:
             return told[0]
         rank = next(rank for rank, code in sorted(self.codes.items()) if code)
         raise EngineError(
-            f"rank {rank} died: its process or its Ray actor was killed, or its node is down; all "
-            "ranks stop, and --resume continues from the last checkpoint"
+            f"rank {rank} died, because its process or its Ray actor was killed or its node is "
+            "down; all ranks stop, and --resume continues from the last checkpoint"
         )
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""Port a TRL script: convert options of GRPOConfig to Covey's settings, and list all others.
+"""Port a TRL script: convert options of GRPOConfig to Covey's settings, and list other options.
 
-If TRL's default of an option differs from Covey's, the converted settings include TRL's default.
-The ported run then trains as the script did on one device.
+If TRL's default of an option differs from Covey's default, the converted settings include TRL's
+default. The ported run then trains as the script did on one device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD = (
     "rewards=...)",
 )
 FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}
-"""Names that no command accepts, so that the file never describes a run on other data."""
+"""Placeholders for the data and rewards of the script; no command accepts these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,10 @@ class Ported:
     notes: tuple[str, ...]
     """A line for each option without a counterpart, or with a different meaning in Covey."""
     given: frozenset[str] = frozenset()
-    """The settings that follow from options that the script sets. The others are TRL's defaults."""
+    """The settings that the script's options determine. All other settings are TRL's defaults."""
 
     computed: Mapping[str, str] = field(default_factory=dict)
-    """Setting -> the option it follows from, whose value the script computes."""
+    """Setting -> the option that it depends on, if the script computes the option's value."""
     unpacked: tuple[str, ...] = ()
     """Each `**name` in the script whose options are not known."""
 
@@ -75,7 +75,7 @@ class Ported:
         return "\n".join(lines) + "\n"
 
     def _mark(self, key: str) -> str:
-        """Return the comment behind a setting."""
+        """Return the comment that follows a setting in the file."""
         if key in self.computed:
             return f"  # {self.computed[key]} is computed in the script; set it yourself"
         if key in self.given:
@@ -93,7 +93,7 @@ def _given(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if not is_dataclass(config) or isinstance(config, type):
-        raise ConfigError("port: give a GRPOConfig, or a dict of its options")
+        raise ConfigError("port: pass a GRPOConfig object, or a dict with options of GRPOConfig")
     return {
         option.name: value
         for option in fields(config)
@@ -139,7 +139,7 @@ def _missing(given: Arguments) -> list[str]:
 
 
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that are not known if an option is not, whether they are set or not."""
+    """Return the settings that depend on an option; all but the first only if they are set."""
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]
     return found if first is None else [first, *found]
@@ -161,7 +161,7 @@ def _trainer(call: ast.Call, known: Values) -> Ported:
 
 
 def _is_lora(value: ast.expr) -> bool:
-    """Whether a peft_config is a LoraConfig, or a variable, which is most often one."""
+    """Whether a peft_config is a LoraConfig, or a variable, which usually contains a LoraConfig."""
     return isinstance(value, ast.Name) or (
         isinstance(value, ast.Call) and called(value) == "LoraConfig"
     )
@@ -177,7 +177,7 @@ ADAPTER = {
 
 
 def _adapter(call: ast.Call, known: Values) -> Ported:
-    """Port a LoraConfig with known values; the defaults are those of peft."""
+    """Port a LoraConfig with known values; missing values get the defaults of peft."""
     given = known.arguments(call)
     options, lost = given.options, (*given.unknown, *given.unpacked)
     notes = [f"LoraConfig: {name} is computed in the script; set it yourself" for name in lost]
@@ -283,7 +283,7 @@ def _rhythm(options: Mapping[str, Any], updates: int) -> tuple[Settings, list[st
     """Convert options that count optimizer steps to settings that count training steps.
 
     A training step takes `updates` optimizer steps. `warmup_steps` and `ref_model_sync_steps` are
-    not among these options, because Covey counts optimizer steps there too.
+    not converted, because Covey also counts them in optimizer steps.
     """
     evaluates, settings, notes = options["eval_strategy"] == "steps", {}, []
     counts = {

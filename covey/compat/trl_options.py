@@ -11,9 +11,9 @@ ALGORITHMS = {"bnpo": "dapo"}
 """TRL's loss_type -> Covey's algorithm, if the two names differ."""
 
 VERSION = "1.16"
-"""The version of TRL whose options and defaults these are."""
+"""The version of TRL that the options and defaults in this module come from."""
 OLDER = ("max_prompt_length", "warmup_ratio")
-"""Options of older versions, which scripts still use."""
+"""Options of older versions of TRL, which scripts still use."""
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULTS: Mapping[str, Any] = {
     "loss_type": "dapo", "importance_sampling_level": "token", "scale_rewards": "group",
@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_type": "linear", "seed": 42, "gradient_checkpointing": True, "save_steps": 500,
     "eval_strategy": "no", "logging_steps": 10,
 }  # fmt: skip
-"""Defaults that differ from Covey's, or from which other settings are computed."""
+"""TRL's defaults that differ from Covey's defaults, or from which other settings are computed."""
 
 
 def _same(value: Any) -> Any:
@@ -79,7 +79,8 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "seed": ("seed", _same),
     "report_to": ("trackers", _trackers),
 }
-"""TRL's option -> Covey's setting and a function that converts the value; None omits it."""
+"""TRL's option -> Covey's setting and a function that converts the value. If the function returns
+None, the setting is omitted."""
 
 _NOT_NEEDED = "not needed"
 _HUB = "use `covey export`, and upload the folder"
@@ -200,7 +201,7 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "logging_steps": (),  # a note; used only if eval_steps is missing
     "max_prompt_length": ("rollout.long_prompts",),
 }  # fmt: skip
-"""Options that are ported in combination with others -> the settings that depend on them."""
+"""Options that are ported in combination with other options -> the settings that depend on them."""
 
 _STEPS = ("train.steps", "save.every", "evaluate.every")
 COMPUTED: Mapping[str, tuple[str, ...]] = {
@@ -210,7 +211,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
-"""Options -> further settings that are only right if the option is known."""
+"""Option -> further settings that can be computed only if the option's value is known."""
 
 TRAINER: Mapping[str, str] = {
     "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
@@ -221,4 +222,4 @@ TRAINER: Mapping[str, str] = {
     "processing_class": "the tokenizer is that of the model's folder",
     "environment_factory": "pass it as environment=... to covey.train",
 }
-"""Arguments of GRPOTrainer -> what to do instead."""
+"""Argument of GRPOTrainer -> advice on what to do instead."""

@@ -15,15 +15,15 @@ INDENT = "    "
 
 @dataclass(slots=True, kw_only=True)
 class _Edits:
-    """The statements of a script to replace, by their first line, and the names they defined."""
+    """The statements of a script to replace, and the names that these statements defined."""
 
     lines: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    """First line -> last line and replacement."""
+    """Number of a statement's first line -> number of its last line, and the lines to insert."""
     removed: set[str] = field(default_factory=set)
     trains: bool = False
 
     def replace(self, node: ast.stmt, *lines: str) -> None:
-        """Replace a statement by lines with its indentation."""
+        """Replace a statement by the given lines, with the statement's indentation."""
         indented = [f"{' ' * node.col_offset}{line}" for line in lines]
         self.lines[node.lineno] = (node.end_lineno or node.lineno, indented)
 
@@ -43,12 +43,14 @@ def covey_script(text: str, config: str, name: str = "script.py") -> str:
     """Return a script that trains with Covey on the data and the reward functions of a TRL script.
 
     `config` is the configuration file that `covey port` wrote. The lines of the script stay, except
-    imports and objects of TRL and peft; `trainer.train()` becomes a call of `covey.train`.
+    imports and objects of TRL and peft. `trainer.train()` becomes a call of `covey.train`.
     """
     tree = parsed(text, name)
     trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)
     if not isinstance(trainer, ast.Call):
-        raise ConfigError(f"port: {name} makes no GRPOTrainer, so there is no script to write")
+        raise ConfigError(
+            f"port: {name} creates no GRPOTrainer, so --script has nothing to convert"
+        )
     edits, call = _Edits(), _train_call(tree, trainer, config)
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     for node in statements:
@@ -58,7 +60,7 @@ def covey_script(text: str, config: str, name: str = "script.py") -> str:
         _use(edits, node, call)
         _attribute(edits, node)
     if not edits.trains:
-        raise ConfigError(f"port: {name} never calls train() of its GRPOTrainer as a statement")
+        raise ConfigError(f"port: {name} has no statement that calls train() of its GRPOTrainer")
     lines = edits.apply(text)
     result = "\n".join([*_leftovers(lines, edits.removed), *lines]) + "\n"
     parsed(result, f"the ported {name}")
@@ -136,7 +138,7 @@ def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
 
 
 def _rewards(tree: ast.Module, functions: ast.expr) -> str:
-    """Return the reward functions, with the literal reward_weights of the GRPOConfig."""
+    """Return the reward functions, with reward_weights if the GRPOConfig has them as literals."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     keywords = [k for call in calls if called(call) == "GRPOConfig" for k in call.keywords]
     weights = next((k.value for k in keywords if k.arg == "reward_weights"), None)

@@ -1,4 +1,4 @@
-"""The source of a TRL script: the values of its arguments, as far as they are known unexecuted."""
+"""Reads the values of arguments in a TRL script without executing the script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 LARGEST = 2**63
-"""Operands beyond this are left to the user, so that no script makes a number of endless size."""
+"""Arithmetic with larger operands is not evaluated, so that no script creates a huge number."""
 LARGEST_EXPONENT = 64
 RESUME = "resume_from_checkpoint"
 
@@ -32,7 +32,7 @@ def parsed(text: str, name: str) -> ast.Module:
         return ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(
-            f"port: {name} is not valid Python, line {error.lineno}: {error.msg}"
+            f"port: {name} is not valid Python: line {error.lineno}: {error.msg}"
         ) from None
 
 
@@ -43,19 +43,19 @@ def called(call: ast.Call) -> str:
 
 @dataclass(slots=True)
 class Values:
-    """The values of expressions in a script: literals, and names that are bound once to them."""
+    """The values of expressions in a script: literals, and names that the script binds once."""
 
     bound: Mapping[str, ast.expr]
     known: dict[str, Any] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
-    """Names whose values are being computed; one that needs itself has no value."""
+    """Names whose values are being computed. A name that depends on itself has no value."""
 
     @classmethod
     def of(cls, tree: ast.Module) -> Values:
         """Find the names that the whole script binds once, by a plain assignment.
 
-        Wherever such a name can be read, it has that value. A list or a dict that the script
-        changes, or passes to a function, is left out.
+        A name that is bound once has the same value everywhere in the script. A list or a dict that
+        the script changes, or passes to a function, is left out.
         """
         times = Counter(name for node in ast.walk(tree) for name in _binds(node))
         if "*" in times:  # an import that may bind any name
@@ -126,7 +126,7 @@ class Values:
         return found
 
     def put(self, found: Arguments, name: str, value: ast.expr) -> None:
-        """Add an argument, with its value if that is known."""
+        """Add an argument, with its value if the value is known."""
         found.options.pop(name, None)
         found.unknown.pop(name, None)
         try:
@@ -135,7 +135,7 @@ class Values:
             found.unknown[name] = ast.unparse(value)
 
     def _unpack(self, found: Arguments, node: ast.expr) -> None:
-        """Add the arguments of `**kw`; values of a dict may be unknown one by one."""
+        """Add the arguments of `**kw`; the values of single keys may be unknown."""
         name, value = f"**{ast.unparse(node)}", node
         if isinstance(node, ast.Name):
             value = self.bound.get(node.id, node)
@@ -158,15 +158,15 @@ class Arguments:
     """The keyword arguments of a call."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Those with known values."""
+    """The arguments with known values."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Name -> source, of those whose values the script computes."""
+    """Name -> source code of each argument whose value the script computes."""
     unpacked: list[str] = field(default_factory=list)
-    """The `**name` of which not even the names of all options are known."""
+    """Each `**name` whose keys are not all known."""
 
 
 def loading(tree: ast.Module, trainer: ast.Call | None) -> list[str]:
-    """Return notes about a type for from_pretrained, and a checkpoint to resume from."""
+    """Return notes about dtypes in from_pretrained calls, and about a checkpoint to resume from."""
     found, names = [], {o for node in ast.walk(tree) for o in _names(node, trainer)}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         given = [(str(keyword.arg), keyword.value) for keyword in call.keywords]
@@ -221,7 +221,7 @@ class Attribute:
     name: str
     value: ast.expr
     plain: bool
-    """Whether it always happens, before the trainer reads the config."""
+    """Whether the assignment always happens, and happens before the trainer reads the config."""
 
 
 def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:

@@ -47,7 +47,7 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "ipo": "Identity Preference Optimization, arXiv 2310.12036",
     }
 )
-"""Title of each algorithm. The keys are those of covey.objective.ALGORITHMS, in the same order."""
+"""Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
 """Algorithms with preference pairs, which have no ratio and whose beta is not a KL weight."""
@@ -59,4 +59,4 @@ def check_algorithm_name(name: str) -> None:
     """Reject a name that is not an algorithm."""
     if name != COMPOSED and name not in ALGORITHM_NAMES:
         hint = nearest(name, [*ALGORITHM_NAMES, COMPOSED])
-        raise ConfigError(f"config: objective.name = {name!r} is not known{hint}")
+        raise ConfigError(f"config: objective.name = {name!r} is not a known algorithm{hint}")

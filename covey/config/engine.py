@@ -21,20 +21,22 @@ class Engine(Section):
     device: Device = "auto"
     """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
     dtype: Literal["model", "float8"] = "model"
-    """Dtype of the matrix products in the native engine's layers. float8: weights and activations
-    in 8 bits, which is faster for models of several billion parameters on GPUs since Ada and
-    Hopper; needs objective.correction, which is then token_truncate by default."""
+    """Dtype of the matrix products in the native engine's layers. With float8, weights and
+    activations have 8 bits, which is faster for models of several billion parameters on Ada, Hopper
+    and newer GPUs. A float8 engine needs objective.correction, which is then token_truncate by
+    default."""
     kv_dtype: Literal["model", "float8"] = "model"
-    """Dtype of the KV cache in the native engine. float8: half the memory, and faster attention to
-    long completions; needs what engine.dtype = "float8" needs."""
+    """Dtype of the KV cache in the native engine. With float8, the KV cache takes half the memory,
+    and attention to long completions is faster. A float8 KV cache has the same requirements as
+    engine.dtype = "float8"."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """GiB for keys and values of completions on a GPU. If completions need more, the native engine
-    pauses the youngest and continues them later. 0: enough for all at rollout.max_tokens, if it is
-    free."""
+    """GiB for keys and values of completions on a GPU. If completions need more memory, the native
+    engine pauses the youngest completions and continues them later. With 0, the engine reserves
+    memory for all completions at rollout.max_tokens, if so much is free."""
 
     @property
     def rounds(self) -> str:
-        """The setting that makes the engine round to float8; empty if there is none."""
+        """The setting that makes the engine round to float8; empty if it does not round."""
         return next((name for name in ("dtype", "kv_dtype") if getattr(self, name) == "float8"), "")

@@ -111,15 +111,15 @@ def _check_depth(data: Mapping[str, Any], where: str) -> None:
 def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set takes key=value, such as train.steps=100, not {override!r}")
+        raise ConfigError(
+            f"--set {override!r}: write a setting as key=value, such as train.steps=100"
+        )
     *sections, last = key.strip().split(".")
     table = data
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(
-                f"--set {key}: {section!r} is a single value, not a section with keys"
-            )
+            raise ConfigError(f"--set {key}: {section!r} is a single value, so it has no keys")
     value = _value(raw.strip())
     if last == "name" and value != _present_name(sections, table):
         table.clear()
@@ -141,7 +141,7 @@ def _value(raw: str) -> Any:
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:
-        raise ConfigError("--set: the value is nested too deeply") from None
+        raise ConfigError("--set: the given value is nested too deeply") from None
     except ValueError:  # not TOML, or a number with too many digits for Python
         return raw
 

@@ -43,7 +43,7 @@ def resolve_options(
     if others and rest is None:
         key = next(iter(others))
         if new := getattr(function, "renamed_options", {}).get(key):
-            raise ConfigError(f"config: {where}.{key} is called {where}.{new} now")
+            raise ConfigError(f"config: {where}.{key} was renamed to {where}.{new}")
         elsewhere = ours(key)
         hint = f"; TRL's or verl's {key} is '{elsewhere}' here" if elsewhere else ""
         hint = hint or nearest(key, parameters)
@@ -57,7 +57,9 @@ def resolve_options(
         elif key in defaults:
             resolved[key] = defaults[key]
         else:
-            raise ConfigError(f"config: {where}.{key} must be given for {section.name}")
+            raise ConfigError(
+                f"config: {where}.{key} must be set for {section.name}, because it has no default"
+            )
     for key, value in others.items():
         resolved[key] = _checked(types.get(rest or "", Any), value, f"{where}.{key}")
     return resolved

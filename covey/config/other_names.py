@@ -1,6 +1,6 @@
 """Names of Covey's settings in TRL and verl, for error messages and docs/settings.md.
 
-The names for verl are those of its PPO trainer, without `actor_rollout_ref`.
+The names for verl are the names in its PPO trainer, without `actor_rollout_ref`.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ def check_overlap(config: Config) -> None:
     overlap, engine = config.overlap, config.engine
     if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
         raise ConfigError(
-            "config: overlap.mode = 'copy' needs an engine with its own copy of the weights: set "
-            "engine.kind = 'process' or 'vllm', or overlap.mode = 'ahead'"
+            "config: overlap.mode = 'copy' needs an engine with its own copy of the weights; set "
+            "engine.kind = 'process' or 'vllm', or set overlap.mode = 'ahead'"
         )
     if overlap.in_flight and not (overlap.staleness and overlap.mode == "copy"):
         raise ConfigError(
-            "config: overlap.in_flight = true needs overlap.mode = 'copy' and an overlap.staleness "
-            "of at least 1, because otherwise the engine is idle while weights change"
+            "config: overlap.in_flight = true needs overlap.mode = 'copy' and overlap.staleness "
+            "of at least 1, because otherwise the engine is idle while the weights change"
         )
     if engine.device != "auto" and engine.kind != "process":
         raise ConfigError(

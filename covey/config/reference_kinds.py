@@ -29,7 +29,7 @@ def check_reference(section: Section) -> None:
             kinds = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
             raise ConfigError(
                 f"config: reference.{name} = {value!r} has no effect with reference.kind = "
-                f"{section.kind!r}; it works only with reference.kind = {kinds}"
+                f"{section.kind!r}, only with reference.kind = {kinds}"
             )
     if section.kind == "server" and not section.url:
         raise ConfigError(
@@ -44,15 +44,16 @@ SELF_TEACHER = ("alpha", "every", "context", "template")
 def check_teacher(section: Teacher, *, privileged: bool) -> None:
     """Reject a [teacher] without the teacher that the objective needs, or with unused settings.
 
-    `privileged`: the objective needs the policy itself as a teacher with privileged text.
+    If `privileged` is true, the teacher must be the policy itself, with privileged text in its
+    prompt.
     """
     if privileged:
         _check_self_teacher(section)
         return
     if section.policy:
         raise ConfigError(
-            f"config: teacher.policy = {section.policy!r} works only with sdpo; this objective "
-            "needs teacher.path or teacher.url"
+            f"config: teacher.policy = {section.policy!r} works only with the objective sdpo; for "
+            "this objective, set teacher.path or teacher.url"
         )
     if bool(section.path) == bool(section.url):
         raise ConfigError(
@@ -66,8 +67,8 @@ def check_teacher(section: Teacher, *, privileged: bool) -> None:
 def _check_self_teacher(section: Teacher) -> None:
     if not section.policy or section.path or section.url:
         raise ConfigError(
-            "config: the teacher of this objective is the policy itself; set teacher.policy to "
-            "'current', 'frozen' or 'moving', and set neither teacher.path nor teacher.url"
+            "config: in this objective, the policy is its own teacher; set teacher.policy to "
+            "'current', 'frozen' or 'moving', and leave out teacher.path and teacher.url"
         )
     _check_idle(section, ("token_env", "timeout", "patience"), "url")
     _check_idle(section, ("temperature",), "path or teacher.url")
@@ -77,14 +78,17 @@ def _check_self_teacher(section: Teacher) -> None:
         _check_idle(section, ("offload",), "policy = 'frozen'")
     if not section.context:
         raise ConfigError(
-            "config: teacher.context is empty, so the teacher knows no more than the policy"
+            "config: teacher.context is empty, so the teacher would get the same prompt as the "
+            "policy; add a text to teacher.context"
         )
     for name, text in section.context.items():
         if "{text}" not in text:
-            raise ConfigError(f"config: teacher.context.{name} must contain {{text}}")
+            raise ConfigError(
+                f"config: teacher.context.{name} must contain the placeholder {{text}}"
+            )
     for field in ("{prompt}", "{context}"):
         if field not in section.template:
-            raise ConfigError(f"config: teacher.template must contain {field}")
+            raise ConfigError(f"config: teacher.template must contain the placeholder {field}")
 
 
 def _check_idle(section: Teacher, names: tuple[str, ...], other: str) -> None:

@@ -31,11 +31,12 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "save.review_answers": "save.samples_shown",
     }
 )
-"""Old key -> new key. The entry of a section applies to all its keys that are not listed."""
+"""Old key -> new key. The entry of a section applies to all keys of the section that have no entry
+of their own."""
 
 
 def new_setting(key: str) -> str | None:
-    """Return the new name of an old key, or None if the key is not an old one.
+    """Return the new name of an old key, or None for any other key.
 
     >>> new_setting("rollout.samples"), new_setting("warmup.steps"), new_setting("train.steps")
     ('rollout.group_size', 'sft.steps', None)
@@ -53,12 +54,12 @@ def check_names(data: Mapping[str, Any]) -> str | None:
         for key in keys or [section]:
             if new := new_setting(key):
                 example = ", as in stop_after = {tokens = 1000000}" if "stop_after" in new else ""
-                return f"config: {key} is called {new} now{example}"
+                return f"config: {key} was renamed to {new}{example}"
     return None
 
 
 def translated(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with old keys replaced by new ones."""
+    """Return settings in which new keys replace the old keys."""
     result: dict[str, Any] = {}
     stop: dict[str, Any] = {}
     for section, values in data.items():

@@ -1,4 +1,4 @@
-"""The [reward_change] section: why the reward differs from that of the previous run."""
+"""The [reward_change] section: why the reward differs from the reward of the previous run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from covey.config.section import Section
 
 
 class RewardChange(Section):
-    """[reward_change]. It changes nothing in a run; the log of reward changes records it."""
+    """[reward_change]: notes for the log of reward changes, without effect on training."""
 
     reason: str = ""
     """Why the reward was changed since the previous run of the same task."""

@@ -43,8 +43,9 @@ class Model(Section):
     """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
     reproducible."""
     template: str = "auto"
-    """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
-    auto: the tokenizer's chat template, or plain if the tokenizer has no chat template."""
+    """How prompts are rendered: chat, plain, or a text with {question} and optionally {system}.
+    With auto, prompts use the tokenizer's chat template, or plain if the tokenizer has no chat
+    template."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
@@ -125,9 +126,10 @@ class Reference(Section):
     """[reference]. Settings that the chosen kind of reference does not use are rejected."""
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
-    """Reference policy of the KL penalty: a copy of the initial weights (frozen), such a copy in
-    main memory (offloaded), the model without its adapter (adapter_off), weights that follow the
-    policy (moving, renewed), or a server. It is loaded only if there is a KL penalty."""
+    """Kind of the reference policy for the KL penalty: a copy of the initial weights (frozen), a
+    copy in main memory (offloaded), the model without its adapter (adapter_off), weights that
+    follow the policy (moving, renewed), or a server. The reference is loaded only if there is a KL
+    penalty."""
     alpha: Share = 0.6
     """Weight of the policy in an update of a moving reference: reference = alpha * policy +
     (1 - alpha) * reference."""
@@ -188,9 +190,9 @@ class Scoring(Section):
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
-    """What to do if a reward function returns None. error: the completion counts as unscored; skip:
-    only the other reward functions count, as in TRL, and a completion without any reward is not
-    trained on."""
+    """What to do if a reward function returns None. With error, the completion counts as unscored.
+    With skip, only the other reward functions count, as in TRL, and a completion without any reward
+    is not trained on."""
 
 
 class Filter(Section):
@@ -249,8 +251,8 @@ class Optimizer(Section):
     """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state. float32: float32 moments, and float32 master weights for
-    bfloat16 models; compact: bfloat16 moments with stochastic rounding, and only the lower 16 bits
-    of each master weight, because the model's weight has the upper 16 bits."""
+    bfloat16 models; compact: bfloat16 moments with stochastic rounding. The compact state has only
+    the lower 16 bits of each master weight, because the model's weight has the upper 16 bits."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optimizer:

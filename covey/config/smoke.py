@@ -33,10 +33,10 @@ AT_MOST: Mapping[str, float] = {
     "evaluate.samples": 1,
     "scoring.workers": 1,
 }
-"""Upper limits of settings."""
+"""Upper limits of settings in smoke runs."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings in which 0 means "all" or "as many as needed"; a smoke run limits them too."""
+"""Settings in which 0 means "all" or "as many as needed", which a smoke run also limits."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},
@@ -46,7 +46,7 @@ ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "sft.max_tokens": 256,  # solutions are longer than rollout.max_tokens above
     "filter.dynamic_sampling": False,  # completions this short are hardly ever correct
 }
-"""Settings with a fixed value."""
+"""Settings that have a fixed value in smoke runs."""
 
 DATA = files("covey") / "tasks" / "data"
 WORD_PROBLEMS: Mapping[str, str] = {

@@ -31,19 +31,21 @@ class Teacher(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to retry while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the distribution of a teacher with `path` or `url`; it does not depend on the
+    """Temperature of the distribution of a teacher with `path` or `url`, independent of the
     sampling temperature."""
     policy: Literal["", "current", "frozen", "moving"] = ""
-    """For sdpo: the policy itself is the teacher, and reads prompts with privileged text. Its
-    weights are those of the current policy, those at the start of the run, or a moving average."""
+    """For sdpo: the policy itself is the teacher, with privileged text in its prompt. The teacher's
+    weights are the current policy's weights (current), the initial weights (frozen), or a moving
+    average (moving)."""
     alpha: Share = 0.05
     """Weight of the policy in an update of a teacher with policy = "moving": teacher = alpha *
     policy + (1 - alpha) * teacher."""
     every: Positive = 1
     """Optimizer steps between updates of a teacher with policy = "moving"."""
     context: dict[str, str] = Field(default=CONTEXT)
-    """With `policy`, the privileged text, which contains {text}. `success` is a correct completion
-    of the same group, `feedback` is what the reward says about the completion itself, and any other
-    key is a column of the data, or `target`."""
+    """With `policy`, a template with {text} for each source of privileged text. The source
+    `success` is a correct completion of the same group, and `feedback` is the reward's feedback on
+    the completion itself. Any other source is a column of the data, or `target`."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
-    """With `policy`, the last message that the teacher reads, with {prompt} and {context}."""
+    """With `policy`, the template of the last message in the teacher's prompt, with {prompt} and
+    {context}."""

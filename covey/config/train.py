@@ -53,8 +53,8 @@ class Train(Section):
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
     """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
     or the engine (sampler). With auto, the engine is the source if its log-probs are exact
-    (float32, no truncation) or if the ratio has to correct for staleness. Otherwise auto chooses
-    the trainer, without an extra forward pass if a training step has one optimizer step."""
+    (float32, no truncation) or if the ratio has to correct for staleness. In all other cases, auto
+    chooses the trainer, without an extra forward pass if a training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
@@ -77,7 +77,7 @@ class Train(Section):
         return {**data, "steps": stop["steps"], "stop_after": others}
 
     def over_prompts(self, prompts: int, per_step: int) -> Train:
-        """Return the settings with the number of steps that a given `stop_after.epochs` needs.
+        """Return the settings with the number of steps computed from a given `stop_after.epochs`.
 
         Every step draws its prompts from one epoch. If the last prompts of an epoch do not fill a
         step, the epoch omits these prompts.
@@ -104,5 +104,5 @@ class Train(Section):
 
     @property
     def total_updates(self) -> int:
-        """The number of optimizer steps of a run; with a token budget, the nominal number."""
+        """The number of optimizer steps of a run; with a token budget, of `train.steps` steps."""
         return self.amount if self.budget == "updates" else self.steps * self.updates

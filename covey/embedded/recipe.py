@@ -3,16 +3,16 @@
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:
 
-1. correct solutions, until the model can calculate:
+1. Correct solutions, until the model can calculate:
        47+8-6?  <think>47+8=55;55-6=49</think><answer>49</answer>
-2. careless solutions, which often forget the carry, more often for larger digits. One solution in
+2. Careless solutions, which often forget the carry, more often for larger digits. One solution in
    five also breaks the format:
        47+8-6?  <think>47+8=45;45-6=41</think><answer>41
 
-Reinforcement learning then has to teach the carry, also for untrained pairs of numbers, and the
-format. The first stage of SFT already taught the arithmetic. The recipe is seeded, but rounding
-depends on the processor and the number of threads, so another machine gives a slightly different
-model. The package therefore contains one fixed checkpoint.
+Reinforcement learning then has to teach the format and the carry, also for pairs of numbers that
+SFT did not contain. The first stage of SFT already taught the arithmetic. The recipe is seeded, but
+rounding depends on the processor and the number of threads, so another machine gives a slightly
+different model. The package therefore contains one fixed checkpoint.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Return careless results, in which each step continues from the previous result.
+    """Return working with deliberate mistakes; each step continues from the previous step's result.
 
-    The result is None if a number leaves the range of the task, or if a step is a held-out sum.
+    The working is None if a number leaves the range of the task, or if a step is a held-out sum.
     """
     working: list[Worked] = []
     left = sums[0].left

@@ -1,1 +1,1 @@
-"""Engines, which generate completions: native or vLLM."""
+"""Engines that generate completions: the native engine and vLLM."""

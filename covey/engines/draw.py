@@ -1,6 +1,6 @@
-"""Token sampling from logits with temperature, top-k, top-p and min-p, and log-probabilities.
+"""Sample tokens and their log-probs from logits, with temperature, top-k, top-p and min-p.
 
-Tensor shapes use S sequences and vocabulary size V.
+In tensor shapes, S is the number of sequences and V is the vocabulary size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The sampling distribution; temperature 0 is greedy, and the defaults do not truncate."""
+    """The sampling distribution.
+
+    Temperature 0 means greedy decoding. The defaults do not truncate the distribution.
+    """
 
     temperature: float = 1.0
     top_k: int = 0

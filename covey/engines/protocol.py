@@ -24,7 +24,7 @@ function.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Settings of generation, which all requests of one engine run share."""
+    """Generation settings that all requests of one engine run share."""
 
     group_size: int = 1
     """The number of completions of each prompt."""
@@ -38,14 +38,14 @@ class Sampling:
     max_concurrent: int = 128
     """The maximum number of completions that are generated at once."""
     cache_gigabytes: float = 0.0
-    """GiB for keys and values of completions on a GPU; 0: enough for all at full length."""
+    """GiB of GPU memory for keys and values of completions; 0 means enough for full length."""
     seed: int = 0
     mask_replay: bool = False
-    """Whether training needs the kept set of every token, if the distribution is truncated."""
+    """Whether training needs the tokens left after truncation (kept set) at every position."""
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions come with kept sets, which greedy completions never have."""
+        """Whether completions include the tokens that truncation kept; greedy ones never do."""
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )
@@ -61,7 +61,7 @@ class Request:
     """Index of the prompt; an engine prefills the prompt once for all its requests."""
     tokens: tuple[int, ...]
     address: Address
-    """Address of the random numbers: seed, step, prompt, sample and turn."""
+    """The values that determine the random numbers: seed, step, prompt, sample and turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +78,14 @@ class Completion:
     one span, unless weights were loaded during generation.
     """
     kept: str = ""
-    """The kept set of each token (see kept_sets.py), if `Sampling.returns_kept` is true."""
+    """For each token, the tokens that truncation kept (see kept_sets.py), if requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The largest sizes of the requests of a source.
+    """Upper limits on the number and the size of a source's requests.
 
-    An engine allocates memory for the largest requests at the start.
+    An engine allocates memory for these limits at the start of a run.
     """
 
     sampling: Sampling
@@ -114,7 +114,7 @@ class RequestSource(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """The largest sizes of the requests of this source."""
+        """Upper limits on the number and the size of this source's requests."""
 
     def take(self) -> Sequence[Request]:
         """Return the requests that have become ready; requests of one prompt are returned together.
@@ -151,7 +151,7 @@ class News(str):
 
 
 class Engine(Protocol):
-    """An engine, which generates completions and does not depend on rewards or training."""
+    """The interface of an engine, which generates completions."""
 
     @property
     def info(self) -> EngineInfo:
@@ -165,14 +165,14 @@ class Engine(Protocol):
 
         The method returns when the engine has the weights; the caller may then change the tensors.
         If `info.loads_in_flight` is true, another thread may call this method during `run`.
-        Completions in progress then continue with the new weights and have a version span for each
+        Completions in progress continue with the new weights and get a version span for each
         version.
         """
 
     def events(self) -> list[str]:
-        """Return a line for each failure since the last call that was repaired, as by a restart.
+        """Return a line for each failure that was repaired since the last call.
 
-        The run logs all lines, and counts those that are not of the class `News`.
+        The run logs all lines. Lines of the class `News` do not count as failures.
         """
 
     def close(self) -> None:

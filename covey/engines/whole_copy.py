@@ -1,7 +1,7 @@
-"""Wraps an engine that has its own weights, and keeps a full copy of a sharded policy.
+"""Wrap an engine with its own weights, and keep a full copy of a sharded policy.
 
 Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The native
-engine updates the full copy, because it generates with this copy. For other engines, the class
+engine generates with the full copy, and therefore updates the copy. For other engines, the class
 `WholeCopy` updates the full copy.
 """
 
@@ -18,7 +18,7 @@ from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSour
 
 @dataclass(slots=True)
 class WholeCopy:
-    """An engine that also updates the full copy of a sharded policy, to gather weights once."""
+    """Wraps an engine; gathers sharded weights once, for the full copy and for the engine."""
 
     engine: Engine
     copy: NativeCopy

@@ -1,11 +1,11 @@
-"""Adapters that run environment classes written for TRL without changes.
+"""Adapters that run TRL environment classes unchanged.
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
 add to the prompt. The public methods of the class are tools, and `get_reward()` is optional.
 Differences to TRL:
 
 - Each rollout has its own instance of the class. TRL reuses instances and calls `reset` again.
-- Tools are listed in the order of the class, not in alphabetical order.
+- Tools are listed in the order of their definition in the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
 - If the class draws random numbers itself, a resumed run does not reproduce them. If `reset` has a
   parameter `seed`, all rollouts of a group get the same seed.
@@ -42,7 +42,7 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     if not hasattr(kind, "reset"):
         raise ConfigError(
             f"environment: {kind.__name__} has no method reset; an environment needs either "
-            "reset(prompt, seed) and step(message), or reset(**row) and tools as public methods"
+            "reset(prompt, seed) and step(message), or reset(**row) and public methods as tools"
         )
     return partial(TrlEnvironment, kind)
 

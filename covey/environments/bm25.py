@@ -3,8 +3,9 @@
     score(d, q) = sum over words w of q:  idf(w) * f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|))
     idf(w)      = ln(1 + (N - n + 0.5) / (n + 0.5))
 
-In this formula, f is the count of word w in document d, |d| is the number of words of d, N is the
-number of documents, and n is the number of documents with w. Lucene uses the same formula.
+In the formula, f is the count of word w in document d, and |d| is the number of words in d. In the
+formula, N is the number of documents, and n is the number of documents with word w. Lucene uses the
+same formula for BM25.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The interface of environments: the methods that turn a prompt into an episode.
 
-An environment sees messages and never token ids. Each rollout has its own instance. All methods may
-be plain or async. An exception in a method ends the rollout with the finish `error` and no reward.
+An environment sees messages and never token ids. Each rollout has its own instance of the
+environment. All methods may be plain or async. An exception in a method ends the rollout with the
+finish `error` and no reward.
 
     class GuessNumber:
         def reset(self, prompt, seed):
@@ -37,7 +38,7 @@ class Start:
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, for the chat template."""
     state: Any = None
-    """Data that identifies the first state, as in `Step`."""
+    """Data that identifies the first state, like `Step.state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,8 @@ def prepare(factory: Factory) -> None:
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment declares that it never takes long and never crashes.
 
-    Environments with `quick = True` run in this process. All other environments run in worker
-    processes, with limits on time and memory.
+    Environments with `quick = True` run in this process. Environments without `quick = True` run in
+    worker processes, with limits on time and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))

@@ -51,7 +51,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def settle(value: Awaitable[Any]) -> Any:
-    """Wait for the result of an async method, in any thread except the event loop's."""
+    """Wait for the result of an async method, in any thread except the event loop's thread."""
 
     async def settled() -> Any:
         return await value
@@ -108,7 +108,7 @@ def make_host(
     timeout: float = 30.0,
     gigabytes: float = 8.0,
 ) -> Host:
-    """Return the host for an environment: this process for a quick one, else worker processes."""
+    """Return an inline host for a quick environment, or worker processes for other environments."""
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)

@@ -130,7 +130,7 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send the commands that may run now: all, or only one after a process has died."""
+        """Send the commands that may run now: all, or one at a time after a process has died."""
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]

@@ -1,4 +1,4 @@
-"""Runs programs that the policy wrote in the sandbox, and returns their output as text."""
+"""Runs programs of the policy in the sandbox, and returns their output as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""Ratio of wall-time limit to CPU-time limit, so that a busy machine changes no result."""
+"""The wall-time limit is this many CPU-time limits, so that a busy machine changes no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,11 +50,11 @@ def find_environment(name: str, where: str = "environment.name") -> Callable[...
         return as_environment(import_callable(name, where))
     if name == PASSED:
         raise ConfigError(
-            f"config: {where} = {name!r} means an environment that was passed in Python; call "
-            "covey.train(..., environment=...), and add resume=RUN to resume a run"
+            f"config: {where} = {name!r} stands for an environment that only Python code can pass; "
+            "call covey.train(..., environment=...), with resume=RUN to resume a run"
         )
     hint = nearest(name, ENVIRONMENTS)
-    raise ConfigError(f"config: {where} = {name!r} is not known{hint}")
+    raise ConfigError(f"config: {where} = {name!r} is not a known environment{hint}")
 
 
 def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
@@ -70,7 +70,7 @@ def environment_factory(environment: Any) -> Factory:
     """Return the factory for an environment class or function that a program passed."""
     if not callable(environment):
         raise ConfigError(
-            "environment: pass a class, or a function that makes one environment for each rollout, "
-            f"not {type(environment).__name__}"
+            "environment: pass a class, or a function that creates an environment for each "
+            f"rollout, not an object of type {type(environment).__name__}"
         )
     return as_environment(environment) if inspect.isclass(environment) else environment

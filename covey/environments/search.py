@@ -26,7 +26,7 @@ ANSWER, CITATIONS = 0.7, 0.3
 
 @cache
 def read_documents(folder: str) -> dict[str, str]:
-    """Return the documents in a folder and its subfolders, by id; the default is built in.
+    """Return documents by id, from a folder and its subfolders, or else the built-in documents.
 
     The id of a document is its path in the folder, without the file extension.
     """
@@ -58,11 +58,12 @@ def _index_of(folder: str) -> Index:
 class Search(ToolEnvironment):
     """An environment with tools that search and read documents; the last turn is the answer.
 
-    The reward is 0.7 for the correct answer. If the prompt has `info["sources"]`, 0.3 times the
-    `citations` reward is added. The `minimum` of the `citations` reward is then the number of
-    documents in `info["sources"]`. A source is cited as `[id]`, and counts only if a tool has shown
-    the document in this episode. Every unknown id that looks like a document's id reduces the
-    citation part by a quarter. Without `info["sources"]`, the answer is the whole reward.
+    With `info["sources"]`, a correct answer gets a reward of 0.7. If the prompt has
+    `info["sources"]`, 0.3 times the `citations` reward is added. The `minimum` of the `citations`
+    reward is the number of documents in `info["sources"]`. A source is cited as `[id]`, and counts
+    only if a tool has shown the document in this episode. Every unknown id that looks like a
+    document's id reduces the reward for citations by a quarter. Without `info["sources"]`, a
+    correct answer gets a reward of 1.
     """
 
     def __init__(

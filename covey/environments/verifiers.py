@@ -1,10 +1,10 @@
 """Runs environment packages of the `verifiers` library (0.1), without changes.
 
-A package has a function `load_environment()` and its own rollout loop, which this module runs. When
-the package's loop calls a model, it waits for the policy's next turn. The package's rubric is the
+A package has a function `load_environment()` and its own rollout loop, which this module runs. A
+model call in the package's loop waits for the policy's next turn. The package's rubric is the
 environment's reward. The task `verifiers` provides the rows of the package's dataset. Unsupported
-features raise an error: rubrics that score a whole group at once, conversations that change earlier
-messages, images, and the tasksets of verifiers 0.2 and later.
+features raise an error: rubrics that score a whole group, conversations that change earlier
+messages, images, and tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _loaded(package: str, arguments: str) -> Any:
     if group:
         function = group[0].__name__
         raise ConfigError(
-            f"environment: the rubric of {package} scores whole groups in {function}, which is not "
-            "supported"
+            f"environment: the function {function} in the rubric of {package} scores whole groups, "
+            "which Covey does not support"
         )
     return environment
 
@@ -51,7 +51,7 @@ class Verifiers:
 
     @staticmethod
     def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Load the package in the main thread, which some packages need."""
+        """Load the package in the main thread, because some packages require this."""
         load(package, arguments or {})
 
     def __init__(self, package: str, arguments: Mapping[str, Any] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Evaluation of policies on held-out prompts, with confidence intervals.
 
-`covey.evaluation.evaluate` generates completions. The names that this package exports do not import
+`covey.evaluation.evaluate` generates completions. The exported names of this package do not need
 torch, so that reports can use them.
 """
 

@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step number of all evaluations in random-number addresses, so that results are paired."""
+"""All evaluations draw random numbers with this step number, so that their results are paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """The keys are `greedy` (accuracy), `reward` and `parts/NAME`, all over the greedy completions.
-    With samples, there are also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`.
+    """The keys are `greedy` (accuracy), `reward` and `parts/NAME`, over greedy completions. With
+    samples, there are also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`.
     """
     parts: Mapping[str, float]
     """Means of the reward's parts over the greedy completions."""
@@ -48,7 +48,7 @@ class Evaluation:
 
     @property
     def graded(self) -> bool:
-        """Whether a reward differs from 1 for a success or from 0 for a failure."""
+        """Whether rewards differ from the plain values 1 (success) and 0 (failure)."""
         return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:

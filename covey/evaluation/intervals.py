@@ -12,7 +12,7 @@ from scipy import special  # scipy.stats takes half a second to import
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Differences below this are rounding errors, as means of k samples are multiples of 1 / k."""
+"""Smaller differences are rounding errors: means of k samples are multiples of 1 / k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ def mean_over_prompts(
     """Estimate a mean with a bootstrap over prompts; `bounds` are the limits of possible values.
 
     The interval uses expanded percentiles (Hesterberg, arXiv 1411.5279). Plain percentiles are too
-    narrow: their standard deviation divides by n instead of n - 1, and their tails are those of the
-    normal distribution instead of Student's t. With a dozen prompts, plain percentiles cover the
-    true mean 91 times in 100, and expanded percentiles 94 times in 100.
+    narrow for two reasons: their standard deviation divides by n instead of n - 1, and their tails
+    are normal instead of Student's t. With a dozen prompts, plain percentiles cover the true mean
+    91 times in 100, and expanded percentiles 94 times in 100.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -75,8 +75,8 @@ def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None
 
     If `count` prompts all have the same value, at most the fraction z^2 / (count + z^2) of all
     prompts has another value (Wilson's upper limit). All values are within `bounds`, which limits
-    the mean. For bounds 0 and 1, the result is Wilson's interval. Without bounds, low and high
-    equal the value.
+    the mean. For bounds 0 and 1, the result is Wilson's interval. Without bounds, the interval has
+    width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -117,7 +117,7 @@ def paired_difference(
 ) -> Difference:
     """Compare two policies prompt by prompt; `span` is the largest possible difference, if known.
 
-    Prompts vary much in difficulty. Differences on the same prompts do not contain the variance of
+    Prompts vary much in difficulty. Paired differences do not contain the variance of prompt
     difficulty, so their interval is much narrower than the intervals of the two means. The p-value
     comes from a sign test over the prompts with a difference. For binary outcomes, the sign test is
     McNemar's exact test.

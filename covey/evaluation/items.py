@@ -111,7 +111,7 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(items: Sequence[Item]) -> bool:
-    """Return whether a reward differs from 1 for a success or from 0 for a failure."""
+    """Return whether rewards differ from the plain values 1 (success) and 0 (failure)."""
     scored = [item.greedy for item in items if item.greedy.reward is not None]
     return any(one.reward != float(bool(one.success)) for one in scored)
 
@@ -121,7 +121,7 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
     known = {"task"}.union(*(prompt.info for prompt in prompts))
     if key not in known:
         hint = nearest(key, known)
-        raise ConfigError(f"--by {key}: no prompt has this key in its info{hint}")
+        raise ConfigError(f"--by {key}: no prompt has this key in its `info` field{hint}")
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:

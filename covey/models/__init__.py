@@ -1,1 +1,1 @@
-"""Models on disk and in memory: loading, chat templates, tokenizers, adapters, export."""
+"""Language models: loading, chat templates, tokenizers, adapters and export."""

@@ -1,8 +1,8 @@
 """LoRA adapters: low-rank weights that are trained on top of a frozen model.
 
 An adapted linear layer computes `W x + (alpha / rank) B A x`, where W is frozen and A and B are
-trained. The layers of peft are injected into the model in place, so the model's backbone, attention
-and packed rows work as before. B starts at zero, so a new adapter changes nothing.
+trained. Peft replaces the linear layers of the model in place, so attention and packing work as
+before. B starts at zero, so a new adapter does not change the model's outputs.
 
 Dropout between x and A is active only in forward passes with a gradient. Generation, old_logp and
 evaluations run without dropout. With dropout, the trained policy therefore differs from the policy
@@ -51,8 +51,8 @@ def add_adapter(
 ) -> LanguageModel:
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
-    `also_train` names modules that are trained in full, as copies of the frozen modules. `base` is
-    the path of the frozen base model; if it is empty, the model's own `name_or_path` is used.
+    `also_train` names modules of which a full copy is trained. `base` is the path of the frozen
+    base model. An empty `base` means the model's own `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -86,18 +86,20 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     model = _inject(model, config)
     if not _is_plain(model):
         raise ModelError(
-            f"model: {folder} is not a plain LoRA adapter on the backbone's linear layers"
+            f"model: {folder} must be a plain LoRA adapter on linear layers of the backbone"
         )
     weights = named_weights(model, saved)
     if unknown := saved.keys() - {_file_name(name) for name in weights}:
         name = min(unknown)
-        raise ModelError(f"model: the adapter {folder} does not fit the model, which has no {name}")
+        raise ModelError(
+            f"model: the adapter {folder} does not fit the model, which has no tensor {name}"
+        )
     with torch.no_grad():
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
                 raise ModelError(
-                    f"model: the adapter {folder} does not fit the model: {name} is missing or has "
-                    "another shape"
+                    f"model: the adapter {folder} does not fit the model: the tensor {name} is "
+                    "missing or has another shape"
                 )
             parameter.copy_(weights[name])
     return model
@@ -107,12 +109,12 @@ class GradientDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Drop a random fraction of the inputs; torch's generator is seeded before every pass."""
+        """Apply dropout if gradients are on; callers seed torch's generator before every pass."""
         return super().forward(input) if torch.is_grad_enabled() else input
 
 
 def set_dropout(model: LanguageModel, share: float) -> None:
-    """Turn on dropout of the adapter layers' inputs in training passes."""
+    """Set the dropout rate of the adapter layers' inputs in training passes."""
     model.adapter.lora_dropout = share
     for module in model.model.modules():
         if isinstance(drops := getattr(module, "lora_dropout", None), nn.ModuleDict):
@@ -128,7 +130,7 @@ def _peft() -> Any:
 
 
 def _portable(path: str) -> str:
-    """Return a path to the base model that works from any folder and any installation."""
+    """Return a path to the base model that works from any working folder and installation."""
     if path in ("embedded", str(CHECKPOINT)):  # the packaged model, even if a folder has that name
         return "embedded"
     return str(Path(path).resolve()) if path and Path(path).exists() else path
@@ -173,18 +175,21 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
         found = _modules(model, name, "targets").values()
         if not all(_is_linear(m) and m is not head for m in found):
             raise ConfigError(
-                f"config: adapter.targets: {name!r} is not a linear layer of the backbone; "
-                f"to train {name!r} in full, list it in adapter.also_train"
+                f"config: adapter.targets: {name!r} is not a linear layer of the backbone; to "
+                f"train all weights of {name!r}, list it in adapter.also_train"
             )
 
 
 def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
-    """Return the full names of modules to copy; peft would match short names as suffixes."""
+    """Return the full names of modules to copy, because peft matches short names as suffixes."""
     names: set[str] = set()
     for name in also_train:
         found = _modules(model, name, "also_train")
         if any(m._modules or not m._parameters for m in found.values()):
-            raise ConfigError(f"config: adapter.also_train: {name!r} is not a single layer")
+            raise ConfigError(
+                f"config: adapter.also_train: {name!r} must be a single layer, not a group of "
+                "layers"
+            )
         names.update(found)
     return sorted(names)
 
@@ -194,7 +199,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(model: LanguageModel, on: bool) -> Any:
-    """Return the output layer, or its trained copy if there is one and `on` is set."""
+    """Return the output layer; with `on`, return its trained copy if the adapter has one."""
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):
         return layer
@@ -223,7 +228,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def _initialize(layer: Any, address: str) -> None:
-    """Initialize A like a new linear layer, with random numbers that depend on its name."""
+    """Initialize A like a new linear layer and B with zeros; random numbers depend on `address`."""
     weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
@@ -236,7 +241,8 @@ def _initialize(layer: Any, address: str) -> None:
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
     """Yield the model with its adapter turned off, so that it computes with the base weights.
 
-    The yielded model is the same object, so its adapter is off everywhere until the block ends.
+    The yielded model shares its modules with `model`, so the adapter of `model` is off too until
+    the block ends.
     """
     layers = [
         m
@@ -259,7 +265,10 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 
 @contextmanager
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
-    """Perturb the LoRA weights inside the block; while B is 0, a parity check cannot test them."""
+    """Perturb the LoRA weights inside the block.
+
+    A parity check cannot test LoRA weights while B is 0.
+    """
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
     try:

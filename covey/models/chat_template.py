@@ -1,4 +1,4 @@
-"""Chat templates: they turn a conversation into the prompt's text and tokens.
+"""Chat templates, which turn a conversation into the text and tokens of a prompt.
 
     auto     the tokenizer's chat template if it has one, else plain
     chat     the tokenizer's chat template
@@ -53,8 +53,8 @@ class Template:
         if not fields:
             hint = nearest(self.form, FORMS) if len(self.form) < 20 else ""
             raise ConfigError(
-                f"config: model.template = {self.form!r} is not 'auto', 'chat', 'plain' or a "
-                f"text with {{question}}{hint}"
+                f"config: model.template = {self.form!r} must be 'auto', 'chat', 'plain' or a text "
+                f"with the field {{question}}{hint}"
             )
         for name in fields:
             if name not in FIELDS:
@@ -76,8 +76,8 @@ def _fields(text: str) -> list[str]:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
         raise ConfigError(
-            f"config: model.template = {text!r}: {error}; write {{{{ and }}}} for braces that are "
-            "not fields"
+            f"config: model.template = {text!r} is invalid: {error}; write {{{{ and }}}} for "
+            "braces that are not fields"
         ) from None
     # The suffix is kept, because {question!r}, {question:>9} and {question.x} are refused.
     return [
@@ -111,8 +111,10 @@ class Renderer:
         return _filled(self.template.form, messages) + self.template.prefill
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the prompt's tokens. Chat templates write their own BOS token; for other prompt
-        formats, the BOS token is added here.
+        """Return the prompt's tokens.
+
+        A chat template contains its own BOS token. For other prompt formats, this method adds the
+        BOS token.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)
@@ -131,8 +133,8 @@ class Renderer:
         except jinja2.TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
-                f"model: the chat template refuses a conversation with the roles {roles}: {error}; "
-                "set model.template = 'plain', or a text with {question}"
+                f"model: the chat template rejects a conversation with the roles {roles}: {error}; "
+                "set model.template to 'plain', or to a text with the field {question}"
             ) from None
 
 
@@ -141,8 +143,8 @@ def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Re
     has_chat = bool(tokenizer.chat_template)
     if template.form == "chat" and not has_chat:
         raise ModelError(
-            f"model: {name} has no chat template; set model.template = 'plain', or a text with "
-            "{question}"
+            f"model: {name} has no chat template; set model.template to 'plain', or to a text with "
+            "the field {question}"
         )
     if template.form not in ("auto", "chat") or not has_chat:
         _check_options(template, "", name)
@@ -170,7 +172,8 @@ def _check_options(template: Template, source: str, name: str) -> None:
     for option in template.chat_options:
         if option in RESERVED:
             raise ConfigError(
-                f"config: model.chat_options.{option} cannot be set, because Covey sets it itself"
+                f"config: model.chat_options.{option} cannot be set, because Covey sets this "
+                "option itself"
             )
         if not source:
             raise ConfigError(
@@ -202,13 +205,13 @@ def chat_text(
 
 def _unusable(name: str, why: str) -> ModelError:
     return ModelError(
-        f"model: the chat template of {name} {why}; set model.template = 'plain', or a text with "
-        "{question}"
+        f"model: the chat template of {name} is unusable: it {why}; set model.template to 'plain', "
+        "or to a text with the field {question}"
     )
 
 
 def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> bool:
-    """Return whether the template renders system messages; some refuse or silently drop them."""
+    """Return whether the template renders system messages; some templates refuse or drop them."""
     try:
         system: Message = {"role": "system", "content": SYSTEM_MARK}
         text = chat_text(tokenizer, [system, user], options)
@@ -218,7 +221,7 @@ def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> 
 
 
 def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int | None:
-    """Return the special token that ends the assistant's turn in the template itself."""
+    """Return the special token that ends the assistant's turn in the chat template."""
     assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
     try:
         text = chat_text(tokenizer, [user, assistant], options, add_generation_prompt=False)
@@ -243,7 +246,7 @@ def _filled(form: str, messages: Sequence[Message]) -> str:
     rest = [m["content"] for m in messages if m["role"] != "system"]
     if len(rest) != 1:
         raise DataError(
-            f"model: model.template has one {{question}}, but a prompt has {len(rest)} "
-            "turns; set model.template = 'chat' or 'plain'"
+            "model: model.template has the field {question} for one message, but a prompt has "
+            f"{len(rest)} messages; set model.template to 'chat' or 'plain'"
         )
     return form.format(question=rest[0], system="\n".join(system))

@@ -1,10 +1,10 @@
-"""Multi-turn conversations as tokens: sampled tokens are kept, and the next turn is appended.
+"""Multi-turn conversations as tokens: sampled tokens stay unchanged, and later turns are appended.
 
 After a turn of the policy, the chat template renders the conversation, including the new messages.
-If the rendered text begins with the text that the engine has read and sampled, the remaining text
-is tokenised and appended to the engine's tokens. If the rendered text begins differently, the
-template has rewritten history: it may have removed thinking, trimmed whitespace or changed the end
-of a turn. The rendered conversation then becomes the prompt of a new segment.
+If the rendered text begins with the earlier prompt and the sampled text, only the rest of the text
+is tokenised and appended to the earlier tokens. Some templates change earlier turns: they remove
+thinking, trim whitespace or change the end of a turn. If earlier turns have changed, the rendered
+conversation becomes the prompt of a new segment.
 
 The text of a message never becomes a control token. If a message contains the text of a control
 token, such as `<|im_end|>`, that text is split before tokenisation and becomes ordinary tokens.
@@ -26,15 +26,16 @@ from covey.models.chat_template import Renderer, chat_text
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""A private-use character that marks where a text is cut; it is removed from messages."""
+"""A private-use character that marks where tokenisation splits a text. The same character is
+removed from messages."""
 PROBE = "COVEYTOOL"
 
 
 class Context(NamedTuple):
-    """The context that the engine reads before it samples a turn."""
+    """The prompt of a turn, as text and tokens: the conversation before that turn."""
 
     text: str
-    """The text of the context, with marks where tokenisation cuts the text."""
+    """The text of the context, with marks where tokenisation splits the text."""
     tokens: tuple[int, ...]
     """All tokens of the context, from the beginning of the segment."""
     added: int
@@ -45,7 +46,7 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """Renders the conversations of a model."""
+    """Renders conversations with the chat template of a model."""
 
     renderer: Renderer
     instruction: str
@@ -66,7 +67,8 @@ class Conversations:
     ) -> Context:
         """Return the context after a turn; `sampled` are the tokens of that turn.
 
-        `messages` are the whole conversation: the policy's message and the messages after it.
+        `messages` are the whole conversation, including the sampled message and the messages after
+        it.
         """
         raw = self.renderer.tokenizer.decode(
             list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -92,7 +94,7 @@ class Conversations:
         return self.renderer.with_start(self._tokens(text))
 
     def _tokens(self, text: str) -> list[int]:
-        """Tokenise a text piece by piece, so that no control token crosses a cut."""
+        """Tokenise the pieces between split marks, so that no control token spans a mark."""
         encode = self.renderer.tokenizer.encode
         pieces = [piece for piece in text.split(CUT) if piece]
         return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
@@ -132,7 +134,7 @@ class Conversations:
         return [{"role": "system", "content": text}, *messages]
 
     def _inert(self, text: str, *, every: bool) -> str:
-        """Mark where a text must be cut so that its tokens include no control token."""
+        """Insert split marks into a text, so that its tokens include no control token."""
         pattern = self._added if every else self._special
         text = text.replace(CUT, "")
         if pattern is None:
@@ -148,10 +150,9 @@ class Conversations:
         return self._spelled(special=False)
 
     def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return a pattern for the texts of control tokens, or only for those of special tokens.
+        """Return a pattern for the texts of control tokens; with `special`, of special tokens only.
 
-        Some vocabularies also have tokens for runs of spaces and line breaks, which are not control
-        tokens.
+        Added tokens for runs of spaces or line breaks are not control tokens.
         """
         added = self.renderer.tokenizer.added_tokens_decoder.values()
         control = [token for token in added if token.special or set("<[|") & set(token.content)]
@@ -169,7 +170,7 @@ class Conversations:
 
     @cached_property
     def _takes_results(self) -> bool:
-        """Whether the chat template renders messages of tools."""
+        """Whether the chat template renders messages with the role `tool`."""
         roles = (("user", "1"), ("assistant", "2"), ("tool", PROBE))
         return PROBE in (self._rendered([{"role": r, "content": c} for r, c in roles], {}) or "")
 
@@ -188,13 +189,16 @@ def _plain(text: str) -> str:
 
 
 def _after(text: str, count: int) -> str:
-    """Return the text after the first `count` characters, not counting the marks of cuts."""
+    """Return the text after the first `count` characters, not counting split marks."""
     pieces = text.split(CUT)
     for number, piece in enumerate(pieces):
         if len(piece) >= count:
             return CUT.join([piece[count:], *pieces[number + 1 :]])
         count -= len(piece)
-    raise DataError("model: the chat template drops the text of a message")
+    raise DataError(
+        "model: the chat template changes or drops the text of a message; set model.template to "
+        "'plain'"
+    )
 
 
 def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:
@@ -203,7 +207,7 @@ def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """Turn tool messages into user messages; consecutive tool messages become one."""
+    """Turn tool messages into user messages, and join consecutive user messages."""
     shown: list[Message] = []
     for message in messages:
         if message["role"] == "tool":

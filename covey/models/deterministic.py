@@ -3,7 +3,7 @@
 A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always add
 in a fixed order: atomic additions happen in any order, and cuBLAS may use any free workspace.
 
-Covey's own kernels use no atomics and reduce partial sums in a fixed order. Deterministic mode
+Covey's own kernels add partial sums in a fixed order, without atomic additions. Deterministic mode
 turns on torch's deterministic versions of the following operations:
 
     index_add      the embedding's gradient, sums over groups
@@ -11,9 +11,9 @@ turns on torch's deterministic versions of the following operations:
     attention      the gradient of flash and of memory-efficient attention
     cuBLAS         with a workspace of fixed size
 
-torch raises an error for operations without a deterministic version. Training passes do not use
-CUDA graphs in deterministic mode. CUDA graphs pad micro-batches, and earlier micro-batches decide
-whether a graph is replayed.
+Torch raises an error for operations without a deterministic version. Training passes do not use
+CUDA graphs in deterministic mode. CUDA graphs pad micro-batches, and whether a graph is used
+depends on earlier micro-batches.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FIXED = (":4096:8", ":16:8")
 
 
 def make_deterministic() -> None:
-    """Switch this process to deterministic algorithms until it ends."""
+    """Make torch use only deterministic algorithms in this process from now on."""
     if os.environ.get(WORKSPACE) not in FIXED:
         if torch.cuda.is_initialized():  # cuBLAS may have read the variable already
             raise ModelError(
-                "model: deterministic = true comes too late, because this process has already used "
-                f"CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before the process "
-                "starts"
+                "model: model.deterministic = true has no effect now, because this process has "
+                f"already used CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before "
+                "the process starts"
             )
         os.environ[WORKSPACE] = FIXED[0]
     torch.set_float32_matmul_precision("highest")  # no TF32
@@ -51,11 +51,11 @@ def make_deterministic() -> None:
 
 @contextmanager
 def skip_determinism_check() -> Iterator[None]:
-    """Allow deterministic operations that torch's check for determinism refuses.
+    """Allow operations that are deterministic although torch's determinism check refuses them.
 
-    One example is a cumulative sum over each row, which torch refuses although its order of
-    additions is fixed. Index writes are another example, because torch's deterministic index writes
-    cannot be captured in a CUDA graph.
+    Torch refuses, for example, a cumulative sum over each row, although the order of its additions
+    is fixed. Torch also has deterministic index writes, but they cannot be captured in a CUDA
+    graph.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

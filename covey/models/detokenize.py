@@ -1,9 +1,8 @@
 """Fast detokenization of many completions with a table of bytes.
 
 GPT-2-style tokenizers write every token as bytes, so the text of a completion is the concatenation
-of its tokens' bytes. A table lookup takes a third of the time of the tokenizer's own decoding,
-which goes token by token on one core. The table is used only if it decodes all tokens like the
-tokenizer does.
+of its tokens' bytes. A table lookup takes a third of the time of the tokenizer's own decoding. The
+table is used only if it decodes all tokens like the tokenizer does.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
 
 
 def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
-    """Return a token's bytes; for an added token, these may be its text in UTF-8."""
+    """Return a token's bytes; an added token that is plain text is encoded as UTF-8."""
     try:
         return bytes(characters[character] for character in token or "")
     except KeyError:
@@ -57,7 +56,7 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return the character that represents each byte; a printable character represents itself."""
+    """Return the character that represents each byte in a byte-level vocabulary."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     written = [""] * 256
     for byte in seen:

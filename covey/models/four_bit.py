@@ -1,4 +1,4 @@
-"""The packages that 4-bit base weights need. This module does not import torch."""
+"""Check the packages that 4-bit base weights need, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ("bitsandbytes", "accelerate")
 
 
 def check_four_bit() -> None:
-    """Raise an error if a package is missing."""
+    """Raise ConfigError if a package for 4-bit weights is missing."""
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""transformers' from_pretrained with additional checks."""
+"""Load models and tokenizers with transformers, with additional checks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import transformers
 from covey.models.four_bit import check_four_bit
 
 NO_CODE = {"trust_remote_code": False}
-"""Without `trust_remote_code = False`, transformers offers to run Python code that model files
-refer to."""
+"""Arguments that keep transformers from running Python code that comes with a model."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
     """Load a model of the given class; the model files must contain every weight.
 
-    transformers initializes missing weights at random and only warns. `read_pretrained` raises
-    ValueError for missing weights. `more` are further arguments of `from_pretrained`.
+    Raise ValueError if weights are missing; transformers would initialize them at random and only
+    warn. `more` are further arguments of `from_pretrained`.
     """
     model, found = kind.from_pretrained(
         source,
@@ -50,9 +49,10 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 
 
 def keep_gradients(model: Any) -> None:
-    """Turn off a CPU layout of 4-bit weights that does not support gradients. A training pass would
-    silently use this layout, because bitsandbytes converts weights in evaluation mode and never
-    converts them back.
+    """Turn off a CPU layout of 4-bit weights that does not support gradients.
+
+    In evaluation mode, bitsandbytes converts weights to a layout without gradients, and never
+    converts them back. Later training passes would silently have no gradients.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

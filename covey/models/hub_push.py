@@ -13,13 +13,13 @@ MESSAGE = "Upload a model trained with Covey"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """An upload: the repository OWNER/NAME, and whether everyone may see it."""
+    """An upload to the repository OWNER/NAME, which is private unless `public` is set."""
 
     repository: str
     public: bool = False
 
     def check(self) -> None:
-        """Refuse an impossible repository name."""
+        """Raise ConfigError if the repository name is not valid."""
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -31,7 +31,7 @@ class Push:
             raise ConfigError(f"--push {self.repository}: write the repository as OWNER/NAME")
 
     def check_access(self) -> None:
-        """Refuse to go on without a network or a login, before minutes are spent on an export."""
+        """Raise ModelError if the Hub cannot be reached or the user is not logged in."""
         from huggingface_hub import get_token
 
         if offline_if_unreachable():
@@ -42,7 +42,7 @@ class Push:
             raise ModelError("--push: you are not logged in to Hugging Face; run `hf auth login`")
 
     def upload(self, folder: Path) -> str:
-        """Create the repository if it does not exist, upload all files, and return its URL."""
+        """Create the repository if necessary, upload all files, and return the repository's URL."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -56,6 +56,6 @@ class Push:
 
 
 def files_to_push(folder: Path) -> list[tuple[str, int]]:
-    """Return the files of a folder with their sizes in bytes, by name."""
+    """Return the files of a folder, sorted by name, with their sizes in bytes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [(str(path.relative_to(folder)), path.stat().st_size) for path in files]

@@ -1,8 +1,8 @@
 """Language model: a Hugging Face causal model as backbone and head, with its tokenizer.
 
-The backbone returns hidden states; the head turns selected hidden states into logits. Neither the
-engine nor the trainer computes the logits of a whole batch at once, because with a vocabulary of
-150,000 tokens the logits would be by far the largest tensor.
+The backbone returns hidden states; the head turns selected hidden states into logits. Engine and
+trainer never compute all logits of a batch at once. With a vocabulary of 150,000 tokens, the logits
+of a whole batch would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LanguageModel:
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     packs: bool = False
-    """Whether packed tokens give the same hidden states as padded ones."""
+    """Whether packed tokens give the same hidden states as padded tokens."""
     flash: bool = False
     """Whether packed rows use flash attention, which needs no padding."""
     fused: bool = False
@@ -70,7 +70,7 @@ class LanguageModel:
 
     @property
     def opening(self) -> str:
-        """The prefill, if completions are scored and shown with it."""
+        """The prefill if completions are scored and shown with the prefill, and otherwise ""."""
         return "" if self.renderer is None else self.renderer.template.opening
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Loads a model from a folder, the hub, a GGUF file or the package, and checks the model."""
+"""Load a model from a folder, the hub, a GGUF file or the package, and check the model."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
-"""Relative tolerance. Rounding changes the result of a few 16-bit layers by 1 %; wrong attention
-changes it by more."""
+"""Relative tolerance of parity checks in 16 bits. Rounding changes the hidden states of a few
+16-bit layers by 1 %, and wrong attention changes them by more."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -60,8 +60,8 @@ def load_language_model(
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
 
-    With `offload_activations`, the inputs of recomputed layers are kept in main memory. With
-    `four_bit`, the weights of linear layers are kept in 4 bits and cannot be trained.
+    With `offload_activations`, the inputs of checkpointed layers are stored in CPU memory. With
+    `four_bit`, the weights of linear layers are stored in 4 bits and cannot be trained.
     """
     where = device_of(device)
     wanted = _dtype(dtype, where)
@@ -118,10 +118,10 @@ def wrap(
     name: str = "model",
     template: Template = Template(),  # noqa: B008 - immutable
 ) -> LanguageModel:
-    """Split a causal language model into backbone and head; check that they give its logits."""
+    """Split a model into backbone and head; check that the two reproduce the model's logits."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
+        raise ModelError(f"model: Covey needs a linear output layer, which {name} does not have")
     _disable_dropout(model)
     training = model.training
     model.eval()
@@ -160,8 +160,8 @@ def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
     With dropout, the trained policy would differ from the policy that sampled the completions. With
-    dropout, probability ratios would also be noisy from the first optimizer step on, and would
-    depend on a random generator that is not in checkpoints.
+    dropout, probability ratios would also be noisy from the first optimizer step on. The ratios
+    would depend on random state that checkpoints do not contain.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -198,17 +198,18 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     best = min(range(len(heads)), key=errors.__getitem__)
     if errors[best] > 1e-2 * float(expected.abs().max()):
         raise ModelError(
-            f"model: {name} ({type(model).__name__}) computes logits in an unsupported way"
+            f"model: {name} ({type(model).__name__}) computes its logits in a way that Covey does "
+            "not support"
         )
     return heads[best]
 
 
 def _register_attention(model: Any) -> tuple[bool, bool]:
-    """Register Covey's attention with a model, if its hidden states stay the same.
+    """Use Covey's attention in a model if the model's hidden states stay the same.
 
-    Returns whether packed rows give the same hidden states, and whether flash attention does too.
-    The check compares three rows of different lengths, because a model's configuration does not say
-    whether its attention is standard and its other layers work token by token.
+    Return two flags: whether packed rows, and whether flash attention, give the same hidden states.
+    The check runs three rows of different lengths. A model's configuration does not say whether its
+    attention is standard, and whether its other layers process each token separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
@@ -247,14 +248,14 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
 
 
 def _checked_backbone(model: Any) -> nn.Module:
-    """Return the backbone for a parity check; for a 16-bit model, its first layers in float32."""
+    """Return the backbone for parity checks: in 16 bits, only the first layers, as float32."""
     rounds = model.get_output_embeddings().weight.dtype in HALF
     backbone: nn.Module = model.base_model
     return first_layers(backbone) if rounds else backbone
 
 
 def _supports_fused(model: Any) -> bool:
-    """Check the fused forward pass against the model's own; if they agree, fuse the parameters."""
+    """Compare the fused forward pass with the model's own; if both agree, fuse the parameters."""
     try:
         from covey.accel.fused_forward import fused_backbone, is_llama_like
     except ImportError:  # without Triton there are no kernels
@@ -275,7 +276,7 @@ def _supports_fused(model: Any) -> bool:
 
 
 def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ...]:
-    """Return every token that a file or the chat template defines as the end of a completion."""
+    """Return the tokens that model files or the chat template define as the end of a completion."""
     ids = [turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
     if model.generation_config is not None:
         ids.append(model.generation_config.eos_token_id)

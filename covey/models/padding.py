@@ -3,7 +3,8 @@
 The module accel/packing.py lays out a batch without padding. Padded and packed layouts both record
 which position predicts each token.
 
-In shapes, B counts rows, P prompt tokens, T completion tokens and S columns of a row.
+The dimensions of shapes are B (rows), P (prompt tokens), T (completion tokens) and S (columns of a
+row).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ Side = Literal["right", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch:
-    """Model inputs, and for each completion token the column whose hidden state predicts it."""
+    """Padded model inputs, and the column that predicts each completion token."""
 
     input_ids: torch.Tensor
     """[B, S]."""
     attention_mask: torch.Tensor | None
     """[B, S] attention mask. The mask is None if padding is on the right, because causal attention
-    ignores padding there."""
+    ignores padding on the right."""
     position_ids: torch.Tensor | None
     """[B, S] position ids. The field is None if a token's position is its column index."""
     predictor: torch.Tensor

@@ -1,7 +1,8 @@
-"""Tensors that may be sharded over ranks: gather them, shard them, and access a rank's own rows.
+"""Helpers for tensors that may be sharded: gather, shard, and access this rank's rows.
 
-A sharded tensor is a DTensor of FSDP2: its rows (dimension 0) are divided among the ranks of the
-last dimension of a device mesh. Every function also accepts ordinary tensors.
+A sharded tensor is a DTensor of FSDP2. The rows (dimension 0) of a DTensor are divided among the
+ranks along the last dimension of the device mesh. Every function of this module also accepts
+ordinary tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather full tensors, and return them in main memory; without `keep`, return {}.
+    """Gather full tensors, and copy them to CPU memory; without `keep`, return {}.
 
     Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
     """
@@ -32,13 +33,13 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a sharded tensor, or the tensor itself; without a copy."""
+    """Return this rank's rows of a sharded tensor as a view; return other tensors unchanged."""
     gather = getattr(value, "to_local", None)
     return value if gather is None else gather()
 
 
 def first_element(value: torch.Tensor) -> int:
-    """Return the index of this rank's first element in a sharded tensor; 0 for a whole tensor."""
+    """Return the index of this rank's first element in a sharded tensor; 0 for other tensors."""
     if not hasattr(value, "full_tensor"):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
@@ -60,7 +61,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor of which `part` is this rank's rows, if `like` is sharded."""
+    """If `like` is sharded, return the sharded tensor whose rows on this rank are `part`."""
     if not hasattr(like, "full_tensor"):
         return part
     from torch.distributed.tensor import DTensor
@@ -73,7 +74,7 @@ def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a full tensor like another tensor, if the other tensor is sharded."""
+    """Shard a full tensor in the same way as `like`, if `like` is sharded."""
     if not hasattr(like, "full_tensor") or value.shape != like.shape:
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -109,8 +109,8 @@ def _unusable(code: int) -> ModelError:
         return ModelError("model: the process that renders chat templates failed to start")
     why = f"took longer than {SECONDS:g} seconds" if code == -SIGPROF else "took too much memory"
     return ModelError(
-        f"model: the chat template {why} for one prompt; set model.template = 'plain', or a text "
-        "with {question}"
+        f"model: rendering one prompt with the chat template {why}; set model.template to 'plain', "
+        "or to a text with the field {question}"
     )
 
 

@@ -2,7 +2,7 @@
 
 The command is `python -m covey.models.template_worker FD SECONDS MB`. The worker reads one JSON
 request after another, and ends when the connection closes. The worker compiles templates as
-transformers does, but imports neither transformers nor torch, which would take a second.
+transformers does, but does not import transformers or torch, because these imports take a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TODAY = datetime.date(2024, 7, 26)
-"""The date for templates that print it, fixed so that a resumed run renders the same prompts."""
+"""The date for templates that print today's date. The date is fixed, so that a resumed run renders
+the same prompts."""
 
 
 TOO_BIG = 3
@@ -32,7 +33,7 @@ TOO_BIG = 3
 
 
 class _Generation(Extension):
-    """The tag {% generation %}, with which templates mark the assistant's text; it is rendered."""
+    """Supports the tag {% generation %}, with which templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 

@@ -150,7 +150,7 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten values over the batch's tokens, as (v - mean v) / sqrt(var v + eps); 0 if equal."""
+    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps); equal values give 0."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -163,7 +163,7 @@ def whitened(
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Copy the advantage [B] of each completion to its trained tokens [B, T], and 0 to others."""
+    """Copy the advantage [B] of each completion to its trained tokens [B, T]; others get 0."""
     return advantage[:, None].expand_as(mask).where(mask, 0.0)
 
 
@@ -202,11 +202,15 @@ def parts_standardized(
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
     count = parts.shape[1]
     weights = [float(weight) for weight in part_weights] or [1.0] * count
-    if len(weights) != count or not -1 <= gate < count:
+    if len(weights) != count:
         raise ConfigError(
-            f"gdpo: the reward has {count} parts, but objective.part_weights has {len(weights)} "
-            f"numbers and objective.gate is {gate}; give one weight per part, and a gate (the "
-            f"index of a part) below {count}"
+            f"gdpo: objective.part_weights has {len(weights)} numbers, but the reward has {count} "
+            "parts; give one weight per part"
+        )
+    if not -1 <= gate < count:
+        raise ConfigError(
+            f"gdpo: objective.gate = {gate} must be the index of one of the {count} reward parts, "
+            "or -1 for no gate"
         )
     if gate >= 0:
         shut = (parts[:, gate] < gate_at)[:, None] & (torch.arange(count) != gate).to(parts.device)
@@ -230,8 +234,8 @@ def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> tor
     """The reward minus its group's mean, divided by the std of mixed groups plus eps. ScaleRL.
 
     A mixed group has rewards that differ; other groups do not count in the std. Advantages are
-    multiplied by (number of groups / number of mixed groups). With this
-    factor, a mean over all groups equals a mean over the mixed groups alone.
+    multiplied by (number of groups / number of mixed groups). The factor makes a mean over all
+    groups equal to a mean over the mixed groups alone.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
@@ -275,7 +279,7 @@ def against_the_others(batch: Batch) -> torch.Tensor:
 
 
 def length_weighted(batch: Batch) -> torch.Tensor:
-    """The reward minus the group's mean reward, weighted by the lengths of completions.
+    """The reward minus the group's mean reward, in which completions are weighted by length.
 
     OPO, 2505.23585.
     """

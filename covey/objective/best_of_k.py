@@ -6,8 +6,8 @@ g_1 <= ... <= g_n:
     rho_k(g) = 1/C(n,k) sum_{i>=k} C(i-1,k-1) g_i          the unbiased estimate of max@k
     s_i      = 1/C(n,k) [ C(i-1,k-1) g_i + sum_{j>i} C(j-2,k-2) g_j ]
 
-The value s_i is k/n times the mean, over all k-subsets that contain completion i, of their maximum
-reward.
+The value s_i is k/n times the mean of the maximum rewards of all k-subsets that contain completion
+i.
 """
 
 from __future__ import annotations

@@ -67,17 +67,18 @@ def extended(
     changes: dict[str, Any] = {k: v for k, v in given.items() if v != usual[k]}
     if objective.pairs and "kl_in" in changes:
         raise ConfigError(
-            "objective.kl_in = 'reward' does not work with an objective on preference pairs, which "
-            "has no KL penalty"
+            "objective.kl_in = 'reward' does not work with preference pairs, because objectives "
+            "on pairs have no KL penalty"
         )
     if correction != "none":
         bounds = {"low": correction_low, "high": correction_high}
         agreement = AGREEMENT.get(correction, 1.0)
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
-                f"objective.correction = {correction!r} is {agreement:g} for a token on which "
-                f"sampler and trainer agree, so {agreement:g} must be between correction_low = "
-                f"{correction_low} and correction_high = {correction_high}"
+                f"the range from objective.correction_low = {correction_low} to "
+                f"objective.correction_high = {correction_high} must contain {agreement:g}, the "
+                f"value of objective.correction = {correction!r} for tokens with equal log-probs "
+                "in engine and trainer"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
@@ -86,9 +87,9 @@ def extended(
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
-    The parameters of the callable are the algorithm's own options and the shared options. `pieces`
-    are the given options. The algorithm `composed` reads the names of its pieces from these
-    options, because its other options depend on the pieces.
+    The parameters of the callable are the algorithm's own options and the shared options. The
+    algorithm `composed` reads the names of its pieces from the options in `pieces`, because its
+    other options depend on the pieces.
     """
     if name == COMPOSED:
         own = composer(pieces or {})
@@ -98,7 +99,7 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
         own = ALGORITHMS[name]
     else:
         hint = nearest(name, [*ALGORITHMS, COMPOSED])
-        raise ConfigError(f"config: objective.name = {name!r} is not known{hint}")
+        raise ConfigError(f"config: objective.name = {name!r} is not a known algorithm{hint}")
     return _with_extensions(name, own)
 
 
@@ -122,8 +123,8 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
     for key, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise ConfigError(
-                f"objective.name = {name!r} must take its options as keyword-only arguments, not "
-                f"as '{parameter}'"
+                f"objective.name = {name!r}: options are passed by name, so the function cannot "
+                f"have the parameter '{parameter}'"
             )
         parameters[key] = parameter.replace(kind=parameter.KEYWORD_ONLY)
 
@@ -147,7 +148,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
 
 
 def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
-    """Join the algorithm's options with those of `extended`; the algorithm's options come first."""
+    """Return a function with the algorithm's own options and the options of `extended`."""
     mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}
@@ -170,30 +171,31 @@ def _checked(name: str, objective: Objective) -> Objective:
     surrogate = getattr(objective.surrogate, "func", objective.surrogate)
     if objective.top_entropy < 1.0 and (by_sequence or surrogate is geometric_clipped):
         raise ConfigError(
-            f"objective.top_entropy does not work with {name}, which has one gain per completion, "
-            "so single tokens cannot be left out; use gspo_token, which has a gain per token"
+            f"objective.top_entropy selects single tokens, but the loss of {name} has only one "
+            "term per completion; use gspo_token, whose loss has one term per token"
         )
     if objective.penalty is k3_sequence and objective.kl_in == "reward":
         raise ConfigError(
-            f"objective.kl = 'k3_sequence' of {name} works only in the loss, because it is "
-            "computed over whole completions; with objective.kl_in = 'reward', set objective.kl = "
-            "'k1'"
+            f"{name}: objective.kl = 'k3_sequence' is computed over whole completions, so it "
+            "cannot be used with objective.kl_in = 'reward'; set objective.kl = 'k1', or set "
+            "objective.kl_in = 'loss'"
         )
     if "parts" in objective.needs and objective.kl_in_reward:
         raise ConfigError(
-            f"objective.kl_in = 'reward' does not work with {name}, because the KL belongs to no "
-            "part of the reward; set objective.kl_in = 'loss'"
+            f"objective.kl_in = 'reward' does not work with {name}, which normalizes each part of "
+            "the reward separately; set objective.kl_in = 'loss'"
         )
     if "teacher" in objective.reads and "groups" not in objective.reads and objective.kl_in_reward:
         raise ConfigError(
             f"objective.kl_in = 'reward' does not work with {name}, which does not use the reward; "
-            "set objective.kl_in = 'loss', or objective.task above 0"
+            "set objective.kl_in = 'loss', or set objective.task above 0"
         )
     if objective.pairs:
         _check_pairs(name, objective)
     if objective.kl_target and not objective.beta:
         raise ConfigError(
-            "objective.kl_target adapts objective.beta, which is 0; set objective.beta above 0"
+            "objective.kl_target has no effect, because objective.beta, which it adapts, is 0; "
+            "set objective.beta above 0"
         )
     return objective
 
@@ -211,7 +213,7 @@ def _check_pairs(name: str, objective: Objective) -> None:
         if given:
             raise ConfigError(
                 f"objective.{option} has no effect on {name}, which compares pairs of whole "
-                f"completions with the reference; leave objective.{option} out"
+                f"completions; leave out objective.{option}"
             )
     if objective.beta <= 0:
-        raise ConfigError(f"objective.beta = {objective.beta}: {name} needs a value above 0")
+        raise ConfigError(f"objective.beta = {objective.beta} must be above 0 for {name}")

@@ -1,4 +1,4 @@
-"""Composes algorithms from pieces, as functions of options.
+"""Builds the function of an algorithm from pieces and the names of its options.
 
 An algorithm names its pieces and its options. The meaning, the type and the default of an option
 come from the piece, unless the algorithm sets another default.
@@ -79,7 +79,7 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
-    """Return a decorator that gives an algorithm's function these options as parameters.
+    """Return a decorator that gives an algorithm's function the named options as parameters.
 
     `names` are the options, in the order in which they are shown. Each option belongs to a piece,
     to the KL, or to the function itself. The value of an option is set in every piece that has this
@@ -146,7 +146,7 @@ def composed(
 
 
 def composer(given: Mapping[str, Any]) -> Algorithm:
-    """Return `composed` with the options of the pieces that `given` names as parameters."""
+    """Return `composed` with the options of its pieces as parameters; `given` names the pieces."""
     pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
@@ -181,7 +181,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def hints_of(
     function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
 ) -> dict[str, Any]:
-    """Return the types of `options`, or of all keyword-only parameters without `options`."""
+    """Return the types of `options`, which are by default all keyword-only parameters."""
     options = options_of(function) if options is None else options
     # Other annotations name torch, which `covey plan` does not import.
     written = getattr(function, "__annotations__", {})

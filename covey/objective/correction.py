@@ -1,4 +1,4 @@
-"""Corrections for an engine whose sampling probabilities differ from the trainer's.
+"""Corrections for an engine whose sampling probabilities differ from the trainer's probabilities.
 
 Each correction takes (log rho, mask), where log rho = old_logp - sampler_logp [B, T] is 0 outside
 the mask. The result is a constant factor [B, T] for the gain of every token. The correction factors
@@ -7,10 +7,10 @@ optimizer step smaller. The native engine samples from the trainer's weights, so
 correction.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but its variance explodes with length. With this product, truncation
-therefore penalises long completions, and masking drops them. The scale of the geometric mean of
-token ratios does not depend on length. The geometric mean is not an importance weight, but it is a
-good criterion for rejection.
+over a completion is unbiased, but its variance explodes with length. So truncating the product
+penalises long completions, and masking by the product drops long completions. The scale of the
+geometric mean of token ratios does not depend on length. The geometric mean is not an importance
+weight, but it is a good criterion for rejection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def masked(
 ) -> torch.Tensor:
     """Return the ratio rho where low <= rho <= high, and 0 for other tokens.
 
-    With token ratios and the bounds 0.5 and 5, this correction is IcePop.
+    With token ratios and the bounds 0.5 and 5, the correction `masked` is IcePop.
     """
     rho = of(log_rho, mask).exp()
     return rho.where((rho >= low) & (rho <= high), 0.0)
@@ -90,5 +90,5 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""For corrections that do not bound a ratio, the value of the bounded quantity if sampler and
-trainer agree."""
+"""Correction -> value of its bounded quantity if sampler and trainer agree. All other corrections
+bound a ratio, which is 1 if sampler and trainer agree."""

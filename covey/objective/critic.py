@@ -1,4 +1,4 @@
-"""Advantages and targets from a critic's values: generalized advantage estimation, and its loss.
+"""Advantages and targets from a critic's values (GAE), and the critic's loss.
 
     delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
 
@@ -60,7 +60,7 @@ def over_values(
 
 
 def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -> torch.Tensor:
-    """The critic's targets, A_t + V_t with the lambda `value_lam`; with 1, the discounted returns.
+    """The critic's targets A_t + V_t for the lambda `value_lam`; 1 gives the discounted returns.
 
     Targets that do not contain the critic's values are unbiased. VC-PPO, arXiv 2503.01491.
     """
@@ -99,8 +99,8 @@ def clipped_value_loss(
 def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the explained variance 1 - Var(U - V) / Var U of the targets U by the values V.
 
-    A perfect critic has 1, and a critic that always predicts the mean has 0. The result is NaN if
-    all targets are equal.
+    The explained variance is 1 for a perfect critic, and 0 for a critic that always predicts the
+    mean. The result is NaN if all targets are equal.
     """
     chosen, wanted = values[mask].double(), targets[mask].double()
     if len(wanted) < 2 or not float(wanted.var()):

@@ -124,7 +124,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""The inputs of an objective that a description shows; others are common or follow from options."""
+"""The inputs that a description shows; all other inputs are common or follow from options."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")

@@ -1,7 +1,8 @@
 """Diagnostics of a training step: exact means over trained tokens, for any micro-batches.
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
-means. If all tokens of a completion have the same ratio, ratio and clip count once for each row.
+means. If all tokens of a completion have the same ratio, the ratio and the clip count each row
+once.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Record how far the sampler's log-probabilities are from the trainer's, before any update."""
+    """Record the difference between the log-probs of sampler and trainer, before any update."""
     mask = batch.mask
     gap = difference(logp.detach(), batch.sampler_logp, mask).double()
     log_rho = bounded(gap)

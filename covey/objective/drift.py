@@ -1,4 +1,4 @@
-"""Drift limits over a whole optimizer step: which tokens to drop, and where to clip ratios.
+"""Choose the tokens to drop (M2PO), or the clip bounds (BAPO), over a whole optimizer step.
 
 M2PO and BAPO, the methods of this module, train on stale data. In M2PO and BAPO, the ratio r is
 relative to the policy that generated the data, so sampler_logp is used instead of old_logp. M2PO
@@ -21,7 +21,8 @@ def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04)
 
     The mean is over the tokens whose ratio the optimizer step would move further from 1. The step
     moves the ratio further from 1 for tokens with A > 0 and r > 1, or A < 0 and r < 1. The tokens
-    with the largest (log r)^2 are dropped first, and among equal values the earlier tokens.
+    with the largest (log r)^2 are dropped first. Among equal values, earlier tokens are dropped
+    first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -66,9 +67,10 @@ def balanced_bounds(
 
 
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
-    """Return the fraction of the sum of r |A| over unclipped tokens that comes from A > 0.
+    """Return the share of tokens with A > 0 in the sum of r |A| over all unclipped tokens.
 
-    The fraction is 1 if there are no unclipped tokens. Raising either bound raises the fraction.
+    The share is 1 if there are no unclipped tokens. Raising the upper or the lower clip bound
+    raises the share.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -79,11 +81,11 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
 def positive_value_share(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
 ) -> float:
-    """Return the fraction of the sum of |min(r A, clip(r) A)| that comes from A > 0.
+    """Return the share of tokens with A > 0 in the sum of |min(r A, clip(r) A)| over all tokens.
 
     The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So
-    raising the lower bound increases the contribution of tokens with A < 0, and lowers the fraction
-    that comes from A > 0.
+    raising the lower bound increases the contribution of tokens with A < 0, and lowers the share of
+    tokens with A > 0.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

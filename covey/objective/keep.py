@@ -39,8 +39,8 @@ def kept_rows(
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):
         raise ConfigError(
-            "gfpo: metric = 'rate' needs rewards of at least 0; with negative rewards, gfpo would "
-            "keep the longest of the failed completions"
+            "gfpo: metric = 'rate' needs rewards of at least 0, because with negative rewards "
+            "gfpo would keep the longest failed completions"
         )
     best = lengths.double()
     if metric == "rate":

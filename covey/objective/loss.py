@@ -63,8 +63,8 @@ class Objective:
     """An algorithm as a value: its seven pieces, their options, and the inputs that they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. If the
-    row filter is on, old_logp is available only if `reads` names it."""
+    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. With
+    filter.skip_zero_gradient, old_logp is available only if `reads` names it."""
     ratio: Ratio
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]
@@ -94,10 +94,10 @@ class Objective:
     """Number of rollouts in which an adaptive beta corrects a deviation from the target KL."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """The fraction of tokens, those with the highest entropy, that get a policy gradient."""
+    """The fraction of tokens, chosen by highest entropy, that get a policy gradient."""
     off_policy_limit: float = 0.0
-    """A completion with a negative advantage is dropped if its mean log-probability has fallen by
-    more than this limit since it was sampled; 0 keeps all completions."""
+    """Limit on how far the mean log-probability of a completion may fall after sampling.
+    Completions with a negative advantage are dropped above this limit; 0 keeps all completions."""
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of a token is below this number times
     the sampler's probability; 0 keeps all completions."""
@@ -143,7 +143,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether only corrections read old_logp, and each correction depends on one rollout."""
+        """Whether old_logp is read only by corrections that each depend on one rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 
@@ -290,7 +290,7 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the contribution of some rows to the step's loss, which sums all contributions.
+    """Return the contribution of some rows to the step's loss; all contributions add up.
 
     A rollout's rows must all be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.

@@ -73,9 +73,8 @@ def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
     The number is a hash of the sampler's log-probabilities, both of the tokens so far and of the
-    whole completion, so that completions with the same prefix get different numbers. So the choice
-    of tokens does not depend on row order, micro-batches or ranks, and is the same in a resumed
-    run.
+    whole completion. So completions with the same prefix get different numbers. The choice of
+    tokens does not depend on row order, micro-batches or ranks, and is the same in a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # constants of SplitMix64 and xxHash

@@ -178,7 +178,7 @@ PAIRS = (
 def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Reject values that do not have the type in the function's signature."""
     for key, value in options.items():
-        hint, setting = hints.get(key), f"objective.{key} = {value!r} of {name}"
+        hint, setting = hints.get(key), f"{name}: objective.{key} = {value!r}"
         if typing.get_origin(hint) is Literal:
             choices = typing.get_args(hint)
             if value not in choices:
@@ -204,15 +204,16 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             bounds = f"at least {option.at_least:g}"
             if option.at_most < math.inf:
                 bounds += f" and at most {option.at_most:g}"
-            raise ConfigError(f"objective.{key} = {value} of {name} must be {bounds}")
+            raise ConfigError(f"{name}: objective.{key} = {value} must be {bounds}")
     dual, bound = numbers.get("dual"), 1 + numbers.get("clip_high", 0.0)
     if dual and dual <= bound:
         raise ConfigError(
-            f"objective.dual = {dual} of {name} must be above 1 + clip_high = {bound:g}"
+            f"{name}: objective.dual = {dual} must be above {bound:g}, which is 1 + clip_high"
         )
     for clip_low, clip_high in PAIRS:
         if clip_low in numbers and clip_high in numbers and numbers[clip_low] > numbers[clip_high]:
             low, high = numbers[clip_low], numbers[clip_high]
             raise ConfigError(
-                f"objective.{clip_low} = {low} of {name} exceeds {clip_high} = {high}"
+                f"{name}: objective.{clip_low} = {low} must not exceed objective.{clip_high} = "
+                f"{high}"
             )

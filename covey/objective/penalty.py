@@ -25,7 +25,7 @@ import torch
 from covey.objective.masked import bounded, row_sum, spread
 
 MAX_ADAPTATION = 0.2
-"""The largest relative deviation from the target KL to which an adaptive beta reacts."""
+"""Relative deviations from the target KL are clipped to this size before beta adapts."""
 
 
 def k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,9 @@ class Joined(NamedTuple):
 
     batch: Batch
     row: torch.Tensor | None = None
-    """[B, T] int64: the joined row of each token; None if each rollout already is one row."""
+    """[B, T] int64: the row of each token in the joined batch; None if no rows were joined."""
     column: torch.Tensor | None = None
-    """[B, T] int64: the joined column of each token."""
+    """[B, T] int64: the column of each token in the joined batch."""
     cells: torch.Tensor | None = None
     """[B, T] bool: mask of the tokens that are not padding."""
 

@@ -1,4 +1,4 @@
-"""The mean of each completion, with a gradient that is exact where all of its tokens agree."""
+"""Means over the tokens of completions; a gradient that all tokens share passes through exactly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class SequenceMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the mean of each completion at each of its tokens."""
+        """Return, for each token, the mean over the tokens of its completion."""
         ctx.save_for_backward(mask)
         return spread(row_mean(values, mask), mask)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the mean of the gradients of each completion at each of its tokens."""
+        """Return, for each token, the mean gradient over the tokens of its completion."""
         (mask,), (grad,) = ctx.saved_tensors, grads
         if not grad.shape[1]:
             return grad, None

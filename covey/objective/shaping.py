@@ -1,8 +1,8 @@
 """Advantages that depend on entropies or tokens, not only on rewards.
 
-The module has the entropy-shaped advantages of arXiv 2508.04349 (v5), called GTPO and GRPO-S, and
-those of another algorithm called GTPO (arXiv 2508.03772). The entropy H is the entropy of the
-policy that collected the batch.
+The module has the entropy-shaped advantages of arXiv 2508.04349 (v5), called GTPO and GRPO-S. The
+module also has the advantages of another algorithm called GTPO (arXiv 2508.03772). The entropy H is
+the entropy of the policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
 completions are all correct or all wrong has advantage 0 and is left out of all statistics. In the

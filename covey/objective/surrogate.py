@@ -156,8 +156,9 @@ def trust_mask(
     """The surrogate min(r, max_weight) A logp, only for tokens whose probability changed little.
 
     DPPO. Tokens are selected by total variation, as in arXiv 2602.04879. A token with A > 0 is kept
-    while p - p_old <= clip_high, and any other token while p - p_old >= -clip_low. The bounds apply
-    to probabilities, not to their ratio: for example, a rare token may double its probability.
+    if p - p_old <= clip_high, and any other token is kept if p - p_old >= -clip_low. The bounds
+    apply to probabilities, not to their ratio: for example, a rare token may double its
+    probability.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0

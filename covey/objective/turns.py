@@ -1,7 +1,7 @@
 """Advantages for the turns of multi-turn rollouts.
 
-The reward R of a rollout is the total of its turn rewards r_k. Turn rewards of the environment
-count at their turns, and the remainder of R counts at the last turn:
+The reward R of a rollout is the total of its turn rewards r_k. A reward that the environment gives
+to a turn counts at this turn, and the remainder of R counts at the last turn:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
@@ -26,7 +26,7 @@ class TurnTable(NamedTuple):
     returns: torch.Tensor
     """The discounted return U of each turn, float64; NaN where scoring failed."""
     present: torch.Tensor
-    """Mask (bool) of the turns that the rollout has."""
+    """Mask (bool) of existing turns; False for padding."""
     state: torch.Tensor
     number: torch.Tensor
     """[B, T]: the index of the turn of each token."""
@@ -87,10 +87,11 @@ def by_turn(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The return of each turn, standardized over the group's turns of the same index or over all.
+    """The return of each turn, standardized over the turns of its group.
 
-    Turns with the same index are in different states once rollouts diverge; `gigpo` compares only
-    turns in equal states.
+    With `compare = "turn"`, turns are compared only with turns of the same index. Turns with the
+    same index are in different states once rollouts diverge. `gigpo` compares only turns in equal
+    states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)

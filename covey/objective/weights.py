@@ -1,4 +1,4 @@
-"""Token weights, with which the gains of tokens add up to one loss.
+"""Token weights: the loss is minus the weighted sum of the gains of all tokens.
 
 Each function returns the weight [B, T] of every token, which is computed once per optimizer step
 from the step's totals. The loss is then a plain weighted sum, so it does not depend on how the step
@@ -66,13 +66,13 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (P T_i): the mean over groups of the sum over rollouts of their token means.
 
-    These weights are for losses of pairs, where each group has one pair.
+    The weights 1 / (P T_i) are for losses of pairs, where each group has one pair.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each row's id as float64 [B, 1]; at least 1, as a divisor."""
+    """Return the token count of each id as float64 [B, 1]; at least 1, as a divisor."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

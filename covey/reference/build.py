@@ -70,8 +70,8 @@ def make_reference(
 def _check_moving(policy: LanguageModel, kind: str) -> None:
     if policy.adapter is not None:
         raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with an adapter; set it to "
-            "'adapter_off' or 'frozen'"
+            f"config: reference.kind = {kind!r} does not work with an adapter; set reference.kind "
+            "= 'adapter_off' or 'frozen'"
         )
 
 

@@ -103,8 +103,8 @@ class ServerReference(Reference):
         theirs = health["fingerprint"]
         if theirs["tokenizer"] != self.tokenizer:
             raise ModelError(
-                f"reference: {self.address.url} serves {health['model']}, whose tokenizer "
-                "differs from the policy's; serve a model with the same tokenizer"
+                f"reference: {self.address.url} serves {health['model']}, which has another "
+                "tokenizer than the policy; serve a model with the policy's tokenizer"
             )
         self._check_weights(theirs["weights"])
         by_bytes = (health["max_bytes"] - HEADER_BYTES) // BYTES_PER_TOKEN
@@ -147,7 +147,7 @@ class ServerReference(Reference):
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"checkpoint {folder} has no readable record of its reference model: {error}"
+                f"checkpoint {folder} has no valid record of its reference model: {error}"
             ) from None
         if before != self.weights:
             raise ModelError(self._other_weights(before, self.weights))
@@ -199,8 +199,8 @@ class ServerReference(Reference):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ModelError(
-                    f"reference: {self.address.url} {problem}; gave up after "
-                    f"{self.address.patience:g} s"
+                    f"reference: no valid reply from {self.address.url} within "
+                    f"{self.address.patience:g} s: the server {problem}"
                 )
             if not noted:
                 self.note(f"reference: {self.address.url} {problem}; waiting up to {left:.0f} s")

@@ -19,7 +19,7 @@ class Fingerprint:
 
     tokenizer: str
     """Digest of the text of every token id, and of the special token ids. The tokenizer digest must
-    be equal on both sides."""
+    be the same on client and server."""
     model: str
     """Digest of architecture, vocabulary size, number of layers and hidden size. The reference
     model may be larger than the policy."""

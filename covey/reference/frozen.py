@@ -1,5 +1,4 @@
-"""References with the starting weights: a copy on the device or in main memory, or the adapter
-off."""
+"""References with the starting weights: a copy of the model, or the model without its adapter."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ class CurrentPolicy(FrozenReference):
     kind: ClassVar[str] = "current"
 
     def __post_init__(self) -> None:
-        """Do nothing: the model is the one that is trained."""
+        """Do nothing, because the model is the policy itself."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class MovingReference(FrozenReference):
             saved = load_file(folder / self.file)
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(
-                f"checkpoint {folder} has no usable reference weights: {error}"
+                f"checkpoint {folder} has no valid weights of the reference model: {error}"
             ) from None
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:

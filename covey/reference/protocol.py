@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """A policy that gives log-probabilities without gradient. A run without a reference has `None`.
+    """A policy that gives log-probabilities without gradient; a run without a reference has None.
 
     The default methods suit a reference that never changes.
     """
@@ -42,7 +42,8 @@ class Reference:
     def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the reference's state into a checkpoint.
 
-        All ranks call this method, because weights may be sharded; the rank with `writes` writes.
+        All ranks call this method, because weights may be sharded; the rank with `writes` writes
+        files.
         """
 
     def load(self, folder: Path) -> None:

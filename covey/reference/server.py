@@ -70,7 +70,7 @@ class RefusedError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """The state and handlers of all routes."""
+    """The state of the server, and the handlers of its HTTP routes."""
 
     settings: ServerSettings
     batcher: Batcher

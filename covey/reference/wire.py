@@ -2,7 +2,7 @@
 
 A request contains rows of a batch, with the temperature and the client's tokenizer digest as
 metadata. A reply contains log-probabilities and entropies, with the digest of the server's weights.
-Both sides use this module to check all received data; a request is checked before the model
+Client and server check all received data with this module. A request is checked before the model
 computes anything.
 """
 
@@ -38,8 +38,8 @@ SLACK = 1e-4
 """The largest error by which rounding can move a log-probability above 0 or an entropy below 0.
 
 Log-probability and entropy are differences between logits and their logsumexp, computed in float32.
-With logits up to 2^9, the rounding error of each is at most 2^-15 = 3e-5. At a temperature below 1,
-logits are larger, so the tolerance is larger too.
+With logits up to 2^9, the rounding error of a log-probability or an entropy is at most 2^-15 =
+3e-5. At a temperature below 1, logits are larger, so the tolerance is larger too.
 """
 
 

@@ -46,8 +46,8 @@ def mix(
 
     Each entry of `parts` is a table with `name`, `weight` and options. With `correct_first`, a
     correct completion scores higher than any incorrect completion, and an empty completion scores
-    lowest. Without `correct_first`, parts such as `efficiency` and `safety` also reward an empty
-    text.
+    lowest. Without `correct_first`, reward parts such as `efficiency` and `safety` also reward an
+    empty text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -133,11 +133,11 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
         return import_callable(name, f"{where}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {where}.name = {name!r} means functions that were passed in Python; call "
-            "covey.train(..., rewards=...), and add resume=RUN to resume a run"
+            f"config: {where}.name = {name!r} stands for reward functions that only Python code "
+            "can pass; call covey.train(..., rewards=...), with resume=RUN to resume a run"
         )
     hint = nearest(name, REWARDS)
-    raise ConfigError(f"config: {where}.name = {name!r} is not known{hint}")
+    raise ConfigError(f"config: {where}.name = {name!r} is not a known reward{hint}")
 
 
 def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
@@ -167,7 +167,9 @@ def _function_options(function: Callable[..., Any], section: Named, where: str) 
     options = known | section.options
     for key, value in options.items():
         if value is inspect.Parameter.empty:
-            raise ConfigError(f"config: {where}.{key} must be given for {section.name}")
+            raise ConfigError(
+                f"config: {where}.{key} must be set for {section.name}, because it has no default"
+            )
     return options
 
 
@@ -190,6 +192,6 @@ def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
 def _inner(where: str, table: dict[str, Any]) -> Reward:
     name = table.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"config: {where}.name must be given")
+        raise ConfigError(f"config: {where}.name must be set to the name of a reward")
     section = Named.model_validate({"name": name, **table})
     return make_reward(name, reward_options(section, where), where)

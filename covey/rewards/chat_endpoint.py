@@ -71,8 +71,8 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
     """Send the request `body` and return the model's reply; raise RewardError without a reply.
 
     If the server is busy (429), failing (5xx) or unreachable, the request is repeated while time is
-    left. After any other error, the request is not repeated. A malformed reply is an error too, and
-    the request is not repeated, because it would get the same reply.
+    left. After an error that a retry cannot fix, the request is not repeated. A malformed reply
+    raises an error without a retry, because a retry would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}
@@ -100,7 +100,7 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
             problem += f"; no time for another try in total_seconds = {policy.total_seconds:g}"
             break
         time.sleep(delay)
-    raise RewardError(f"{url} {problem} (tries: {attempt + 1})")
+    raise RewardError(f"the request to {url} failed: the server {problem} (tries: {attempt + 1})")
 
 
 def one_line(text: str) -> str:
@@ -163,5 +163,8 @@ def _content(body: bytes) -> str:
         raise RewardError(f"the reply is not a chat completion: {_server_message(body)!r}")
     if finish == "length":
         # A truncated reply may end within a number.
-        raise RewardError(f"the reply is truncated; raise max_tokens: {one_line(content)!r}")
+        raise RewardError(
+            "the reply was truncated at max_tokens; raise max_tokens (the reply: "
+            f"{one_line(content)!r})"
+        )
     return content

@@ -143,15 +143,16 @@ def _shape(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citations(Reward):
-    """The number of different sources / `minimum`, at most 1, in the text after the thinking.
+    """The number of different sources after the thinking, divided by `minimum`; at most 1.
 
-    Sources are URLs, DOIs, arXiv numbers and the entries in a list of sources to which a mark such
-    as [1] refers. A repeated source counts once.
+    Sources are URLs, DOIs, arXiv numbers, and entries in a list of sources that a mark such as [1]
+    cites. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
-    sources count. A mark such as `[doc3]` cites an id. Every address that is not in `sources` costs
-    `unknown_penalty`. A citation mark that differs from a listed id only in its digits costs
-    `unknown_penalty` too. A completion with at least `minimum` sources is a success.
+    sources count. A citation mark such as `[doc3]` cites the source with this id. Every address
+    that is not in `sources` costs `unknown_penalty`. A citation mark that differs from a listed id
+    only in its digits costs `unknown_penalty` too. A completion with at least `minimum` sources is
+    a success.
     """
 
     minimum: int = 2

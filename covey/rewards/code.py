@@ -68,7 +68,7 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    If there are `<answer>` tags, only the last of them is searched. Without a Python block, the
+    If there are `<answer>` tags, only the last `<answer>` is searched. Without a Python block, the
     program is the last fenced block; without any block, it is the whole text.
     """
     rest = after_thinking(text)
@@ -80,7 +80,7 @@ def extract_program(text: str) -> str:
 
 
 def parse_tests(info: Mapping[str, Any]) -> list[tuple[Case, object]]:
-    """Return the case and the expected result of each test.
+    """Return the sandbox case and the expected result of each test.
 
     Raises ValueError if a prompt's tests are missing or malformed.
     """
@@ -184,7 +184,7 @@ class CodeTests(TargetReward):
 
 
 def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
-    """Return which test fails and how, with the last line of the error."""
+    """Return a text that says which test fails and how, with the last line of the error."""
     given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
     error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     how = error if error else "the result is different" if outcome.ran else outcome.ended
@@ -192,7 +192,7 @@ def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
 
 
 def passes(case: Case, expected: object, outcome: Outcome) -> bool:
-    """Return whether a case ended with the expected result."""
+    """Return whether a test case ended with the expected result."""
     if not outcome.ran:
         return False
     if case.call is None:

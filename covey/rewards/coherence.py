@@ -1,9 +1,9 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
-The measure uses statistics only: which Latin letters follow each other, which characters are common
-in other writing systems, and which symbols are neighbours in formulas and programs. Keyboard
-mashing and random characters have other statistics than real text. The measure cannot detect
-nonsense that consists of real words.
+The measure uses statistics only: frequent pairs of Latin letters, common characters of other
+writing systems, and typical neighbours of symbols in formulas and programs. Keyboard mashing and
+random characters have other statistics than real text. The measure cannot detect nonsense that
+consists of real words.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Letter pairs of level RARE or below hardly occur in words. Each rare letter pair lowers the sum
-of levels by RARE_COSTS."""
+"""The level of a letter pair says how common it is in words. Letter pairs of level RARE or below
+hardly occur. Each rare letter pair lowers the sum of pair levels by RARE_COSTS.
+"""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
 """Every text counts as if it had PRIOR_PAIRS more letter pairs of level PRIOR, because few letters
 prove little."""
@@ -180,14 +181,14 @@ def _base(character: str) -> str:
 
 
 def _pieces(word: str) -> list[str]:
-    """Split a camel-case word such as `getHttpCode`; other words stay whole."""
+    """Split a camel-case word such as `getHttpCode`; other words are not split."""
     if word.islower() or word.isupper() or not word.isascii():
         return [word]
     return _PIECE.findall(word)
 
 
 def _levels(word: str) -> list[int]:
-    """Return the level of each letter pair, including word edges; a third repeat has level 0."""
+    """Return the level of each letter pair, with word edges; a third equal letter has level 0."""
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
     levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]
@@ -225,7 +226,7 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Whether letter cases, or letters and digits, alternate often, as in encoded bytes."""
+    """Whether letter cases, or letters and digits, alternate often, as in encoded data."""
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
 
@@ -302,7 +303,7 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """Return the number of characters in runs of one character, without the first three of each."""
+    """Return the number of characters in runs of one character, without each run's first three."""
     # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))

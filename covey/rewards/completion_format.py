@@ -16,7 +16,7 @@ FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Return the answer with a mark on each side, unless the answer already has these marks."""
+    """Return the answer between an opening and a closing mark, unless it already has them."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 

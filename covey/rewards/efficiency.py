@@ -14,7 +14,7 @@ from covey.rewards.text import count_words
 from covey.types import Prompt
 
 PHRASE = 6
-"""Words per phrase. Ordinary prose seldom repeats a phrase of this length."""
+"""Words per phrase. Ordinary prose seldom repeats a phrase of PHRASE words."""
 MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
@@ -48,11 +48,11 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of two fractions. The fraction of repeated sentences counts only if
-    there are more than 3 sentences. The fraction of repeated phrases of 6 words or signs counts
-    only if there are at least 24 words. Counting phrases also detects padding without punctuation,
-    or with varying sentence ends. Phrases are not counted if the fraction of repeated phrases is
-    clearly at most `above`.
+    The result is the larger of the fractions of repeated sentences and repeated phrases. The
+    fraction of repeated sentences counts only if there are more than 3 sentences. The fraction of
+    repeated phrases of 6 words or signs counts only if there are at least 24 words. Counting
+    phrases also detects padding that has no punctuation or has varying sentence ends. Phrases are
+    not counted if repeated tokens are so few that the fraction cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -89,9 +89,9 @@ class Efficiency(Reward):
     expected_steps: int = 3
     max_words: int = 512
     expected_edits: int = 0
-    """Edits without a penalty; 0: edits are not counted."""
+    """Number of edits without a penalty; with 0, edits are not counted."""
     max_rounds: int = 0
-    """Turns without a penalty; 0: turns are not counted."""
+    """Number of turns without a penalty; with 0, turns are not counted."""
     edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return how many edits and turns exceed the expected numbers, if those are set."""
+        """Return by how much edits and turns exceed their limits; a limit of 0 is not checked."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

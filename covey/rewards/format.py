@@ -21,8 +21,8 @@ class ThinkAnswerForm(Reward):
     """1 if the completion consists of a non-empty thinking part and answer part; otherwise 0.
 
     Repeated, nested or unclosed tags and text outside the tags break the format. With `graded`, a
-    broken format gets 0.25 for each of the two parts that occurs exactly once, is closed and is not
-    empty.
+    broken format gets 0.25 for each part (thinking, answer) that occurs exactly once, is closed and
+    is not empty.
     """
 
     graded: bool = False
@@ -84,7 +84,7 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """The sum 0.4 think + 0.4 tool + 0.2 tidy, for thinking, then tool calls or an answer.
+    """The format reward 0.4 think + 0.4 tool + 0.2 tidy: thinking, then tool calls or an answer.
 
     | part | value |
     |---|---|
@@ -93,9 +93,9 @@ class ThinkToolForm(Reward):
     | direct | instead of tool if there is none: 1 for text after the thinking |
     | tidy | 1: one think block first, nothing nested; several tool calls may follow |
 
-    Unpaired tags set the part `think` or `tool` to -0.5. The reward is at least 0.
+    Unpaired tags set the reward part `think` or `tool` to -0.5. The reward is at least 0.
 
-    The published code checks only the first call. The published code has no parts `tidy` and
+    The published code checks only the first call. The published code has no reward parts `tidy` and
     `direct`, so no text could score above 0.8.
     """
 

@@ -43,8 +43,7 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Datasets whose scorer evaluates the answer, and the parser through which the answer passes
-first."""
+"""Dataset whose scorer evaluates the answer -> parser that the answer must pass first."""
 
 
 def load() -> None:
@@ -88,7 +87,7 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 
 
 def readable(name: str, text: str, entry: Entry) -> str:
-    """Return the text for the scorer; for a scorer that evaluates text, parse and print it first.
+    """Return the answer for the scorer, parsed and printed again if the scorer evaluates it.
 
     Raises NotPlainError if the text is not plain data or arithmetic.
     """

@@ -14,9 +14,9 @@ from covey.types import Prompt
 class Instructions(Reward):
     """The fraction of IFEval's strict checks that the text after the thinking passes.
 
-    The prompt names its instructions in the columns `instruction_id_list` and `kwargs`, as in
-    google/IFEval, or in the target, as in open-instruct's RLVR data. An empty completion follows no
-    instruction. A completion is a success if all checks pass. The content is not checked, so
+    The prompt names its instructions in columns (`instruction_id_list` and `kwargs`, as in
+    google/IFEval) or in its target (as in open-instruct's RLVR data). An empty completion follows
+    no instruction. A completion is a success if all checks pass. The content is not checked, so
     combine this reward with a reward that checks the content.
     """
 

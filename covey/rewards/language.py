@@ -1,7 +1,7 @@
 """Detects the language of a text by its script and common words, for instructions about languages.
 
-The detection covers the 30 languages of IFEval. The result is None for other languages and very
-short texts.
+The detection covers the 30 languages of IFEval. The result is None for unsupported languages and
+very short texts.
 """
 
 # ruff: noqa: RUF001 - the words of other scripts look like ours
@@ -83,7 +83,7 @@ def language_of(text: str) -> str | None:
 
 
 def _script(text: str) -> str | None:
-    """Return the script of most letters; None if there are no letters or it is not covered."""
+    """Return the script of most letters; None without letters or for an unsupported script."""
     counts = Counter(_script_of(sign) for sign in text if sign.isalpha())
     # Japanese mixes kana with Han characters.
     if counts["kana"] and counts["other"]:

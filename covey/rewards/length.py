@@ -30,7 +30,7 @@ class NoPenalty:
 class Soft:
     """Soft overlong punishment, DAPO (arXiv 2503.14476) equation 13.
 
-    The penalty is 0 up to (limit - cache) tokens, and falls linearly from there to -1 at the limit.
+    The penalty is 0 up to (limit - cache) tokens, and then falls linearly to -1 at the limit.
     """
 
     limit: int
@@ -58,11 +58,12 @@ class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
     Let L be the larger of the mean length and the mid-range of lengths. The penalty is 0 up to L
-    tokens, and falls linearly from there to -size at 2 L tokens. In an easy group (accuracy of at
-    least `easy`), L is computed from the correct rollouts, and only these rollouts are penalised.
-    In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In other groups, L is
-    computed from all rollouts, and the majority (correct or incorrect) is penalised; in a tie, the
-    incorrect rollouts are penalised.
+    tokens, and then falls linearly to -size at 2 L tokens. In an easy group (accuracy of at least
+    `easy`), the length L is computed from the correct rollouts, and only correct rollouts are
+    penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In groups
+    that are neither easy nor hard, the length L is computed from all rollouts. In groups that are
+    neither easy nor hard, the more frequent kind of rollout (correct or incorrect) is penalised, or
+    the incorrect rollouts in a tie.
 
     The paper gives no value for `easy`.
     """

@@ -40,10 +40,11 @@ class MathAnswer(TargetReward):
     """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
 
     Numbers are compared exactly. The option `tolerance` is relative, and applies only if the target
-    is not a whole number. If a tolerance of 1 % applied to a target of 1000, every guess from 990
-    to 1010 would be correct, and the policy would learn to guess roughly.
+    is not a whole number. With a tolerance of 1 % and a target of 1000, every guess from 990 to
+    1010 would be correct. With a tolerance for whole numbers, the policy would learn to guess
+    roughly.
 
-    With `symbolic`, formulas are compared by evaluation at a few points. If the evaluation at these
+    With `symbolic`, formulas are compared by evaluation at a few points. If evaluation at a few
     points does not decide, the library math-verify compares the formulas. The library math-verify
     gets only the final answer, because in the whole completion it would pick the part that matches.
     Formulas must be marked, because the style `number`, for unmarked answers, finds only numbers.

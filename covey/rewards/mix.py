@@ -1,5 +1,6 @@
-"""Composite rewards: a weighted mean with a format gate and a weight schedule, and a choice by
-task."""
+"""Composite rewards: a weighted mean with a format gate and a weight schedule, or a reward per
+task.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +21,23 @@ ACCURACY, FORMAT = "accuracy", "format"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(Reward):
-    """The weighted mean of parts: r = sum_k w_k r_k, with weights that sum to 1.
+    """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
 
-    The part called `accuracy` decides `success`. With `gated` and a part called `format`, accuracy
-    counts only if the format is correct. If the format is wrong, accuracy is replaced by its lower
-    bound. An accuracy reward without bounds is replaced by the smaller of 0 and its value. Without
-    `gated`, accuracy and format add up.
+    The reward part called `accuracy` decides `success`. With `gated` and a reward part called
+    `format`, accuracy counts only if the format is correct. If the format is wrong, accuracy is
+    replaced by its lower bound. If the format is wrong and accuracy has no bounds, a positive
+    accuracy is replaced by 0. Without `gated`, accuracy and format add up.
 
-    The weights at the start of a run are `early`. The weights change linearly from `early` to
+    At the start of a run, the weights are `early`. The weights change linearly from `early` to
     `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
     the reward exceeds its lower bound is multiplied by `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
     weights. A correct completion scores in the upper half of the range: half the range plus half of
-    the weighted mean. If the format is wrong, only the format counts in this weighted mean. An
-    incorrect completion scores in the lower half of the range: half of the weighted mean of
-    accuracy, judges and, if `gated`, the format. Other reward parts do not count for an incorrect
+    the weighted mean. If the format of a correct completion is wrong, only the format counts in the
+    weighted mean. An incorrect completion scores in the lower half of the range. The score of an
+    incorrect completion is half of the weighted mean of accuracy, judges and, if `gated`, the
+    format. Reward parts other than accuracy, judges and format do not count for an incorrect
     completion. A completion without a final answer, or a completion that is not language, has the
     lowest reward.
     """
@@ -86,17 +88,17 @@ class Mix(Reward):
 
     @property
     def quick(self) -> bool:
-        """Whether all parts are quick."""
+        """Whether all reward parts are quick."""
         return all(part.quick for part in self.parts.values())
 
     @property
     def max_seconds(self) -> float:
-        """The sum of the parts' time limits, because the parts run one after the other."""
+        """The sum of the reward parts' time limits, because the parts run one after the other."""
         return sum(max_seconds(part) for part in self.parts.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The weighted means of the parts' bounds, which cover all weights of the run."""
+        """The bounds of the weighted mean, for all weights that the run may use."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -106,14 +108,14 @@ class Mix(Reward):
         return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return this mix, and mixes within it, with the weights at this fraction of the run."""
+        """Return this mix, and mixes within it, with the weights at a fraction of the run."""
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
         weights = {k: w + (early[k] - w) * left for k, w in self.weights.items()}
         return replace(self, parts=_all_at(self.parts, share), weights=weights, early={})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion with every part."""
+        """Score one completion with every reward part."""
         scores = {name: part(prompt, text) for name, part in self.parts.items()}
         holds = not (self.gated and FORMAT in scores) or scores[FORMAT].success
         logged = {**{name: score.reward for name, score in scores.items()}, **_inner(scores)}
@@ -132,7 +134,7 @@ class Mix(Reward):
         )
 
     def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return the weighted mean of the parts."""
+        """Return the weighted mean of the reward parts."""
         values = {name: score.reward for name, score in scores.items()}
         if not holds:
             values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
@@ -141,7 +143,7 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range if correct, else in the lower half."""
+        """Return a reward in the upper half of the range for success, else in the lower half."""
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]
@@ -156,7 +158,7 @@ class Mix(Reward):
         return low + (high - low) * share
 
     def _share(self, scores: Mapping[str, Score], counted: Iterable[str]) -> float:
-        """Return the weighted mean of the given parts, each scaled to [0, 1]."""
+        """Return the weighted mean of the given reward parts, each scaled to [0, 1]."""
         total = 0.0
         for name in counted:
             low, high = self.parts[name].bounds
@@ -168,7 +170,7 @@ class Mix(Reward):
 def _is_noise(text: str, robust: bool) -> bool:
     """Whether the thinking or the answer is noise and not language. Links are ignored.
 
-    If the `robust_factor` is 1, the thinking has already passed the noise test.
+    A `robust_factor` of 1 shows that the thinking has already passed the noise test.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:
@@ -178,7 +180,7 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound; for a part without bounds, the smaller of 0 and the reward."""
+    """Return the lower bound; for a reward part without bounds, the smaller of 0 and the reward."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 
@@ -187,7 +189,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts of every reward part that itself has several parts, as `part/inner`."""
+    """Return the parts of composite reward parts, named `part/inner`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()
@@ -232,7 +234,7 @@ class ByTask(Reward):
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return the rewards with their weights at this fraction of the run."""
+        """Return the rewards with their weights at the given fraction of the run."""
         return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,9 +1,9 @@
 """Parses an answer as data or arithmetic and prints it again, before a scorer evaluates it.
 
-Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates it. Scorers that
+Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Scorers that
 evaluate an answer never get the text that a model wrote. The text is parsed, and only the node
-types that this module lists are allowed. The scorer gets a text that is printed from the syntax
-tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
+types that this module lists are allowed. The scorer gets a text that is printed from the parsed
+syntax tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
 """
 
 from __future__ import annotations

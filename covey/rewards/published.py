@@ -4,8 +4,8 @@ Bugs of the originals are fixed, and each docstring names the fixes. Expressions
 limits instead of `eval`, signs are parsed, numbers are compared exactly, and no completion raises
 an error.
 
-Known hacks of the published rewards still work, because others trained with these rewards as they
-are. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
+Known hacks of the published rewards still work, because published results were trained with these
+rewards. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
 runs, use the reward `think_answer` or a template.
 """
 
@@ -38,7 +38,7 @@ def gamed_by(reward: object) -> tuple[str, ...]:
     >>> gamed_by(NanoAha)[-1], gamed_by(str)
     ('correct then wrong', ())
     """
-    _, _, listed = (inspect.getdoc(reward) or "").partition("Gamed by: ")
+    _, _, listed = (inspect.getdoc(reward) or "").partition("Known hacks that work: ")
     hacks = " ".join(listed.partition("\n\n")[0].split()).removesuffix(".")
     return tuple(hacks.split("; ")) if hacks else ()
 
@@ -69,9 +69,9 @@ class LmBook(Reward):
     The text `...` is the placeholder of the prompt and not an answer. The number is parsed exactly,
     not as a float, and `1,000` is parsed as one number, not as two.
 
-    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
-    thinking; 50 useless calls; answer before unclosed think; whole format many times; wrong then
-    correct.
+    Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
+    gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;
+    wrong then correct.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 2.8)
@@ -138,8 +138,8 @@ class NanoAha(Reward):
     The published code uses `eval`, which never finishes on `95**87**64`, and in a later version
     `literal_eval`, which rejects every sum. This reward does not allow powers and `//`.
 
-    Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
-    answer before unclosed think; correct then wrong.
+    Known hacks that work: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless
+    calls; answer before unclosed think; correct then wrong.
     """
 
     prefilled: bool = True
@@ -177,8 +177,8 @@ class GrpoZero(Reward):
     reward, gives partial credit. The published code uses `eval`, and its format allows further tags
     inside the two parts.
 
-    Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
-    answer before unclosed think; correct then wrong.
+    Known hacks that work: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless
+    calls; answer before unclosed think; correct then wrong.
     """
 
     prefilled: bool = True
@@ -220,9 +220,9 @@ class SimpleGrpo(Reward):
 
     The published pattern drops the minus sign, so that -5 counts as 5, and cuts `1,000` to 0.
 
-    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
-    thinking; 50 useless calls; answer before unclosed think; numbers, target last; target in a
-    comment; answer in thinking only.
+    Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
+    gibberish thinking; 50 useless calls; answer before unclosed think; numbers, target last; target
+    in a comment; answer in thinking only.
     """
 
     bounds: ClassVar[tuple[float, float]] = (-2.0, 2.25)
@@ -258,9 +258,9 @@ class OpenInstruct(Reward):
     value. This reward tests whether the format is correct. The published number pattern drops the
     minus sign of whole numbers; this reward keeps the sign.
 
-    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
-    thinking; 50 useless calls; answer before unclosed think; whole format many times; correct then
-    wrong; numbers, target last; target in a comment.
+    Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
+    gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;
+    correct then wrong; numbers, target last; target in a comment.
     """
 
     verification_reward: float = 10.0
@@ -280,7 +280,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds 0 and the reward of a correct answer, plus the format reward if `additive`."""
+        """The bounds: 0, and the highest reward, which includes the format reward if `additive`."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -2,9 +2,9 @@
 
 The scorer's bytecode is inspected before the scorer runs. The inspection includes `score_answer`,
 each method and function that it refers to, and the functions, lambdas and comprehensions inside
-them. A scorer is pure if everything that it uses is on the lists of this module: instructions,
-builtins, functions of `math` and `json`, patterns of `re`, and names of methods. Anything that is
-not on a list makes a scorer impure, and an impure scorer runs in the sandbox.
+them. A scorer is pure if everything that it uses is on the lists of this module. The lists contain
+instructions, builtins, functions of `math` and `json`, patterns of `re`, and names of methods.
+Anything that is not on a list makes a scorer impure, and an impure scorer runs in the sandbox.
 
 A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
 scorer does not combine `range` with whole numbers that it reads from text. A pure scorer keeps no
@@ -67,15 +67,16 @@ METHODS = _words(
     """
 )
 """Methods of strings, numbers, lists, dicts, sets and regex matches that a pure scorer may call.
-The method `format` is not allowed, because it looks up attributes; methods that take a size, such
-as `zfill`, are not allowed either."""
+The method `format` is not allowed, because it looks up attributes. Methods that take a size, such
+as `zfill`, are not allowed.
+"""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
-"""Patterns that take linear time on any text. A pure scorer may use only these patterns."""
+"""Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Functions that, used together, let a number in the text decide how long the scorer runs."""
+"""Pairs of functions that let a number in the text decide how long the scorer runs."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -167,7 +168,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses. Raises ImpureError if it is not on the lists."""
+        """Check a value that a scorer uses. Raises ImpureError if the value is not on the lists."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:

@@ -33,8 +33,8 @@ class RateLimit:
     def wait(self, tokens: int, until: float) -> float:
         """Wait until a request of this many tokens is allowed; return the seconds waited.
 
-        Raises RewardError if the request is not allowed before the time `until`, in seconds of
-        `time.monotonic`, which is the same for all processes of a machine.
+        Raises RewardError if the request is not allowed before `until`. The time `until` is in
+        seconds of `time.monotonic`, which is the same for all processes of a machine.
         """
         waited = 0.0
         if not self.requests and not self.tokens:

@@ -2,7 +2,7 @@
 
 Some scorers evaluate the answer, so these scorers run in a sandbox and get only data or arithmetic.
 One scorer of reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for
-`0.375`. This reward gives 0 to wrong answers that such a flawed scorer accepts.
+`0.375`. This reward gives 0 to wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ class ReplyCache:
                 json.dump({"reply": reply}, temporary)
             os.replace(name, file)
         except OSError as error:
-            raise RewardError(f"cannot write a reply to cache = {self.folder!r}: {error}") from None
+            raise RewardError(
+                f"cannot write a reply into the cache folder {self.folder!r}: {error}"
+            ) from None
 
     def _file(self, url: str, body: Mapping[str, Any]) -> Path:
         sent = json.dumps([url, body], sort_keys=True).encode()

@@ -20,9 +20,9 @@ def _thinking(text: str, tag: str) -> list[str]:
 def robust_factor(text: str) -> float:
     """Return the factor for the reward of a completion: 1 if there is no sign of gaming.
 
-    The factor is the product of 0.5 for thinking that is not language, 0.5 for text that mostly
-    repeats itself, 0.7 for more than 1,000 words, and 1 - 0.05 for each tool call above 8, down to
-    0.5.
+    The factor is a product: 0.5 for thinking that is not language, 0.5 for text that mostly repeats
+    itself, and 0.7 for more than 1,000 words. The factor for tool calls is 1 up to 8 calls, falls
+    by 0.05 for each further call, and is at least 0.5.
     """
     factor = 1.0
     thinking = [t for tag in ("think", "reasoning") for t in _thinking(text, tag)]

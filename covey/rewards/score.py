@@ -1,4 +1,4 @@
-"""The reward protocol: a reward function scores one completion and reports named parts."""
+"""The reward protocol: a reward function scores one completion and reports named reward parts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Score:
     attempted: bool = True
     """Whether the completion has a final answer that can be compared, even if it is wrong."""
     feedback: str = field(default="", compare=False)
-    """What is wrong with the completion, in words, for the prompt of a self-teacher
-    (docs/sdpo.md)."""
+    """A description of the completion's errors, for the prompt of a self-teacher (docs/sdpo.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +32,9 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Number of optimizer steps before the training step, as planned. None in evaluations, which
-    score as at the end of the run."""
+    """Planned number of optimizer steps before the training step. In evaluations, the value is
+    None, and rewards are computed as at the end of the run.
+    """
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""
 
@@ -82,6 +82,6 @@ def max_seconds(reward: Reward) -> float:
 
 
 def check_option(holds: bool, message: str) -> None:
-    """Raise ConfigError with this message if a condition on a reward's options is false."""
+    """Raise ConfigError with the given message if a condition on a reward's options is false."""
     if not holds:
         raise ConfigError(f"reward: {message}")

@@ -1,4 +1,4 @@
-"""The two kinds of reward functions, Covey's and TRL's, told apart by the names of parameters."""
+"""The two kinds of reward functions, Covey's and TRL's, distinguished by their parameter names."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ TRL = frozenset(
 )
 """The keyword arguments that TRL passes in addition to the columns of the data."""
 NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
-"""The arguments of TRL's call that Covey does not pass."""
+"""Arguments that TRL passes to a reward function, but Covey does not."""
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:
     """Whether a function scores a list of completions, as in TRL; otherwise it scores one text.
 
-    TRL passes every argument by name, so a function with one of its names is TRL's, and so is a
-    function with `**kwargs` whose other parameters are columns of the data. Raises ConfigError if
-    the names do not decide.
+    A function with one of TRL's parameter names is a TRL function, because TRL passes every
+    argument by name. A function with `**kwargs` whose other parameters are columns of the data is a
+    TRL function too. Raises ConfigError if the parameter names do not show the kind of the
+    function.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -50,7 +51,7 @@ def is_trl_style(function: Callable[..., Any]) -> bool:
 
 
 def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a function that cannot be called as a reward with these options."""
+    """Raise ConfigError for a function that cannot be called as a reward with the given options."""
     if is_trl_style(function):
         return
     try:
@@ -60,7 +61,7 @@ def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Count how many of the first two positional parameters have Covey's names, or the name `_`."""
+    """Count the first two positional parameters with Covey's parameter names or the name `_`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
     return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))
@@ -69,6 +70,7 @@ def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
 def _not_a_reward(function: Callable[..., Any], why: str) -> ConfigError:
     name = getattr(function, "__name__", type(function).__name__)
     return ConfigError(
-        f"reward: {name} is not a reward function: {why}; write f(prompt, text) to score one "
-        "completion, or, as in TRL, f(completions, **columns) to score the completions of a prompt"
+        f"reward: {name} is not a reward function: {why}; define f(prompt, text), which scores one "
+        "completion, or f(completions, **columns) as in TRL, which scores all completions of a "
+        "prompt"
     )

@@ -1,4 +1,4 @@
-"""What a reward gives a completion of a prompt that has no target."""
+"""Rewards that need a target, and their score for a prompt without a target."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class TargetReward(Reward):
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
         """Return the score of a completion of a prompt without a target.
 
-        Raises ValueError or SkippedError if `without_target` gives the completion no score. The
-        completion is not a success.
+        Raises ValueError or SkippedError if `without_target` gives the completion no score. A
+        completion of a prompt without a target is not a success.
         """
         value = self.without_target
         if value == "error":

@@ -2,10 +2,11 @@
 
 A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
-`without_target` is what `accuracy` gives a prompt without a target: see `TargetReward`.
+`without_target` sets the score of `accuracy` for a prompt without a target: see `TargetReward`.
 
 `early_format`, if above 0, is the weight of `format` at the start of a run. The weight
-`early_format` is taken from `accuracy`, and returned to it over the first fifth of the steps.
+`early_format` is taken from `accuracy`, and goes back to `accuracy` over the first fifth of the
+steps.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def retrieval(
     judge: Mapping[str, Any] | None = None,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Answers with citations: the part `format` requires at least `sources` citations.
+    """Reward mix for answers with citations, of which `format` requires at least `sources`.
 
     Accuracy is the similarity of the answer to the target. The option `judge`, a table with
     `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not

@@ -1,5 +1,6 @@
-"""Tags, thinking and words in a completion. Every function takes time linear in the length of the
-text."""
+"""Tags, thinking and words in a completion. Every function of this module takes time linear in the
+length of the text.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def count_words(text: str) -> int:
 
 
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Split a text at tags that each occur once, in this order; return (outside, contents).
+    """Split a text at tags that each occur once, in the given order; return (outside, contents).
 
     The result is None if a tag is missing, repeated, nested or out of order.
 
@@ -91,7 +92,7 @@ def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] 
 
 
 def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
-    """Return the contents of the tags if the text consists only of these tags, in order.
+    """Return the contents of the tags if the text consists only of the given tags, in order.
 
     >>> only_tags("<a>1</a> <b>2</b>", ("a", "b")), only_tags("<a>1</a>.", ("a",))
     (['1', '2'], None)

@@ -37,7 +37,7 @@ class ExactText(TargetReward):
 
     ignore_case: bool = False
     ignore_blanks: bool = True
-    """Whether any amount of whitespace between words equals one space."""
+    """Whether any amount of whitespace between words counts as one space."""
     ignore_punctuation: bool = False
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -63,7 +63,7 @@ class ThinkAnswer(TargetReward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lower bound 0, and the sum of both weights."""
+        """The bounds: 0, and the sum of the weights `correct` and `format`."""
         return 0.0, self.correct + self.format
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

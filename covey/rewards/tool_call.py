@@ -52,7 +52,7 @@ def parse_call(text: str) -> Call | None:
 
 
 def only_call(text: str) -> Call | None:
-    """Return the only tool call after the thinking, with or without tags; None for several."""
+    """Return the only tool call after the thinking, with or without tags, or None."""
     rest = after_thinking(text)
     tags = rest.count("<tool_call>")
     calls = tag_contents(rest, "tool_call") if tags else [rest]
@@ -166,7 +166,7 @@ class ToolCall(TargetReward):
 
     Arguments count only with the correct tool. If arguments counted alone, `{}` would earn half the
     reward for any tool without arguments. Exactly one tool call is expected. Several calls, or a
-    call that cannot be parsed, score 0, so that it does not pay to call every tool. With `partial`,
+    call that cannot be parsed, score 0, so that calling every tool earns no reward. With `partial`,
     the score of the arguments is the fraction of correct arguments among all given or expected
     arguments. Without `partial`, all arguments must be correct.
 

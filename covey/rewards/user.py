@@ -37,7 +37,7 @@ class _GroupReward:
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; an entry is None if it cannot be scored."""
+        """Score the completions of one prompt; None marks a completion that cannot be scored."""
         raise NotImplementedError
 
 
@@ -46,8 +46,9 @@ class TrainerState:
     """Progress of the run in optimizer steps, with the names of transformers' TrainerState."""
 
     global_step: int
-    """Number of optimizer steps before the training step, which takes `train.mini_batches` times
-    `train.epochs` of them."""
+    """Number of optimizer steps before the training step. A training step has `train.mini_batches`
+    times `train.epochs` optimizer steps.
+    """
     max_steps: int
 
 
@@ -56,7 +57,7 @@ class UserFunction(_GroupReward):
     """A user's function as a reward.
 
     - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
-      parts whose sum is the reward.
+      reward parts whose sum is the reward.
     - A TRL-style function, such as `f(completions, **columns)`, async or not, returns a list of
       numbers. The function is called once per group. The columns are the lists `prompts`,
       `completion_ids` (tokens), `target`, and every column of the data by its name. The column
@@ -64,7 +65,7 @@ class UserFunction(_GroupReward):
       `trainer_state` has `global_step` and `max_steps`. A function without `**columns` gets only
       the columns that it names.
 
-    `covey.rewards.signature` tells the two kinds apart.
+    `covey.rewards.signature` decides whether a function is plain or TRL-style.
 
     `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
     means that the function does not apply to the completion. A completion with a reward of at least
@@ -110,7 +111,7 @@ class UserFunction(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; an entry is None if it cannot be scored."""
+        """Score the completions of one prompt; None marks a completion that cannot be scored."""
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
@@ -143,11 +144,12 @@ class UserFunction(_GroupReward):
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is parameter.empty and not variadic and name not in given:
                 raise ConfigError(
-                    f"reward: {self.name} has the argument {name!r}, but {self._lack(prompt, name)}"
+                    f"reward: {self.name} needs the argument {name!r}, but "
+                    f"{self._why_missing(prompt, name)}"
                 )
 
-    def _lack(self, prompt: Prompt, name: str) -> str:
-        """Say why the function gets no argument of this name."""
+    def _why_missing(self, prompt: Prompt, name: str) -> str:
+        """Return a text that says why the function gets no argument of this name."""
         if name in NOT_PASSED:
             return f"only TRL passes it; write {name}=None"
         columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
@@ -230,7 +232,7 @@ def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = 
     if all(hasattr(reward, name) for name in ("bounds", "quick", "version")):
         return reward  # type: ignore[no-any-return]
     if not callable(reward):
-        raise ConfigError(f"reward: {reward!r} cannot be called with a prompt and a text")
+        raise ConfigError(f"reward: {reward!r} must be a function that takes a prompt and a text")
     own = {k: given.pop(k) for k in ("success_at", "conversational") if k in given}
     check_signature(reward, given)
     return UserFunction(function=reward, options=given, **own)
@@ -331,6 +333,8 @@ def function_reward(
         if name in functions:
             raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
-            raise ConfigError(f"rewards: the weight of {name} is {weight}, not a finite number")
+            raise ConfigError(
+                f"rewards: the weight of {name} must be a finite number, not {weight}"
+            )
         functions[name], weights[name] = made, float(weight)
     return WeightedFunctions(functions=functions, weights=weights)

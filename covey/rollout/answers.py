@@ -1,8 +1,7 @@
 """Statistics of final answers, which reveal a policy that ignores the prompt.
 
-A policy that learns to answer every prompt with the most frequent target has a rising reward curve,
-like a policy that learns the task. Only the variety of the answers distinguishes a policy that
-ignores the prompt from a policy that learns the task.
+The reward also rises if a policy learns to answer every prompt with the most frequent target. Only
+the variety of the answers shows whether a policy learns the task or ignores the prompt.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from dataclasses import dataclass
 LONGEST_TARGET = 64
 """Maximum length of a target that counts as a final answer, in characters."""
 TAIL = 400
-"""Number of last characters of a completion that are searched for an unmarked final answer."""
+"""Only this many last characters of a completion are searched for a final answer."""
 
 _MARKED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)|\\boxed\{([^{}]*)\}|#### *([^\n]*)", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def final_answer(text: str) -> str:
-    r"""Return the final answer of a completion, to count equal answers; rewards do not use it.
+    r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
     The final answer is the last marked answer, or else the last number, or else the last line.
 
@@ -41,7 +40,7 @@ def final_answer(text: str) -> str:
 
 
 def target_counts(targets: Sequence[str]) -> AnswerCounts | None:
-    """Count targets; return None for long texts or programs, which are not short answers."""
+    """Count targets; return None if a target is empty or longer than a short answer."""
     if any(not target.strip() or len(target) > LONGEST_TARGET for target in targets):
         return None
     return AnswerCounts.of([target.strip() for target in targets])

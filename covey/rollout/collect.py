@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Sharing(Protocol):
-    """The ranks that divide the prompts of a step among themselves."""
+    """The interface of ranks, which divide the prompts of a step among themselves."""
 
     @property
     def size(self) -> int:
@@ -33,7 +33,7 @@ class Sharing(Protocol):
         """Gather one item from every rank, and return all items."""
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Gather the ranks' results for the items that `share` divided, in their original order."""
+        """Gather the results of all ranks, in the order that the items had before `share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Collected:
     errors: tuple[tuple[str, ...], ...] = ()
     """For each group, one line for every rollout that could not be scored."""
     trace: str = ""
-    """The traceback of the first error, if an exception caused it."""
+    """The traceback of the first scoring error, if an exception caused the error."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -64,7 +64,7 @@ class Collected:
         return sum(rollout.sampled for rollout in self.rollouts)
 
     def joined(self, more: Collected) -> Collected:
-        """Join the groups of this sampling round with those of another round of the same step."""
+        """Append the groups of another sampling round of the same step."""
         return Collected(
             groups=self.groups + more.groups,
             errors=self.errors + more.errors,
@@ -86,7 +86,7 @@ class Collected:
         )
 
     def split(self, counts: Sequence[int]) -> list[Collected]:
-        """Split the groups into parts of given sizes; divide the time among the parts."""
+        """Split the groups into lists of the given sizes, and divide the seconds in proportion."""
         parts, start = [], 0
         for count in counts:
             share, here = count / len(self.groups), slice(start, start + count)
@@ -104,7 +104,7 @@ class Collected:
 
 @dataclass(slots=True)
 class _Scoring:
-    """The rollouts that are being scored, by prompt index."""
+    """Submits rollouts for scoring, and collects their scores."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -174,13 +174,13 @@ class Collector:
     progress: Callable[[int], None] = field(default=lambda count: None)
     """Called with the number of completions that have just ended."""
     interaction: Interaction | None = None
-    """The interaction with an environment. The value is None if every rollout is one completion."""
+    """The environment and its limits. None means that every rollout is one completion."""
     ranks: Sharing | None = None
-    """The ranks. Each rank collects some groups and then receives the groups of all ranks. The
-    value is None if there is one rank."""
+    """Each rank collects some groups, and then receives the groups of all ranks. None if there is
+    only one rank."""
     updates: int = 0
     """Number of optimizer steps in a training step; 0 in evaluations. Reward functions may take the
-    progress of the run as an argument."""
+    number of optimizer steps so far as an argument."""
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""
 

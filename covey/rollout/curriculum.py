@@ -1,7 +1,8 @@
-"""Curriculum: per-prompt statistics, which influence the choice of each step's prompts.
+"""Curriculum: the choice of each step's prompts depends on the results of earlier steps.
 
-The statistics change after every training step, and every checkpoint saves them. Random numbers
-depend only on (seed, step). Therefore a resumed run draws the same prompts as an uninterrupted run.
+Statistics of every prompt's results are updated after every training step, and saved in every
+checkpoint. Random numbers depend only on (seed, step). Therefore a resumed run draws the same
+prompts as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""The slow running mean of a task part's pass rate averages over this many times more groups than
-the fast mean."""
+"""The slow running mean of a pass rate averages over this many times as many groups as the fast
+running mean."""
 MOST_PROMPTS = 10**7
 
 
@@ -50,7 +51,7 @@ class PromptRecord:
 
 @dataclass(slots=True)
 class PartRecord:
-    """The results so far of one part of a mixed task (a mixture of tasks)."""
+    """The results so far of one task in a mixture of tasks."""
 
     fast: float
     """Running pass rate."""
@@ -59,7 +60,7 @@ class PartRecord:
 
     @property
     def progress(self) -> float:
-        """Recent change of the pass rate, in either direction."""
+        """Absolute change of the pass rate over recent groups."""
         return abs(self.fast - self.slow)
 
 
@@ -83,19 +84,19 @@ class PromptChoice:
         if self.settings.mixture == "progress" and not self.block:
             raise ConfigError(
                 "config: curriculum.mixture = 'progress' needs task.name = 'mixed', because it "
-                "sets the weights of the parts of a mixed task"
+                "sets how often each part of a mixed task is drawn"
             )
 
     @property
     def block(self) -> tuple[str, ...]:
-        """For a mixed task, the part of the task to which each prompt of a block belongs.
+        """If the task is a mixture, the name of the task of each prompt in a block of prompts.
 
         The tuple is empty for other tasks.
         """
         return tuple(getattr(self.prompts, "block", ()))
 
     def weights(self) -> np.ndarray:
-        """Return the weight of each prompt in the draw; 0 for a dropped prompt."""
+        """Return the sampling weight of each prompt; the weight of a dropped prompt is 0."""
         settings = self.settings
         found = np.full(len(self.prompts), _weight(settings, NEW))
         for record in self.records.values():
@@ -109,7 +110,7 @@ class PromptChoice:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return, for each part of a mixed task, the expected fraction of its prompts in a step."""
+        """Return the fraction of a step's prompts that is drawn from each task of a mixture."""
         names = dict.fromkeys(self.block)
         if self.settings.mixture == "fixed":
             return {name: self.block.count(name) / len(self.block) for name in names}
@@ -123,7 +124,7 @@ class PromptChoice:
         return limit > 0 and record.completions > 0 and record.pass_rate >= limit
 
     def picks(self, step: int, count: int) -> tuple[int, ...]:
-        """Return the indices of the prompts to draw for a step, all different, in order.
+        """Return the indices of a step's prompts, in order and without duplicates.
 
         The result is empty if the curriculum is off. If too few prompts are left, the hardest
         dropped prompts are drawn again, so that a step always has the requested size.
@@ -162,7 +163,7 @@ class PromptChoice:
                 part.slow = _moved(part.slow, share, memory / SLOWER)
 
     def metrics(self, picks: Sequence[int]) -> dict[str, float]:
-        """Return metrics about the choice of a step's prompts, or none without a curriculum."""
+        """Return metrics about the choice of a step's prompts; {} without a curriculum."""
         if not self.settings.active:
             return {}
         records = list(self.records.values())
@@ -199,8 +200,8 @@ class PromptChoice:
             raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error!r}") from None
         if not same:
             raise RunError(
-                f"checkpoint {folder} has curriculum statistics of other prompts, because the data "
-                "has changed; resume with the original data"
+                f"checkpoint {folder} has curriculum statistics for other prompts, because the "
+                "data has changed; resume with the original data"
             )
 
 

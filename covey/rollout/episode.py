@@ -1,7 +1,7 @@
 """Single-turn episodes, and the choice between single-turn and multi-turn episodes.
 
-Rollouts contain the tokens that the engine read and generated. The text of a rollout is never
-tokenized again.
+Rollouts contain exactly the tokens that the engine received and sampled. The text of a rollout is
+never tokenized again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from covey.types import Group, Prompt, Rollout, Segment, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
-    """A prompt with the tokens that the engine reads."""
+    """A prompt together with its tokens."""
 
     prompt: Prompt
     tokens: tuple[int, ...]
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step of the prompt, if one call generates for several steps. If the step is
-    None, the prompt belongs to the step of the call."""
+    """The training step of the prompt. None means that the prompt belongs to the `step` of the
+    call."""
 
 
 def encode_prompts(
@@ -46,7 +46,7 @@ def encode_prompts(
 
 @dataclass(slots=True, kw_only=True)
 class Episodes:
-    """The rollouts of some prompts, as a source of requests for an engine."""
+    """Single-turn episodes, which send their requests to an engine."""
 
     prompts: Sequence[EncodedPrompt]
     model: LanguageModel
@@ -73,7 +73,7 @@ class Episodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits for the engine, which gets one request for every single-turn episode."""
+        """Limits of the requests. Each single-turn episode makes one request."""
         return Limits(
             sampling=self.sampling,
             requests=len(self.prompts) * self.sampling.group_size,
@@ -87,7 +87,7 @@ class Episodes:
         return ready
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """End the episodes whose completions are finished."""
+        """Turn finished completions into rollouts."""
         texts = self.model.decode_many([completion.tokens for completion in completions])
         for completion, text in zip(completions, texts, strict=True):
             number = completion.request.prompt
@@ -96,7 +96,7 @@ class Episodes:
             self.finished(number, rollout)
 
     def groups(self) -> list[Group]:
-        """Return the group of each prompt, once all episodes have ended."""
+        """Return the group of each prompt. All episodes must have ended."""
         samples = range(self.sampling.group_size)
         return [
             Group(prompt=p.prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
@@ -105,7 +105,7 @@ class Episodes:
 
 
 def step_of(encoded: EncodedPrompt, usual: int) -> int:
-    """Return the training step of a prompt: its own, or else the step of the call."""
+    """Return the training step of a prompt, or `usual` if the prompt has no step of its own."""
     return usual if encoded.step is None else encoded.step
 
 

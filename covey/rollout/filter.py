@@ -1,4 +1,4 @@
-"""Filters, which choose the groups and tokens to train on. Filters combine with any objective."""
+"""Filters choose the groups and tokens to train on, and work with any objective."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _age(group: Group, version: int) -> int:
 
 
 def without_truncated(batch: Batch) -> Batch:
-    """Mask all tokens of truncated rollouts: overlong filtering, DAPO section 3.4.
+    """Mask all tokens of truncated rollouts (overlong filtering, DAPO section 3.4).
 
     Call `without_truncated` after the advantages are computed. Masked rollouts stay in the
     statistics of their group and in the number of sequences. In a mean over rollouts, a masked

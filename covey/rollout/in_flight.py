@@ -1,6 +1,6 @@
-"""Saves rollouts in flight (generated but not yet trained on) in a checkpoint.
+"""Save rollouts in flight, which are generated but not yet trained on, in a checkpoint.
 
-A resumed run cannot generate these rollouts again, because the weights that generated them no
+A resumed run cannot generate rollouts in flight again, because the weights that generated them no
 longer exist. Each line of the file contains the rollouts of one training step. Only the ids of
 prompts are saved, because the task has their text.
 """
@@ -37,7 +37,7 @@ def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
 def read_in_flight(
     folder: Path, prompts: Sequence[Prompt], *, seed: int, count: int
 ) -> list[StepRollouts]:
-    """Read the rollouts in a checkpoint of a run with this seed and number of prompts per step."""
+    """Read the rollouts of a checkpoint; `seed` and `count` determine the prompts of each step."""
     file = folder / FILE
     if not file.exists():
         return []

@@ -17,7 +17,7 @@ from covey.types import Group, Rollout
 MOST_READ = 128
 """Maximum number of completions whose final answers and repetitions are counted, for speed."""
 GRAM = 4
-"""Number of consecutive tokens that count as repeated if they occur again."""
+"""Length of the token n-grams whose repetitions are counted."""
 
 
 def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[str, float]:
@@ -45,7 +45,7 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
 
 
 def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the variety of completions, and the accuracy of the best constant answer."""
+    """Return metrics of answer variety, and the accuracy of the best constant answer."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     texts = spaced([rollout.text for rollout in rollouts], MOST_READ)
     answers = AnswerCounts.of([final_answer(text) for text in texts])
@@ -85,7 +85,7 @@ def repetition(rows: Sequence[Sequence[int]]) -> float:
 
 
 def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
-    """Return the number of groups that the filters dropped, by reason, and of sampling rounds."""
+    """Return the number of dropped groups by reason, and the number of sampling rounds."""
     selected = rollouts.selected
     return {
         "rollout/dropped_unscored": selected.unscored,

@@ -1,4 +1,4 @@
-"""Multi-turn episodes: interleaved conversations between a policy and its environment.
+"""Multi-turn episodes: concurrent conversations between the policy and an environment.
 
     start -> (turn of the policy -> step of the environment -> more tokens) -> end
 
@@ -51,7 +51,7 @@ class Interaction:
     max_tokens: int
     """Maximum number of tokens of the whole conversation."""
     noted: bool = False
-    """Whether the user was already notified that the chat template rewrites history."""
+    """Whether the user was already notified that the chat template changes earlier turns."""
 
     def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
         """Return notes for the user about these rollouts; each note is returned once in a run."""
@@ -111,7 +111,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """Why the episode ended. The value is not used while the episode runs."""
+    """The reason why the episode ended. Not used while the episode runs."""
     version: int = 0
 
     @property
@@ -146,7 +146,7 @@ class _Conversation:
         self.turns[-1] = replace(self.turns[-1], reward=reward)
 
     def add_context(self, context: Context, messages: Sequence[Message]) -> None:
-        """Append the policy's next context to the last segment, or begin a new segment with it."""
+        """Append the next turn's prompt to the last segment, or begin a new segment with it."""
         self.context = context
         first = not self.segments
         start = stop = 0
@@ -184,7 +184,7 @@ class _Conversation:
 
 @dataclass(slots=True, kw_only=True)
 class MultiTurnEpisodes:
-    """The rollouts of some prompts with an environment, as a source of requests for an engine."""
+    """Multi-turn episodes with an environment, which send their requests to an engine."""
 
     prompts: Sequence[Prompt]
     steps: Sequence[int]
@@ -222,7 +222,7 @@ class MultiTurnEpisodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits for the engine, which gets one request per episode at a time."""
+        """Limits of the requests. Each episode makes one request at a time."""
         episodes = len(self.prompts) * self.sampling.group_size
         return Limits(
             sampling=self.sampling,
@@ -234,7 +234,7 @@ class MultiTurnEpisodes:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of a conversation that still leaves room for a turn."""
+        """Maximum length of a prompt in tokens that leaves space for another turn."""
         most = min(self.interaction.max_tokens, self.model.context)
         return max(1, most - self.sampling.max_tokens)
 
@@ -303,7 +303,7 @@ class MultiTurnEpisodes:
         return self._request(episode, context)
 
     def _fitting(self, episode: _Conversation) -> Context | None:
-        """Return the policy's next context, or None if the context is too long for another turn."""
+        """Return the prompt of the next turn, or None if no other turn fits into the limits."""
         context = self._context(episode)
         size = len(context.tokens)
         if size <= self.longest:
@@ -311,14 +311,14 @@ class MultiTurnEpisodes:
         if episode.taken:
             return None
         raise DataError(
-            f"prompt {episode.prompt.id} has {size} tokens, which together with a turn of "
-            f"{self.sampling.max_tokens} tokens exceed environment.max_tokens = "
+            f"prompt {episode.prompt.id} has {size} tokens, and with a turn of "
+            f"{self.sampling.max_tokens} tokens it would exceed environment.max_tokens = "
             f"{self.interaction.max_tokens}; raise environment.max_tokens, up to the model's "
             f"context of {self.model.context} tokens"
         )
 
     def _context(self, episode: _Conversation) -> Context:
-        """Return the policy's next context."""
+        """Return the prompt of the policy's next turn."""
         before = episode.context
         if before is None:
             return self.conversations.first(episode.messages, episode.tools)
@@ -327,7 +327,7 @@ class MultiTurnEpisodes:
         return self.conversations.following(before, sampled, episode.messages, episode.tools)
 
     def _stop(self, episode: _Conversation, finish: Finish) -> None:
-        """End an episode at a limit, and ask the environment for its reward."""
+        """End an episode at a limit, and ask the environment for the final reward."""
         episode.finish = finish
         self.waiting[self._key(episode)] = episode
         self.interaction.host.end(self._key(episode))
@@ -349,7 +349,7 @@ class MultiTurnEpisodes:
         self.finished(episode.number, rollout)
 
     def groups(self) -> list[Group]:
-        """Return the group of each prompt, once all episodes have ended."""
+        """Return the group of each prompt. All episodes must have ended."""
         samples = range(self.sampling.group_size)
         return [
             Group(prompt=prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))

@@ -1,4 +1,4 @@
-"""Overlap: generation of rollouts ahead of training, by a bounded number of steps.
+"""Overlap: generate rollouts a bounded number of steps ahead of training.
 
 Overlap has two modes, where k is the staleness in steps:
 
@@ -7,9 +7,9 @@ Overlap has two modes, where k is the staleness in steps:
     copy    an engine with a copy of the weights generates in the background: step s with the
             weights of step s - 1 - k, while the trainer trains on step s - k.
 
-The number of a step decides which weights generate its rollouts; timing has no influence. Repeated
-and resumed runs are therefore bit-identical. Timing matters only with the setting `in_flight`, with
-which the engine loads new weights at once, even during generation.
+The step number alone, not timing, determines which weights generate a step's rollouts. Repeated and
+resumed runs are therefore bit-identical. Timing matters only with `overlap.in_flight`, because the
+engine then loads new weights immediately, even during generation.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ CLOSE_SECONDS = 10.0
 class CopySource:
     """Collects groups in a thread, with an engine that has its own copy of the weights.
 
-    Tickets, which request the rollouts of one step each, are processed one by one. The engine
-    processes a ticket with the weights that were published last before the ticket was queued.
-    Snapshots store published weights until the engine loads them. There are at most staleness + 1
-    snapshots.
+    The thread processes tickets one by one. A ticket requests the rollouts of one step. The
+    rollouts of a ticket are generated with the last weights that were published before the ticket
+    was queued. Snapshots store published weights until the engine loads them. There are at most
+    staleness + 1 snapshots.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -79,7 +79,7 @@ class CopySource:
             self.parts.engine.load_weights(weights, version)
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Queue tickets, which all use one copy of the current weights."""
+        """Queue requests for rollouts, which all use one copy of the current weights."""
         if not tickets:
             return
         snapshot: Snapshot = {}
@@ -110,7 +110,7 @@ class CopySource:
             raise self.failure
 
     def close(self) -> None:
-        """Let the producer thread end after its current ticket."""
+        """Let the producer thread end after its current request."""
         with self.changed:
             self.closed = True
             self.queue.clear()
@@ -118,7 +118,7 @@ class CopySource:
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Generate the rollouts of queued tickets until the source is closed."""
+        """Process queued requests for rollouts until the source is closed."""
         while True:
             idle = time.perf_counter()
             with self.changed:
@@ -155,15 +155,14 @@ class RolloutQueue:
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """Rollouts read from a checkpoint, and the rollouts of the step in training, by step."""
+    """Rollouts by step: rollouts from a checkpoint, and the rollouts of the step in training."""
     newest: int = 0
     """The last step whose rollouts were requested."""
     choice: PromptChoice | None = None
-    """The choice of prompts by a curriculum. The value is None without a curriculum; then prompts
-    depend only on seed and step."""
+    """Chooses prompts by a curriculum. None means that prompts depend only on seed and step."""
 
     def take(self, step: int, share: float) -> StepRollouts:
-        """Request the rollouts of `step` and, if allowed, later steps; return those of `step`."""
+        """Request rollouts of `step` and perhaps of later steps; return the rollouts of `step`."""
         policy = self.parts.policy
         self.newest = max(self.newest, step - 1, *self.held)
         tickets = [
@@ -184,7 +183,7 @@ class RolloutQueue:
         return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
-        """Return the steps whose rollouts are generated with the weights before `step`."""
+        """Return the steps to request now, which are generated with the weights before `step`."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":
@@ -194,7 +193,7 @@ class RolloutQueue:
         return range(self.newest + 1, last + 1)
 
     def in_flight(self, after: int) -> list[StepRollouts]:
-        """Wait for the started rollouts of later steps, which the step's checkpoint saves."""
+        """Return the requested rollouts of steps after `after`, which a checkpoint must save."""
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
@@ -206,7 +205,7 @@ def rollout_queue(
     held: Sequence[StepRollouts],
     choice: PromptChoice | None = None,
 ) -> RolloutQueue:
-    """Return the queue of a new run, or of a resumed run with its checkpoint's rollouts."""
+    """Return the rollout queue of a run; `held` are the rollouts in its checkpoint."""
     source: RolloutSource = SynchronousSource(parts, reporter)
     if parts.config.overlap.mode == "copy":
         source = CopySource(parts, reporter)

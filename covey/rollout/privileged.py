@@ -1,9 +1,9 @@
-"""Privileged text: what the policy reads as its own teacher, beside the prompt.
+"""Privileged text: additional text in the teacher's prompt if the policy is its own teacher.
 
-The teacher of a rollout reads the prompt extended with a correct completion of the same group, with
-the reward's feedback on the rollout, or with a column of the data. After the extended prompt, the
-teacher reads the rollout's own tokens. The extended prompt is part of the rollout, so that
-checkpoints, replayed groups and records contain exactly what the teacher read.
+Privileged text is a correct completion of the same group, the reward's feedback on the rollout, or
+a column of the data. The teacher computes the log-probs of the rollout's tokens after a prompt with
+privileged text. The teacher's prompt is stored in the rollout, so checkpoints, replayed groups and
+records contain it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ SUCCESS, FEEDBACK = "success", "feedback"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Privileged:
-    """Writes the teacher's prompts."""
+    """Builds the teacher's prompts from privileged text."""
 
     model: LanguageModel
-    """The model whose tokenizer and chat template write prompts, without a limit on their length.
-    """
+    """The model that renders and tokenizes the teacher's prompts, without a length limit."""
     context: Mapping[str, str]
     """For each source of privileged text, a template with a heading and the placeholder {text}."""
     template: str
 
     @staticmethod
     def of(section: Teacher, model: LanguageModel) -> Privileged:
-        """Return the writer that the [teacher] section describes."""
+        """Return the prompt builder that the [teacher] section describes."""
         whole = replace(model, longest_prompt=None)
         return Privileged(model=whole, context=section.context, template=section.template)
 
@@ -75,17 +74,16 @@ def _source(name: str, group: Group, rollout: Rollout) -> str:
 
 
 def _correct_sibling(group: Group, rollout: Rollout) -> str:
-    """Return the text of the other correct completion with the highest reward (the first in a tie).
+    """Return the best other correct completion of the group, or "" if there is none.
 
-    The rollout itself is left out, because a teacher agrees with a completion that its prompt
-    contains.
+    The rollout itself is left out, because a teacher agrees with any completion in its prompt.
     """
     others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]
     return max(others, key=lambda r: (r.reward, -r.sample)).text.strip() if others else ""
 
 
 def _feedback(rollout: Rollout) -> str:
-    """Return what the reward says in words, or else the parts of the reward."""
+    """Return the reward's feedback text, or the parts of the reward if there is no feedback."""
     return rollout.feedback.strip() or ", ".join(f"{k} {v:g}" for k, v in rollout.parts.items())
 
 
@@ -94,21 +92,21 @@ def _columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def check_context(section: Teacher, prompt: Prompt) -> None:
-    """Refuse a source of privileged text that is not a column of the data."""
+    """Raise ConfigError if a source of privileged text is not a column of the data."""
     known = _columns(prompt)
     for name in section.context:
         if name not in (SUCCESS, FEEDBACK, *known):
             columns = ", ".join(known)
             raise ConfigError(
                 f"config: teacher.context.{name}: the data has no column {name!r}; use one of "
-                f"{columns}, or {SUCCESS!r} or {FEEDBACK!r}"
+                f"the columns {columns}, or {SUCCESS!r} or {FEEDBACK!r}"
             )
 
 
 def privileged_of(
     section: Teacher, model: LanguageModel, objective: Objective, prompts: Sequence[Prompt]
 ) -> Privileged | None:
-    """Return the writer of a self-teacher's prompts, if the objective needs one."""
+    """Return the builder of teacher prompts if the objective needs privileged text."""
     if "privileged" not in objective.needs:
         return None
     check_context(section, prompts[0])

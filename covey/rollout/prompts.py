@@ -1,4 +1,4 @@
-"""The prompts of a training step, and of its refill rounds."""
+"""Draw the prompts of a training step and of its refill rounds."""
 
 from __future__ import annotations
 

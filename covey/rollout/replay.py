@@ -1,9 +1,9 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
 A replayed group keeps the log-probs and versions of the weights that sampled it. A replayed group
-is treated like any other group that older weights sampled: `old_logp` comes from the policy at the
-start of the step, and the objective's correction weights each token by the ratio of old to sampled
-probability. Statistics of a replayed group only include its own rollouts.
+is treated like any other stale group. The policy at the start of the step computes `old_logp`, and
+the objective's correction weights each token by exp(old_logp - sampler_logp). The group statistics
+of a replayed group include only its own rollouts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GROUP: TypeAdapter[Group] = TypeAdapter(Group)
 
 @dataclass(slots=True, kw_only=True)
 class ReplayBuffer:
-    """The newest mixed groups of a run."""
+    """A buffer of the newest groups with both correct and incorrect completions."""
 
     settings: Replay
     seed: int
@@ -38,7 +38,7 @@ class ReplayBuffer:
     """The groups in the buffer, oldest first."""
 
     def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
-        """Return groups to train on again; groups that too old weights sampled are left out.
+        """Draw groups to train on again, except groups older than `replay.max_age` optimizer steps.
 
         `without` has the ids of the step's own prompts. The step's own prompts are excluded,
         because a step may contain a prompt only once.
@@ -53,7 +53,7 @@ class ReplayBuffer:
         return list(found.values())[: self.settings.groups]
 
     def add(self, groups: Sequence[Group], version: int) -> None:
-        """Add the mixed groups of a step; drop groups that are too old or do not fit."""
+        """Add a step's groups with mixed results; drop the oldest groups."""
         if not self.settings.groups:
             return
         mixed = [group for group in groups if is_mixed(group)]
@@ -66,7 +66,7 @@ class ReplayBuffer:
         self.groups = [*kept, *mixed][-self.settings.size :]
 
     def metrics(self, drawn: Sequence[Group], version: int) -> dict[str, float]:
-        """Return the number and age of replayed groups as metrics, or none without replay."""
+        """Return the number and age of replayed groups as metrics; {} without replay."""
         if not self.settings.groups:
             return {}
         ages = [_age(group, version) for group in drawn]

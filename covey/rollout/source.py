@@ -27,13 +27,13 @@ class Ticket(NamedTuple):
     step: int
     """Number of the step, from 1."""
     version: int
-    """Version of the weights that generate the rollouts: their number of optimizer steps."""
+    """Number of optimizer steps of the weights that generate the rollouts."""
     share: float
-    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction of
+    """The fraction of the run that is done, 0 to 1. Reward weights may depend on the progress of
     the run."""
     picks: tuple[int, ...] = ()
-    """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. The tuple
-    is empty without a curriculum; then prompts depend only on seed and step."""
+    """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. Empty
+    without a curriculum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class StepRollouts:
     notes: tuple[str, ...] = ()
     """Notes for the user, shown when the step is trained."""
     engine_waited: float = 0.0
-    """Seconds that the engine was idle before these rollouts because it waited for training."""
+    """Seconds that the engine waited for training before it generated the rollouts."""
 
     @property
     def used_picks(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class RolloutSource(Protocol):
         publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
 
     If the source works k steps ahead of training, the groups of step s + k are generated with the
-    weights of step s - 1. The rollouts of every ticket are taken once, in the order of the steps.
+    weights of step s - 1. The rollouts of every step are taken once, in the order of the steps.
     """
 
     def publish(self, weights: WeightSource, version: int) -> None:
@@ -87,8 +87,8 @@ class RolloutSource(Protocol):
     def pending(self, after: int) -> list[StepRollouts]:
         """Wait for the rollouts of all started steps later than step `after`, and return them.
 
-        The checkpoint of step `after` contains these rollouts. A resumed run cannot generate these
-        rollouts again, because the weights that generated them no longer exist.
+        The checkpoint of step `after` saves the returned rollouts. A resumed run could not generate
+        them again, because the weights that generated them no longer exist.
         """
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class RolloutSource(Protocol):
 class SynchronousSource:
     """Collects groups with the current weights when the training loop requests them.
 
-    If several steps were started, one engine call generates the rollouts of all these steps.
+    One engine call generates the rollouts of all started steps.
     """
 
     parts: Parts
@@ -115,7 +115,7 @@ class SynchronousSource:
         self.weights, self.version = weights, version
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Load the weights into the engine, and store the tickets."""
+        """Load the weights into the engine, and store the requests for rollouts."""
         if tickets:
             self.parts.engine.load_weights(self.weights, self.version)
         self.started = [*tickets]
@@ -123,7 +123,7 @@ class SynchronousSource:
     def take(self, step: int) -> StepRollouts:
         """Return the groups of a step.
 
-        If the groups of the step are not collected yet, collect the groups of all tickets.
+        If the groups of the step are not collected yet, collect the groups of all requested steps.
         """
         if step not in self.done:
             found = collect_steps(self.parts, self.reporter, self.started)
@@ -208,7 +208,7 @@ class _Filling:
         )
 
     def rollouts(self) -> StepRollouts:
-        """Return the complete step."""
+        """Return the rollouts of the complete step."""
         if not self.selected.groups:
             self._note_empty()
         return StepRollouts(
@@ -223,7 +223,8 @@ class _Filling:
         selected, step = self.selected, self.ticket.step
         if not selected.uniform and not selected.stale:
             raise RewardError(
-                f"step {step}: no group has two scored completions, so there is nothing to compare"
+                f"step {step}: no group has two scored completions, so there is no group to train "
+                "on"
             )
         self.notes.append(
             f"step {step}: no group to train on after {self.rounds} sampling rounds: "
@@ -287,7 +288,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
 
 
 def _refill_size(missing: int, wanted: int, collected: int) -> int:
-    """Return how many more prompts fill the step if the fraction of kept groups stays the same."""
+    """Estimate how many more prompts fill the step, from the fraction of groups kept so far."""
     rate = (wanted - missing) / collected
     return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
 

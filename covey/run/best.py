@@ -23,13 +23,13 @@ class Best:
     """The best value so far of one metric."""
 
     metric: str
-    """A metric of evaluations, such as `greedy` or `pass@4`, or a metric of steps."""
+    """The name of an evaluation metric, such as `greedy` or `pass@4`, or of a step metric."""
     mode: Literal["highest", "lowest"] = "highest"
     step: int | None = None
     """The first step that had the best value. The value is None before the first measurement."""
     value: float = 0.0
     misses: int = 0
-    """Number of measurements since the best step, none of them better."""
+    """Number of measurements after the best step."""
 
     @property
     def of_evaluations(self) -> bool:
@@ -54,7 +54,7 @@ class Best:
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric's value from a row, in which it is a number or an estimate."""
+    """Return a metric's value from a row, where the metric is a number or an estimate."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None
@@ -91,8 +91,8 @@ def check_metric(name: str, *, samples: int) -> None:
     if own is not None:
         if own.source == MACHINE:
             raise ConfigError(
-                f"config: save.best: the metric {name!r} depends on the machine; choose another "
-                "metric"
+                f"config: save.best: the metric {name!r} depends on the machine; choose a metric "
+                "that does not"
             )
         return
     powers = [2**power for power in range(1, samples.bit_length())]
@@ -104,6 +104,6 @@ def check_metric(name: str, *, samples: int) -> None:
     ]
     if name not in known:
         raise ConfigError(
-            f"config: save.best: {name!r} is not a metric of training steps, and evaluations "
-            f"with evaluate.samples = {samples} do not have it{nearest(name, known)}"
+            f"config: save.best: {name!r} is neither a metric of training steps nor a metric of "
+            f"evaluations with evaluate.samples = {samples}{nearest(name, known)}"
         )

@@ -51,13 +51,15 @@ from covey.types import Group, Rollout
 SFT_KINDS = ("sft", "warmup")
 """`kind` in the environment.json of SFT runs; Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings. A line has the step, and each
-old and new value."""
+"""Name of the file with a line for each resume that changed settings. Each line has the step, and
+the old and new value of each changed setting.
+"""
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. The note only counts the settings beyond
-this number."""
+"""Maximum number of edited settings that a note names. If there are more edited settings, the note
+only gives their number.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write the traceback of another process that ended the run to failure.txt."""
+        """Write to failure.txt the traceback of another process, whose error ended the run."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -274,8 +276,8 @@ class RunFolder:
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
         """Return the steps whose checkpoints were saved.
 
-        Return None if the list of checkpoints is damaged or missing; runs of older versions have
-        none.
+        Return None if the list of checkpoints is damaged or missing; runs of older versions have no
+        list.
         """
         problems: list[str] = []
         path = self.path / "checkpoints.jsonl"
@@ -311,8 +313,8 @@ class RunFolder:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise RunError(
-                f"{path} cannot be locked: {error.strerror}; remove this file if no other process "
-                "uses the run"
+                f"{path} cannot be locked: {error.strerror}; if no other process uses the run, "
+                "delete this file"
             ) from None
         with os.fdopen(handle, "rb", closefd=True) as file:
             try:

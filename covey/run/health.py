@@ -68,16 +68,16 @@ class Health:
     """The step at which each finding was last logged."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Add the metrics of a step; return new findings, and earlier ones that are due again."""
+        """Add the metrics of a step; return new findings, and persistent findings to log again."""
         self.history.add(row)
-        found = {name: check.find(self.history) for name, check in CHECKS.items()}
-        self.active = {
-            name: replace(self.active[name], what=what)
-            if name in self.active
-            else self._finding(name, CHECKS[name], what)
-            for name, what in found.items()
-            if what is not None
-        }
+        before, self.active = self.active, {}
+        for name, check in CHECKS.items():
+            what = check.find(self.history)
+            if what is not None:
+                known = before.get(name)
+                self.active[name] = (
+                    self._finding(name, check, what) if known is None else replace(known, what=what)
+                )
         step = row["step"]
         due = [
             finding
@@ -89,12 +89,15 @@ class Health:
 
     def _finding(self, name: str, check: Check, what: str) -> Finding:
         rows = self.history.rows
+        # Findings before this one are closer to the cause: their advice on a setting stands.
+        advised = {_key(line): line for each in self.active.values() for line in each.change}
+        change = _changes(check, self.settings)
         return Finding(
             name=name,
             since=rows[max(0, len(rows) - check.steps)]["step"],
             what=what,
             why=check.why,
-            change=tuple(_changes(check, self.settings)),
+            change=tuple(line for line in change if advised.get(_key(line), line) == line),
             also=check.also,
             problem=check.problem,
         )
@@ -116,6 +119,11 @@ def _changes(check: Check, settings: Settings) -> Iterator[str]:
             yield f"{key} = {_toml(value)}{was}"
 
 
+def _key(line: str) -> str:
+    """Return the setting that a config line changes."""
+    return line.partition(" = ")[0]
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -125,7 +133,7 @@ def _toml(value: Any) -> str:
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
     """Return all findings in the steps of a run, in the order in which the checks found them.
 
-    Of two findings of the same step, the cause comes first: that is the order of `CHECKS`.
+    Findings of the same step have the order of `CHECKS`, in which causes come before effects.
     """
     health, before = Health(settings), 0
     found: list[tuple[int, Finding]] = []
@@ -161,7 +169,7 @@ def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a name of train.stop_on that is not a health check."""
+    """Refuse a name in train.stop_on that is not a health check."""
     for name in names:
         if name not in CHECKS:
             hint = nearest(name, CHECKS)

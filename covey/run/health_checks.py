@@ -1,244 +1,20 @@
-"""Health checks: problems in training, their symptoms in the metrics, and settings to change.
+"""Health checks: problems in training, the symptom that shows each problem, and settings to change.
 
-A check reads the last steps and returns a description of the problem, or None. The limits of a
-check are the healthy ranges in the metrics registry, if the metric has one. Rewards of healthy runs
-are noisy too. A change of the reward therefore counts only if it is large compared with the noise
-of the same run.
+The symptoms themselves are in health_symptoms.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from statistics import fmean, median, pstdev
 from types import MappingProxyType
 from typing import Any
 
-from covey.run.history import BLOCK, REWARD, History, is_number, noise
-from covey.run.metrics import METRICS
+from covey.run import health_symptoms as symptoms
+from covey.run.history import BLOCK, History
 
-SUCCESS = "objective/success"
 Settings = Mapping[str, Any]
 """The configuration as plain data, in sections."""
-NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")
-
-
-def high(name: str) -> float:
-    """Return the largest healthy value of a metric."""
-    healthy = METRICS[name].healthy
-    assert healthy is not None, f"{name} has a healthy range"
-    assert healthy[1] is not None, f"{name} has an upper bound"
-    return healthy[1]
-
-
-def not_finite(history: History) -> str | None:
-    """Find NaN values, and optimizer steps that were skipped because of them."""
-    row = history.row
-    bad = [name for name in NUMBERS if name in row and not is_number(row[name])]
-    if bad:
-        return f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite"
-    skipped = row.get("optim/skipped") or 0
-    return (
-        f"{skipped} optimizer steps skipped, because gradients were not finite" if skipped else None
-    )
-
-
-def reward_falls(history: History) -> str | None:
-    """Find a reward that fell far below its best value."""
-    rewards = history.last(REWARD, min(len(history.rows), 20))
-    if len(rewards) < 2 * BLOCK or not math.isfinite(history.best):
-        return None
-    now, best, start = fmean(rewards[-BLOCK:]), history.best, history.start(REWARD)
-    limit = max(6 * noise(rewards) * math.sqrt(2 / BLOCK), 0.25 * abs(best - start), 0.05 * best)
-    return f"reward {now:.3g}, after {best:.3g} at its best" if best - now > limit > 0 else None
-
-
-def reward_flat(history: History) -> str | None:
-    """Find a reward that does not rise before the task is learned."""
-    success = history.mean(SUCCESS, BLOCK)
-    short, long = history.last(REWARD, 10), history.last(REWARD, 50)
-    if short and success < 0.95 and pstdev(short) <= 1e-3 * max(abs(fmean(short)), 1e-2):
-        return f"reward {fmean(short):.3g} in each of 10 steps"
-    if not long or not success < 0.9:
-        return None
-    gain, error = fmean(long[25:]) - fmean(long[:25]), noise(long) * math.sqrt(2 / 25)
-    return f"reward gained {gain:+.2g} in 50 steps, within its noise" if gain < error else None
-
-
-def kl_high(history: History) -> str | None:
-    """Find a policy with a high KL divergence from its reference."""
-    values, limit = history.last("objective/kl", 3), high("objective/kl")
-    return f"KL to the reference {values[-1]:.3g} nats" if values and min(values) > limit else None
-
-
-def clip_fraction(history: History) -> str | None:
-    """Find clipping that removes most of the gradient."""
-    values, limit = history.last("policy/clipfrac_avg", 3), high("policy/clipfrac_avg")
-    return f"{values[-1]:.0%} of ratios are clipped" if values and min(values) > limit else None
-
-
-def large_updates(history: History) -> str | None:
-    """Find optimizer steps that change the policy too much within one training step."""
-    values, limit = history.last("policy/approxkl_avg", 3), high("policy/approxkl_avg")
-    if not values or not fmean(values) > limit:
-        return None
-    return f"KL between the policy before and after a step {fmean(values):.2g} nats per token"
-
-
-def ratio_drift(history: History) -> str | None:
-    """Find probability ratios that stay far from 1."""
-    values, bounds = history.last("policy/ratio", 5), METRICS["policy/ratio"].healthy
-    assert bounds is not None
-    low, top = bounds
-    assert low is not None
-    assert top is not None
-    if not values or not (max(values) < low or min(values) > top):
-        return None
-    return f"mean ratio {fmean(values):.3g}"
-
-
-def no_signal(history: History) -> str | None:
-    """Find groups whose rewards are all equal, although the task is not learned yet."""
-    return None if history.mean(SUCCESS, 10) > 0.9 else _uniform_groups(history)
-
-
-def learned(history: History) -> str | None:
-    """Find a task that is learned: nearly all completions of all groups are correct."""
-    return _uniform_groups(history) if history.mean(SUCCESS, 10) > 0.9 else None
-
-
-def _uniform_groups(history: History) -> str | None:
-    share = history.mean("rollout/zero_variance_groups", 10)
-    if not share > high("rollout/zero_variance_groups"):
-        return None
-    return f"over 10 steps {share:.0%} of groups had equal rewards and no gradient"
-
-
-def entropy_collapse(history: History) -> str | None:
-    """Find an entropy that fell to nearly 0 while the success rate does not rise."""
-    name = "policy/entropy_avg"
-    now, start = history.mean(name, 3), history.start(name)
-    rises = history.mean(SUCCESS, BLOCK) > history.mean(SUCCESS, BLOCK, before=BLOCK) + 0.01
-    if rises or history.mean(SUCCESS, BLOCK) > 0.9 or not now < 0.1 * start:
-        return None
-    return f"entropy {now:.2g} nats, after {start:.2g} at the start"
-
-
-def length_explosion(history: History) -> str | None:
-    """Find completions that grow fast, or reach the token limit, without getting better."""
-    lengths, stops = "rollout/lengths", "rollout/stop_rate"
-    now, then = history.mean(lengths, 3), history.mean(lengths, 3, before=7)
-    better = history.mean(SUCCESS, 3) > history.mean(SUCCESS, 3, before=7) + 0.02
-    if now > 1.5 * then and not better:
-        return f"{now:.0f} tokens per completion, {then:.0f} seven steps before"
-    ended, once = history.mean(stops, 3), history.start(stops)
-    if ended < 0.5 < 0.8 < once and not better:
-        return f"{1 - ended:.0%} of completions reach the token limit, {1 - once:.0%} at the start"
-    return None
-
-
-def repetition(history: History) -> str | None:
-    """Find completions that repeat themselves."""
-    values, limit = history.last("rollout/repetition", 3), high("rollout/repetition")
-    if not values or min(values) <= limit:
-        return None
-    return f"{values[-1]:.0%} of 4-grams repeat within their completion"
-
-
-def format_only(history: History) -> str | None:
-    """Find a policy that learned the format while hardly any completion is correct."""
-    for name in (name for name in history.parts() if "format" in name):
-        values, success = history.last(name, 10), history.last(SUCCESS, 10)
-        top = history.most[name]
-        rose = fmean(history.first[name]) < 0.7 * top
-        if values and success and min(values) > 0.9 * top and rose and max(success) < 0.1:
-            return f"{name} {values[-1]:.2g}, success {success[-1]:.1%}"
-    return None
-
-
-def parts_against(history: History) -> str | None:
-    """Find a reward that rises at the cost of correctness, or of one of its own parts.
-
-    The fall of a part needs less evidence than the reward's rise: chance must produce both.
-    """
-    parts = history.parts()
-    before = partial(history.mean, count=BLOCK, before=BLOCK)
-    for span, old in ((f"in {BLOCK} steps", before), ("since the first steps", history.start)):
-        up = {name: _move(history, name, old(name), 5.0) for name in (REWARD, *parts)}
-        down = {name: _move(history, name, old(name), 3.0) for name in (SUCCESS, *parts)}
-        rises = next((name for name, move in up.items() if move > 0), None)
-        falls = next((name for name, move in down.items() if move < 0), None)
-        if rises is not None and falls is not None:
-            return f"{rises} {up[rises]:+.2g} while {falls} {down[falls]:+.2g} {span}"
-    return None
-
-
-def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the change of a metric from its old mean to its mean over the last steps.
-
-    The change is 0 unless it is more than `errors` standard errors.
-    """
-    values = history.last(name, 2 * BLOCK)
-    if not values:
-        return 0.0
-    move = fmean(values[BLOCK:]) - old
-    longer = history.last(name, min(len(history.rows), 30)) or values
-    limit = max(errors * noise(longer) * math.sqrt(2 / BLOCK), 0.15 * history.most[name])
-    return move if abs(move) > limit else 0.0
-
-
-def mismatch(history: History) -> str | None:
-    """Find an engine whose log-probabilities drift away from those of the trainer."""
-    name = "debug/sampler_k3"
-    values, start = history.last(name, 3), history.start(name)
-    if not values or history.row.get("data/replayed_groups"):  # sampled by older weights
-        return None
-    grew = min(values) > 1e-4 and min(values) > 10 * start
-    if min(values) <= high(name) and not grew:
-        return None
-    return f"KL of engine and trainer {values[-1]:.2g}, at the start {start:.2g}"
-
-
-def stalled(history: History) -> str | None:
-    """Find a step that took half a minute or more, and many times as long as other steps."""
-    times = history.last("time/total", 6)
-    if not times or times[-1] < 30 or times[-1] < 5 * median(times[:-1]):
-        return None
-    parts = {n: history.row[n] - history.mean(n, 5, before=1) for n in _TIMES if n in history.row}
-    slow = max(parts, key=parts.__getitem__, default="time/total")
-    return f"a step of {times[-1]:.0f} s, after {median(times[:-1]):.0f} s; most of it in {slow}"
-
-
-_TIMES = ("time/rollout", "time/score", "time/update", "time/wait_rollouts")
-
-
-def collapse(history: History) -> str | None:
-    """Find a policy that gives the same answer to every prompt."""
-    name = "rollout/top_answer_share"
-    shares, constants = history.last(name, 2), history.last("rollout/best_constant", 2)
-    if not shares or not constants or min(shares) <= high(name) or max(constants) > 0.9:
-        return None
-    accuracy, best = history.mean(SUCCESS, 2), fmean(constants)
-    return (
-        f"{shares[-1]:.0%} of completions give the same answer whatever the prompt; accuracy "
-        f"{accuracy:.1%}, and {best:.1%} for the best constant answer"
-    )
-
-
-def few_answers(history: History) -> str | None:
-    """Find a policy whose answers are much less varied than the targets of its prompts."""
-    # Means, because a step with few prompts has few targets, and their number varies a lot.
-    answers = history.mean("rollout/effective_answers", BLOCK)
-    targets = history.mean("rollout/effective_targets", BLOCK)
-    if not (targets >= 3 and answers < 0.5 * targets) or collapse(history) is not None:
-        return None
-    count = history.row.get("rollout/distinct_answers", 0)
-    return (
-        f"{count} distinct answers, effectively {answers:.1f}; the targets are effectively "
-        f"{targets:.1f}"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +26,7 @@ class Check:
     """Number of steps that the check reads. A finding says that the problem began at the first step
     that the check reads."""
     why: str
-    """Why the problem matters."""
+    """The reason why the problem matters."""
     change: tuple[tuple[str, Any], ...]
     """Settings to change, each with a new value or with a factor of the current value (`Times`)."""
     also: str = ""
@@ -276,64 +52,71 @@ _DYNAMIC = ("filter.dynamic_sampling", True)
 CHECKS: Mapping[str, Check] = MappingProxyType(
     {
         "nan": Check(
-            find=not_finite,
+            find=symptoms.not_finite,
             steps=1,
             why="the step is lost, and weights that are not finite never recover",
             change=(_SLOWER, ("model.dtype", "float32")),
         ),
+        "cut_off": Check(
+            find=symptoms.cut_off,
+            steps=BLOCK,
+            why="a completion without its end rarely contains an answer",
+            change=(("rollout.max_tokens", Times(2)),),
+            also="ask for shorter completions in the prompt",
+        ),
         "collapse": Check(
-            find=collapse,
+            find=symptoms.collapse,
             steps=2,
             why="one answer for all prompts is only as accurate as the most frequent target",
             change=(_WARMER, _SLOWER),
             also="balance the targets of the data, so that no constant answer gets much reward",
         ),
         "few_answers": Check(
-            find=few_answers,
+            find=symptoms.few_answers,
             steps=5,
             why="the policy may have found a shortcut to the frequent targets",
             change=(_WARMER,),
             also="balance the targets of the data, and read completions that are correct",
         ),
         "kl_high": Check(
-            find=kl_high,
+            find=symptoms.kl_high,
             steps=3,
             why="a policy this far from its reference may lose other abilities",
             change=(_MORE_KL, _SLOWER),
         ),
         "clip_fraction": Check(
-            find=clip_fraction,
+            find=symptoms.clip_fraction,
             steps=3,
             why="the optimizer steps after the first have hardly any gradient left",
             change=(_SLOWER, ("train.mini_batches", 1), ("train.epochs", 1)),
         ),
         "large_updates": Check(
-            find=large_updates,
+            find=symptoms.large_updates,
             steps=3,
             why="a policy that changes this much in a step soon loses its abilities",
             change=(_SLOWER, ("optimizer.warmup_steps", 10)),
         ),
         "ratio_drift": Check(
-            find=ratio_drift,
+            find=symptoms.ratio_drift,
             steps=5,
             why="old and new policy differ so much that the surrogate loss is no longer valid",
             change=(_SLOWER, ("optimizer.warmup_steps", 10)),
         ),
         "reward_falls": Check(
-            find=reward_falls,
+            find=symptoms.reward_falls,
             steps=BLOCK,
             why="the policy gets worse at what it is rewarded for",
             change=(_SLOWER, _MORE_KL),
             also="resume from an earlier checkpoint",
         ),
         "entropy_collapse": Check(
-            find=entropy_collapse,
+            find=symptoms.entropy_collapse,
             steps=3,
             why="completions of a group become equal, and equal completions have no gradient",
             change=(_WARMER, ("objective.clip_high", Times(1.4)), _SLOWER),
         ),
         "parts_against": Check(
-            find=parts_against,
+            find=symptoms.parts_against,
             steps=BLOCK,
             why="the policy may have learned to please the reward instead of the task",
             change=(),
@@ -341,52 +124,52 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             "with `covey rewards lab`",
         ),
         "length_explosion": Check(
-            find=length_explosion,
+            find=symptoms.length_explosion,
             steps=7,
             why="long completions cost time, and truncated completions are scored as failures",
             change=(("length_penalty.name", "soft"), ("filter.mask_truncated", True)),
         ),
         "repetition": Check(
-            find=repetition,
+            find=symptoms.repetition,
             steps=3,
             why="repeated text gets reward without solving the task, or reaches the token limit",
             change=(_SLOWER, _MORE_KL),
         ),
         "no_signal": Check(
-            find=no_signal,
+            find=symptoms.no_signal,
             steps=10,
             why="a group whose rewards are equal has no advantage, and so no gradient",
             change=(_DYNAMIC, _WARMER),
             also="easier prompts if nearly all completions fail, or a reward for partial success",
         ),
         "format_only": Check(
-            find=format_only,
+            find=symptoms.format_only,
             steps=10,
             why="the policy gets the reward for the format, but none for correct answers",
             change=(("rollout.group_size", Times(2)),),
             also="easier prompts, or a smaller weight of the format",
         ),
         "reward_flat": Check(
-            find=reward_flat,
+            find=symptoms.reward_flat,
             steps=10,
             why="nothing is learned",
             change=(("optimizer.learning_rate", Times(2.0)), ("rollout.group_size", Times(2))),
             also="check the reward with `covey rewards lab`",
         ),
         "mismatch": Check(
-            find=mismatch,
+            find=symptoms.mismatch,
             steps=3,
             why="the policy that samples differs from the policy that is trained",
             change=(("objective.correction", "token_truncate"), ("model.dtype", "float32")),
         ),
         "stalled": Check(
-            find=stalled,
+            find=symptoms.stalled,
             steps=1,
             why="the step waited for a worker, an engine or the disk",
             change=(("scoring.timeout", Times(0.5)),),
         ),
         "learned": Check(
-            find=learned,
+            find=symptoms.learned,
             steps=10,
             why="nearly all completions are correct: stop, or use harder prompts",
             change=(),
@@ -394,5 +177,4 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         ),
     }
 )
-"""Health checks by name. Reports list the checks in this order, in which causes come before
-consequences."""
+"""Health checks by name. Reports list the checks in this order: causes before consequences."""

@@ -52,7 +52,9 @@ class History:
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
-        """Return a metric in `count` steps, ending `before` steps ago; [] if a value is missing."""
+        """Return a metric's values in `count` steps, which end `before` steps ago; [] if
+        incomplete.
+        """
         stop = len(self.rows) - before
         if stop < count:
             return []

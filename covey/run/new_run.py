@@ -1,4 +1,6 @@
-"""The folder of a new run: which folder it may use, and where a failed run there goes."""
+"""The folder of a new run. A run that failed before its first step is renamed, so that a new run
+can use its folder.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from covey.run.folder import FAILURE, RunFolder
 
 
 def check_new_run(path: Path, instead: str = "") -> None:
-    """Refuse a folder that has files, before a model is loaded; `instead` says what to do.
+    """Refuse a folder that has files, before a model is loaded; `instead` is the error's advice.
 
     A run that failed before its first step may be replaced.
     """
@@ -23,7 +25,7 @@ def check_new_run(path: Path, instead: str = "") -> None:
 
 
 def set_aside_failed(path: Path) -> str:
-    """Rename the folder of a run that failed before its first step; return a note, or nothing."""
+    """Rename the folder of a run that failed before its first step; return a note about it."""
     if not _failed_early(path):
         return ""
     aside = path.rename(next_run_path(path.parent, f"{path.name}-failed"))

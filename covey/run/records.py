@@ -217,7 +217,7 @@ def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
 
 
 def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
-    """Parse a line of a file into a row of the given type, or say why it cannot be used."""
+    """Parse a line into a row of the given type, or return the reason why this is impossible."""
     try:
         return Line(raw, _checked(raw, shape))
     except ValueError as error:
@@ -246,7 +246,7 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
     """Read JSON lines; ignore an unfinished last line.
 
-    Raise RunError if any other line is invalid.
+    Raise RunError if a complete line is invalid.
     """
     rows = []
     for line in scan_lines(path, shape):
@@ -283,7 +283,9 @@ def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
 
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
-    """Read a file with one JSON object. Raise RunError if the file contains anything else."""
+    """Read a file with one JSON object. Raise RunError if the file does not contain exactly one
+    JSON object.
+    """
     data = read_bytes(path)
     try:
         return _checked(data, shape)

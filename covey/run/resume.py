@@ -52,8 +52,8 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
     """Return the point from which a run resumes: the given step, or its newest checkpoint.
 
     If the checkpoint is missing or damaged, raise RunError, which says what to do. `save_every` is
-    the number of steps between checkpoints; it is only used for runs of older versions, which have
-    no checkpoints.jsonl.
+    the number of steps between checkpoints. `save_every` is used only for runs of older versions,
+    which have no checkpoints.jsonl.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -65,7 +65,8 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
         if step and step not in found:
             have = ", ".join(str(each) for each in found) or "none"
             raise RunError(
-                f"--step {step}: {run.path} has no checkpoint of this step; its checkpoints: {have}"
+                f"--step {step}: {run.path} has no checkpoint of this step; it has checkpoints of "
+                f"these steps: {have}"
             )
     if step == 0:
         return Start()

@@ -1,9 +1,9 @@
-"""The log of reward changes: what changed between runs, why, and what it did.
+"""The log of reward changes between runs: each change, its reason and its effect.
 
-When a run starts, its reward is compared with that of the previous run of the same task in the same
-folder. If the identities of the two rewards differ, the run records the change in
+When a run starts, its reward is compared with the reward of the previous run of the same task in
+the same folder. If the identities of the two rewards differ, the run records the change in
 reward_change.json, with the reason and the expected effect from the configuration. The observed
-effect is not stored: it is computed from the evaluations of both runs, whenever it is shown. This
+effect is not stored. Commands compute the observed effect from the evaluations of both runs. This
 module does not import torch.
 """
 
@@ -26,22 +26,23 @@ MOST_PARTS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardChange:
-    """A run whose reward differs from that of the previous run of its task."""
+    """A run whose reward differs from the reward of the previous run of its task."""
 
     previous_run: str
-    """The name of the previous run's folder, beside this run."""
+    """The folder name of the previous run, in the same parent folder as this run."""
     before: str
     """Identity of the previous reward: name, version and hash of options and source."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """The settings in [reward] that differ, with both values. The mapping is empty if only the
-    source code differs."""
+    """The settings in [reward] that differ, with the old and the new value. The mapping is empty if
+    only the source code differs.
+    """
     reason: str = ""
     expected_effect: str = ""
 
     @property
     def what(self) -> str:
-        """The change in words."""
+        """The reward change as text."""
         if self.settings:
             return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self.settings.items())
         versions = [identity.partition("#")[0] for identity in (self.before, self.after)]
@@ -49,7 +50,7 @@ class RewardChange:
 
 
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
-    """Compare the reward of a new run with the previous one; record and return a difference."""
+    """Compare the reward of a new run with the previous reward; record and return a difference."""
     mine = run.environment(_ignore)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
@@ -70,7 +71,7 @@ def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardCh
 
 
 def read_change(run: RunFolder) -> RewardChange | None:
-    """Return the change that a run has recorded; None without one, or if it cannot be read."""
+    """Return the change that a run has recorded; None if there is none, or it is unreadable."""
     try:
         found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
         settings = {str(k): (str(a), str(b)) for k, (a, b) in found["settings"].items()}
@@ -107,7 +108,7 @@ def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _ignore(text: str) -> None:
-    """Say nothing about damaged records; such a run is not compared."""
+    """Ignore notes about damaged records, because a run with damaged records is not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ class Logged:
     observed_effect: str
 
     def lines(self) -> list[str]:
-        """Return what changed, why, and both effects, one line each."""
+        """Return the change, its reason, and its expected and observed effect, one line each."""
         return [
             f"reward changed since {self.change.previous_run}: {self.change.what}",
             f"identity: {self.change.before} -> {self.change.after}",
@@ -155,8 +156,8 @@ def reward_log(parent: Path) -> list[Logged]:
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
     """Compare the last evaluations of two runs.
 
-    Accuracies are comparable only if both runs were evaluated with the same reward, which
-    evaluate.reward can fix.
+    Accuracies are comparable only if both runs were evaluated with the same reward, which the
+    setting evaluate.reward can ensure.
     """
     old, new = (run.evaluations(_ignore)[-1:] for run in (before, after))
     if not old or not new:

@@ -58,12 +58,12 @@ class Entry(NamedTuple):
     """The fields of a rollout that the index stores."""
 
     line: int
-    """Line number, from 1."""
+    """Line number in the file, counted from 1."""
     offset: int
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. The field `target` is shortened too."""
+    """The beginning of the prompt. The field `target` is shortened in the same way."""
     target: str
     text: int
     """Hash of the text: completions with the same hash are the same."""
@@ -80,7 +80,7 @@ class RolloutIndex:
     path: Path
     entries: list[Entry] = field(default_factory=list)
     groups: dict[str, list[Entry]] = field(default_factory=dict)
-    """The entries of each prompt, by its id."""
+    """The index entries of each prompt, by prompt id."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0
@@ -212,7 +212,7 @@ class RolloutIndexes:
         try:
             found = path.stat()
         except OSError:
-            raise RunError(f"the run has no rollouts file {path.name}") from None
+            raise RunError(f"the run has no file {path.name} with rollouts") from None
         key = (path, found.st_size, found.st_mtime_ns)
         with self._lock:
             index = self._kept.pop(key, None) or RolloutIndex(path)

@@ -29,8 +29,9 @@ _MAIN = "covey-main"
 _OVERHEAD = 64 << 20
 """Bytes for the harness, the interpreter's files and the kernel's bookkeeping."""
 _HELPERS = 4
-"""Number of processes in a cgroup that are not the program's: bubblewrap, the harness, and one
-child of each."""
+"""Number of processes in a cgroup besides the program: bubblewrap, the harness, and one child of
+each.
+"""
 _REMOVE_SECONDS = 1.0
 _numbers = itertools.count()
 
@@ -47,7 +48,7 @@ def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
     try:
         folder, lock = _make(parent)
     except OSError as error:
-        raise RewardError(f"sandbox: cannot make a cgroup: {error}") from None
+        raise RewardError(f"sandbox: cannot create a cgroup: {error}") from None
     try:
         _limit(folder, limits)
         yield folder

@@ -3,10 +3,10 @@
 The harness is compiled outside the sandbox and sent into it with the job, so it cannot import
 covey. The harness imports only fast modules (hence `_json` and `_signal`), because every program
 gets its own sandbox. The harness never runs the program itself. The harness does not know the
-expected results, so a program cannot read them there.
+expected results, so no program can read expected results.
 
-As process 1 of its namespace, the harness gets no signals from other processes in the namespace,
-and these processes die with the harness.
+As process 1 of its namespace, the harness gets no signals from other processes of the namespace.
+When the harness ends, all processes of the namespace die.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def become(uid: int) -> None:
-    """Change from root to the sandbox's user id: process limits do not apply to root."""
+    """Change from root to the sandbox's user id, because process limits do not apply to root."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -207,7 +207,7 @@ def end_all(child: int, isolated: bool) -> int:
 
 
 def uses_too_much(job: dict[str, Any]) -> bool:
-    """Return whether all processes together use too much memory; an rlimit counts one process."""
+    """Return whether all processes together use too much memory, which an rlimit cannot detect."""
     disk = os.statvfs(job["place"])
     if disk.f_files - disk.f_ffree > FILES:
         return True

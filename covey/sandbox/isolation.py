@@ -76,7 +76,7 @@ def entering(group: Path | None) -> list[str]:
     """Return a command prefix that enters a cgroup before the command starts.
 
     The prefix also makes the sandbox the first choice of the OOM killer. Programs cannot change
-    this priority, because /proc is read-only in the sandbox.
+    their OOM priority, because /proc is read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
@@ -147,7 +147,7 @@ def _packages(seen: list[str]) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Create a path's parent directories, which bubblewrap would make unreadable for others."""
+    """Create a path's parent directories, which bubblewrap would make unreadable to other users."""
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
 

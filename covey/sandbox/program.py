@@ -82,15 +82,15 @@ def require_isolation() -> None:
     reason = isolation_problem()
     if reason:
         raise ConfigError(
-            f"sandbox: programs cannot be isolated on this machine: {reason}; run `apt install "
-            "bubblewrap` (0.7 or newer, on a Linux that allows namespaces), or set unsafe = true "
-            "to run programs without protection"
+            f"sandbox: programs cannot be isolated on this machine: {reason}; install bubblewrap "
+            "0.7 or newer on a Linux that allows namespaces (`apt install bubblewrap`), or set "
+            "unsafe = true to run programs without protection"
         )
 
 
 @cache
 def isolation_problem() -> str:
-    """Return why this machine cannot isolate programs; an empty text if it can."""
+    """Return the reason why this machine cannot isolate programs; an empty text if it can."""
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):

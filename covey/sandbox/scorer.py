@@ -176,7 +176,7 @@ class Sandboxed:
 
 @cache
 def sandboxed(*modules: str, unsafe: bool = False) -> Sandboxed:
-    """Return this process's sandbox for these modules."""
+    """Return this process's sandbox for the given modules."""
     made = Sandboxed(modules=modules, unsafe=unsafe)
     atexit.register(made.close)
     return made

@@ -65,7 +65,7 @@ clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/4
 """
 """System calls that C libraries try first.
 
-The newer call fails with ENOSYS, so that the library uses an older call.
+A system call in this table fails with ENOSYS, so that the C library uses an older call.
 """
 NEWER = 453
 """System calls from this number on are newer than this table and fail with ENOSYS."""

@@ -61,7 +61,8 @@ def take() -> tuple[int, int] | None:
             return uid, file
     os.close(file)
     raise RewardError(
-        f"sandbox: all {len(span)} user ids for sandboxes are in use; run fewer sandboxes"
+        f"sandbox: all {len(span)} user ids for sandboxes are in use; run fewer sandboxes at the "
+        "same time"
     )
 
 
@@ -105,7 +106,9 @@ def _open_locks(folders: Sequence[str]) -> int:
         if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
             return file
         os.close(file)  # another user who owns it could take every lock
-    raise RewardError(f"sandbox: cannot make a lock file in any of {', '.join(folders)}")
+    raise RewardError(
+        f"sandbox: cannot create a lock file in any of the folders {', '.join(folders)}"
+    )
 
 
 def _lock(kind: int, uid: int) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
 """Tolerances for an expected float: relative, and absolute if 0 is expected.
 
-An absolute tolerance for other expected values would accept 0 for every small number.
+An absolute tolerance for values other than 0 would accept 0 for every small number.
 """
 _MOST_BITS = 4096
 """Maximum bits of a numerator or denominator, because reducing a fraction takes quadratic time."""

@@ -95,7 +95,7 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether a reward may score baselines; a user's function and an LLM judge may not.
+    """Whether baselines may be scored: not if the reward is a user's function or an LLM judge.
 
     Calling a user's function or a judge may cost money or have side effects.
     """
@@ -168,7 +168,7 @@ def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
 def _scored(
     scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str], answer: str = ""
 ) -> Baseline | None:
-    """Return the mean score of a text for each prompt; None if no prompt could be scored."""
+    """Return the mean score of one text per prompt; None if no prompt could be scored."""
     pending = [
         scorer.submit(Job(prompt=prompt, texts=(text,), progress=1.0))
         for prompt, text in zip(prompts, texts, strict=True)

@@ -73,7 +73,7 @@ def check_timeout(name: str, reward: Reward, timeout: float) -> None:
     longest = max_seconds(reward)
     if timeout < longest:
         raise ConfigError(
-            f"config: scoring.timeout = {timeout:g} is less than the {longest:g} seconds that "
-            f"the reward {name} may take; raise scoring.timeout, or lower the option total_seconds "
-            "of the reward if it has one"
+            f"config: scoring.timeout = {timeout:g} is less than the {longest:g} seconds that the "
+            f"reward {name} may take; raise scoring.timeout, or lower the reward's option "
+            "total_seconds if it has this option"
         )

@@ -93,7 +93,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 def _takes_groups(reward: Any) -> bool:
     """Whether a reward scores a list of completions in one call.
 
-    For a class, the attribute `whole_groups` decides.
+    For a reward class, the attribute `whole_groups` gives the result.
     """
     return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 

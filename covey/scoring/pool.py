@@ -1,9 +1,9 @@
 """The scoring pool: worker processes, which are killed if they exceed the time limit.
 
 One thread manages each process. The thread sends a few jobs at a time, receives the results, and
-replaces the process when a job takes too long or the process dies. The job that caused the
-replacement gets no reward; the jobs behind it return to the front of the queue. If jobs ran
-concurrently, the cause is unknown, so each job is scored again alone.
+replaces the process when a job takes too long or the process dies. The job that made the process
+fail gets no reward. Jobs that waited in the process return to the front of the queue. If several
+jobs ran when the process failed, the cause is unknown, and each job is scored again alone.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Worker:
         self.connection.close()
 
     def how_ended(self) -> str:
-        """Describe how a process that closed its connection ended."""
+        """Describe how a process ended, after it closed its connection."""
         return how_ended(self.process, EXIT_SECONDS)
 
 
@@ -113,13 +113,13 @@ class Pool:
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
-        """Return a pool with the same settings and its own processes."""
+        """Return a new pool with the same settings and new processes."""
         return self._again()
 
     def start(self) -> None:
         """Start the processes and wait for the first process.
 
-        Raise an error if this process cannot load the reward.
+        Raise an error if the first process cannot load the reward.
         """
         with self._changed:
             if self._threads or self._closed:
@@ -141,7 +141,7 @@ class Pool:
         future: Future[list[ScoreResult]] = Future()
         with self._changed:
             if self._closed:
-                raise RewardError("reward: the scoring processes are closed")
+                raise RewardError("reward: cannot score, because the scoring processes are closed")
             self._queue.append((job, future))
             self._changed.notify()
         return future
@@ -171,7 +171,7 @@ class Pool:
         """Start a process and register it at once, so that `close` kills it."""
         with self._changed:
             if self._closed:
-                raise RewardError("reward: the scoring processes are closed")
+                raise RewardError("reward: cannot score, because the scoring processes are closed")
             try:
                 worker = Worker(self._payload, self._gigabytes, self._timeout)
             except OSError as error:  # out of memory, processes or file descriptors
@@ -292,7 +292,7 @@ class Pool:
         self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
-        """Fail the job that ended its process, and queue the other jobs again."""
+        """Mark the job that crashed its worker process as failed, and queue the others again."""
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
             self._put_back(jobs, self._suspects)

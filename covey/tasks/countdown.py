@@ -20,8 +20,7 @@ from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""Pairs of operators (first, second). An expression with the second operator needs parentheses as
-the right operand of the first operator."""
+"""Operator pairs (first, second) for which `a first (b second c)` needs the parentheses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ NAME = "dataset"
 """The value of `task.name` in a run whose data was passed from Python."""
 HELD_OUT_SHARE = 0.1
 SHARE = "held_out_share"
-"""The option of [task] that sets another share."""
+"""The option in [task] that sets another held-out share."""
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -29,7 +29,7 @@ class DatasetTask:
 
     prompts: Sequence[Prompt]
     evaluation: Sequence[Prompt] | None = None
-    """The prompts for evaluations. None: `share` of the prompts, which are not trained on."""
+    """The prompts for evaluations. By default, the fraction `share` of `prompts` is held out."""
     conversational: bool = False
     """Whether prompts are lists of messages. For prompts that are lists of messages, reward
     functions also get completions as messages."""
@@ -45,10 +45,10 @@ class DatasetTask:
         return self._split()[1]
 
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-        """Hold out prompts by a hash of the row's index, so that other rows do not matter.
+        """Choose held-out prompts by a hash of the row's index, independently of other rows.
 
-        Prompts of equal text stay together, on the side of the first; if that leaves a side empty,
-        each row is chosen for itself.
+        Prompts with equal text are in the same split. If one split would be empty, the split of
+        each row is chosen separately.
         """
         if self.evaluation is not None or not self.share:
             return self.prompts, self.evaluation or []
@@ -63,7 +63,7 @@ class DatasetTask:
         return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Return for each id whether it is held out; the last id is if no other one is."""
+        """Return for each id whether it is held out; if no id is, the last id is held out."""
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]
 

@@ -54,7 +54,8 @@ class Gsm8k:
         if bool(self.train_file) != bool(self.held_out_file):
             raise ConfigError(
                 f"task: train_file = {self.train_file!r} and held_out_file = "
-                f"{self.held_out_file!r}; set both files, or set neither to use openai/gsm8k"
+                f"{self.held_out_file!r}: set both files, or set neither of them to use "
+                "openai/gsm8k"
             )
 
     def train(self) -> Sequence[Prompt]:

@@ -33,7 +33,9 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
             kind = FORMATS.get(local.suffix)
             if kind is None:
                 endings = ", ".join(FORMATS)
-                raise DataError(f"task: cannot read {path}: give a file that ends in {endings}")
+                raise DataError(
+                    f"task: cannot read {path}: the file name must end in one of {endings}"
+                )
             options = OPTIONS.get(kind, {})
             return dict(datasets.load_dataset(kind, data_files=str(local), **options))
         return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
@@ -42,8 +44,8 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
     except Exception as error:  # errors of datasets, the network or a file format
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
-            f"task: cannot load the dataset {path!r}: {why}; without access to the Hub, give the "
-            "path of a local folder or file, or use the task jsonl"
+            f"task: cannot load the dataset {path!r}: {why}; without access to the Hugging Face "
+            "Hub, give the path of a local folder or file, or use the task jsonl"
         ) from None
 
 

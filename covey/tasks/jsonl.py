@@ -19,7 +19,7 @@ class Jsonl(RowReader):
     With a single file, leave `held_out_file` empty; the fraction `held_out_share` of `train_file`
     is then held out. A hash of the prompt decides whether it is held out, so the same prompts are
     always held out, and equal prompts are in the same split. The class `RowReader` documents the
-    other options.
+    column options.
     """
 
     train_file: str

@@ -19,9 +19,9 @@ LONGEST_BLOCK = 1000
 def quotas(weights: Sequence[float]) -> list[int]:
     """Return the number of prompts of each task part in a block.
 
-    The block is the shortest block with exact proportions of the weights. If the shortest block
-    would exceed 1000 prompts, the block has about 1000 prompts. In a block of about 1000 prompts,
-    each count is rounded, and is at least 1.
+    The block is the shortest block in which prompt counts are exactly proportional to the weights.
+    If the shortest block would exceed 1000 prompts, the block has about 1000 prompts. In a block of
+    about 1000 prompts, each count is rounded, and is at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -35,7 +35,7 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a block as a list of (part, rank); rank counts the prompts of this part in the block.
+    """Return a block as a list of (part, rank); the rank counts a part's prompts within the block.
 
     The prompts of each part are spread evenly: prompt r of n has the relative position (r + 1/2) /
     n.
@@ -53,13 +53,13 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """Several tasks, mixed by weight: `parts` is {KEY: {name, weight, options of that task}}.
+    """Several tasks, mixed by weight; `parts` is {KEY: {name, weight, options of that task}}.
 
     `name` defaults to the key, and `weight` to 1. Training prompts come in blocks that contain the
-    parts in proportion to their weights. The number of blocks is large enough to use every prompt
-    of every part. A part that runs out of prompts earlier repeats its prompts. The ids of repeated
-    prompts end in `~1`, `~2` and so on. The held-out prompts are the held-out prompts of all parts,
-    one part after the other.
+    task parts in proportion to their weights. The number of blocks is large enough to use every
+    prompt of every part. A task part that runs out of prompts repeats its prompts. The ids of
+    repeated prompts end in `~1`, `~2` and so on. The held-out prompts are the held-out prompts of
+    all task parts, one part after the other.
 
     Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt gets
     the part's key as a prefix, unless the id already has this prefix.
@@ -80,7 +80,7 @@ class Mixed:
 
     @property
     def bad_rows(self) -> dict[str, list[str]]:
-        """The bad rows that the parts skipped, by part and split."""
+        """The bad rows that the task parts skipped, by part and split."""
         return {
             f"{key}/{split}": lines
             for key, task in self.tasks.items()
@@ -88,7 +88,7 @@ class Mixed:
         }
 
     def train(self) -> Sequence[Prompt]:
-        """The training prompts of all parts, mixed by weight."""
+        """The training prompts of all task parts, mixed by weight."""
         keys = list(self.tasks)
         splits = [self.tasks[key].train() for key in keys]
         counts = quotas([_weight(key, self.parts[key]) for key in keys])
@@ -109,7 +109,7 @@ class Mixed:
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """The held-out prompts of all parts, one part after the other."""
+        """The held-out prompts of all task parts, one part after the other."""
         return [_of_part(p, key) for key, task in self.tasks.items() for p in task.held_out()]
 
 

@@ -9,7 +9,7 @@ from covey.types import Prompt
 
 
 def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """Return the held-out prompts whose text equals that of a training prompt."""
+    """Return the held-out prompts whose text equals the text of a training prompt."""
     texts = {compared_text(prompt) for prompt in train}
     return [prompt for prompt in held_out if compared_text(prompt) in texts]
 

@@ -1,8 +1,8 @@
 """The `reasoning_gym` task: procedural datasets of the reasoning_gym package and their scorers.
 
 A hash of the question decides the split of a problem. So training and held-out problems never
-overlap, even if a dataset has few questions. If a generated problem belongs to the other split, the
-task generates another problem with another seed.
+overlap, even if a dataset has few questions. If a generated problem does not belong to the
+requested split, the task generates another problem with another seed.
 
 Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
 unless PYTHONHASHSEED is set. If PYTHONHASHSEED is not set, Covey refuses the datasets in
@@ -94,7 +94,7 @@ def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> An
 
 
 def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the dataset and the entry of a prompt; this works in any process."""
+    """Return the dataset and the entry of a prompt, in any process."""
     origin = info.get("reasoning_gym")
     if origin is None:
         raise ValueError("the prompt has no info['reasoning_gym']: it comes from another task")
@@ -116,7 +116,7 @@ def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Copy plain Python data; convert numpy's numbers and strings to Python's.
+    """Copy plain Python data; convert numpy's numbers and strings to Python types.
 
     Raises TypeError for data of any other type.
     """
@@ -162,8 +162,8 @@ class ReasoningGym(GeneratedTask):
             except Exception as error:  # datasets raise assertions, type errors and others
                 options, kind = dict(self.options or {}), type(error).__name__
                 raise ConfigError(
-                    f"task: reasoning_gym's {self.dataset} does not accept {split}_size = {size} "
-                    f"and options = {options}: {kind}: {error}"
+                    f"task: the dataset {self.dataset} of reasoning_gym does not accept "
+                    f"{split}_size = {size} and options = {options}: {kind}: {error}"
                 ) from None
         self._check_hash_seed()
 
@@ -173,7 +173,7 @@ class ReasoningGym(GeneratedTask):
         if dependent and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             datasets = ", ".join(sorted(dependent))
             raise ConfigError(
-                f"task: reasoning_gym's {datasets} gives different prompts or targets in each "
+                f"task: {datasets} of reasoning_gym gives different prompts or targets in each "
                 "process, so a run could not be resumed or compared; set the environment variable "
                 "PYTHONHASHSEED=0"
             )
@@ -231,8 +231,8 @@ class ReasoningGym(GeneratedTask):
                 return seed, entry
         options = dict(self.options or {})
         raise DataError(
-            f"task: reasoning_gym's {self.dataset} with options = {options} has too few different "
-            f"prompts for a {split} split"
+            f"task: the dataset {self.dataset} of reasoning_gym has too few different prompts for "
+            f"a {split} split with options = {options}"
         )
 
 

@@ -70,11 +70,11 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return import_callable(name, where), {}
     if name == DATASET:
         raise ConfigError(
-            f"config: {where} = {name!r} means data that was passed in Python; call "
-            "covey.train(..., dataset=...), and add resume=RUN to resume a run"
+            f"config: {where} = {name!r} stands for a dataset that only Python code can pass; call "
+            "covey.train(..., dataset=...), with resume=RUN to resume a run"
         )
     hint = nearest(name, TASKS)
-    raise ConfigError(f"config: {where} = {name!r} is not known{hint}")
+    raise ConfigError(f"config: {where} = {name!r} is not a known task{hint}")
 
 
 def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:

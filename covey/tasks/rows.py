@@ -38,17 +38,17 @@ class RowReader:
     """Turns rows into prompts. The options define the meaning of each column.
 
     `prompt` names the column with the prompt, which is a text or a list of {role, content}
-    messages. By default this column is the first of `prompt`, `question` and `messages` that a row
-    has. `template`, if given, is used instead of this column. The template is the text of the
+    messages. By default, the prompt column is the first of `prompt`, `question` and `messages` that
+    a row has. `template`, if given, replaces the prompt column. The template is the text of the
     prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
     `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
-    answer; the default is `target` or `answer`. All other columns are kept in `info`. `columns`
-    maps columns to other names in `info`, and every column in this mapping is kept. `system`, if
-    given, is the system message, unless the row's messages have one. The text `instruction` is
-    appended to each prompt. `only` is {column: values}. Rows with another value in a column of
-    `only` are left out, and do not count as bad rows.
+    answer; the default is `target` or `answer`. Columns without another meaning are kept in `info`.
+    `columns` maps columns to other names in `info`, and every column in this mapping is kept.
+    `system`, if given, is the system message, unless the row's messages have one. The text
+    `instruction` is appended to each prompt. `only` maps a column to the values that its rows may
+    have. Rows with another value in a column of `only` are left out, and do not count as bad rows.
 
-    By default, a bad row raises an error. With `skip_bad_rows` bad rows are left out and listed in
+    By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out and listed in
     `bad_rows` by split.
     """
 
@@ -73,10 +73,12 @@ class RowReader:
 
     def __post_init__(self) -> None:
         if self.prompt and self.template:
-            raise ConfigError("task: give prompt or template, not both")
+            raise ConfigError("task: set either prompt or template, but not both")
         names = dict(self.columns or {})
         if len(set(names.values())) < len(names):
-            raise ConfigError(f"task: columns gives one name to two columns: {names}")
+            raise ConfigError(
+                f"task: the setting columns gives the same name to two columns: {names}"
+            )
 
     def read(self, split: str, rows: Iterable[NumberedRow], source: str) -> list[Prompt]:
         """Return the prompts of a split, and write its bad rows to `bad_rows[split]`."""

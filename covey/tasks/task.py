@@ -69,10 +69,10 @@ class Generated(Sequence[Prompt]):
 
 
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
-    """Return the number of prompts and their ids; of generated prompts, at most `most` ids.
+    """Return the number of prompts and their ids; for generated prompts, at most `most` ids.
 
-    Generated prompts follow from the settings of their task. If the data of a mixed task differ,
-    the ids of all later prompts differ, so that a sample shows the difference too.
+    The settings of a task determine its generated prompts. If the data of a mixed task change, the
+    ids of all later prompts change, so a sample of ids is enough to notice.
     """
     step = len(prompts) // most + 1 if isinstance(prompts, Generated) else 1
     return [len(prompts), *(prompt.id for prompt in prompts[::step])]

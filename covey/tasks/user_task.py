@@ -30,7 +30,7 @@ class UserTask:
 
     @property
     def bad_rows(self) -> Mapping[str, Sequence[str]]:
-        """The bad rows that the task skipped, if the task has a list of them."""
+        """The bad rows that the task skipped, if the task lists its bad rows."""
         found: Mapping[str, Sequence[str]] = getattr(self.task, "bad_rows", {})
         return found
 
@@ -61,7 +61,7 @@ class UserTask:
         count = len(listed) if isinstance(listed, list | tuple) else min(FIRST, len(listed))
         for index in range(count):
             if problem := _problem(listed[index]):
-                raise DataError(f"{where}: prompt {index} {problem}")
+                raise DataError(f"{where}: prompt {index} is invalid: it {problem}")
         return listed
 
 

@@ -31,7 +31,7 @@ class Verifiers:
         environment = load(**self.arguments)
         if not hasattr(environment, "get_dataset"):
             raise ConfigError(
-                f"task: {self.package} is not an environment of verifiers 0.1: it has no "
+                f"task: {self.package} is not an environment for verifiers 0.1, because it has no "
                 "get_dataset"
             )
         return environment
@@ -41,7 +41,7 @@ class Verifiers:
         return self._prompts("train", self._environment.get_dataset())
 
     def held_out(self) -> Sequence[Prompt]:
-        """The rows of the evaluation dataset, or the training rows if the package has none."""
+        """The rows of the evaluation dataset; if there is none, the training rows."""
         return self._prompts("held_out", self._environment.get_eval_dataset())
 
     def _prompts(self, split: str, rows: Any) -> list[Prompt]:

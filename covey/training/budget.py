@@ -2,10 +2,9 @@
 
 The cost of a training step differs between algorithms. For example, dynamic sampling may sample
 several times per step, and longer completions cost more. To compare algorithms fairly, a run may
-end at the first step that reaches a number of sampled tokens or of optimizer steps. With a budget
-of tokens or optimizer steps, schedules that count steps (learning rate, evaluations, reward
-weights) follow the used fraction of the budget. Schedules treat the whole budget as `train.steps`
-steps.
+end after a given number of sampled tokens or optimizer steps. Learning rate, evaluations and reward
+weights follow the used fraction of the budget. For example, half of a token budget counts as half
+of `train.steps`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from covey.config.train import Train
 from covey.errors import RunError
 
 PATIENCE = 20
-"""A run with a budget of optimizer steps fails after this multiple of the expected steps."""
+"""A run with a budget of optimizer steps fails if it needs this many times the expected number of
+training steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """The training steps, tokens and optimizer steps that a run has used so far."""
+    """Numbers of training steps, tokens and optimizer steps that a run has used so far."""
 
     steps: int = 0
     tokens: int = 0
@@ -45,7 +45,7 @@ class Budget:
         return self._count(used) / self.amount
 
     def over(self, used: Used) -> bool:
-        """Whether the budget is used up, so that the run ends."""
+        """Return whether the budget is used up, so that the run ends."""
         settings = self.settings
         if self._count(used) >= self.amount:
             return True
@@ -53,14 +53,14 @@ class Budget:
             most = PATIENCE * -(-self.amount // settings.updates)
             if used.steps > most:
                 raise RunError(
-                    f"after {used.steps} training steps, the run took only {used.updates} of the "
-                    f"{self.amount} optimizer steps that train.stop_after sets, because most steps "
-                    "have no group to train on; use easier prompts, or another filter"
+                    f"the run took only {used.updates} of {self.amount} optimizer steps "
+                    f"(train.stop_after) in {used.steps} training steps, because most training "
+                    "steps have no group to train on; use easier prompts, or another filter"
                 )
         return False
 
     def passed(self, every: int, before: Used, after: Used) -> bool:
-        """Whether a multiple of `every` steps lies between the progress `before` and `after`."""
+        """Return whether a multiple of `every` steps was reached between `before` and `after`."""
         worth = every * self.amount
         marks = [self._count(u) * self.settings.steps // worth for u in (before, after)]
         return marks[1] > marks[0]

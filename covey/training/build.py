@@ -1,4 +1,4 @@
-"""Build the parts of a run from its configuration, and check every name and option."""
+"""Build the components of a run from its configuration: policy, objective, engine and scorer."""
 
 from __future__ import annotations
 
@@ -62,34 +62,32 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """The parts that every run has, whether it trains with RL or SFT."""
+    """The components that RL runs and SFT runs have in common."""
 
     config: Config
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
-    """A message for each data row that was skipped."""
+    """One message for each row of the dataset that was skipped."""
     notes: tuple[str, ...] = ()
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer of evaluations. The evaluation scorer is the same object as `scorer`, except if
-    evaluate.reward names another reward or if several runs must be evaluated with the same
-    reward."""
+    """The scorer of evaluations. `eval_scorer` is `scorer`, unless evaluate.reward is set or a
+    comparison evaluates all its runs with one reward."""
     baselines: Baselines | None = None
-    """Baselines on the held-out prompts. The value is None if the baselines cannot be computed."""
+    """Scores of simple baselines on the held-out prompts, with which evaluations are compared."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """A lock for the engine, from loading its weights to the end of generation with these
-    weights."""
+    """A thread holds this lock while the engine loads weights and generates with them."""
     sampling: Sampling
     interaction: Interaction | None = None
-    """The interaction with an environment. The value is None if every rollout is one completion."""
+    """The environment and its limits. None means that every rollout is one completion."""
     world: World = field(default_factory=World)
 
     def close(self) -> None:
-        """End the processes of the scorers and of the environment."""
+        """Stop the worker processes of the scorers and of the environment."""
         self.scorer.close()
         if self.eval_scorer is not self.scorer:
             self.eval_scorer.close()
@@ -99,7 +97,7 @@ class Components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(Components):
-    """The parts of a reinforcement learning run."""
+    """The components of a reinforcement learning run."""
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
@@ -107,7 +105,7 @@ class Parts(Components):
     step_settings: StepSettings
     teacher: Reference | None = None
     privileged: Privileged | None = None
-    """Writes the prompts of a self-teacher. None if the policy is not its own teacher."""
+    """Builds the teacher prompts of self-distillation. None without self-distillation."""
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
@@ -131,7 +129,7 @@ def assemble(
     world: World = World(),  # noqa: B008 - without state
     environment: Factory | None = None,
 ) -> Parts:
-    """Build all parts of a run; objects passed from Python replace the ones in the config."""
+    """Build all components of a run; arguments passed from Python override the configuration."""
     check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = _prompts(config, task)
@@ -176,7 +174,7 @@ def assemble(
 
 
 def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return the training and the held-out prompts; raise an error if there are none."""
+    """Return the training prompts and the held-out prompts; raise DataError if some are missing."""
     file = config.preferences.file
     train_prompts = read_pairs(file) if file else task.train()
     held_out = held_out_of(config, task, needed=config.evaluate.every > 0)
@@ -190,7 +188,7 @@ def _length_penalty(config: Config) -> LengthPenalty:
 
 
 def check_ranks(config: Config, world: World, digest: str) -> None:
-    """Refuse ranks that differ in weights or data, and settings that need a single rank."""
+    """Raise ConfigError if ranks differ in weights or data, or if a setting needs a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
             "config: overlap.mode = 'copy' works only on one rank; set overlap.mode = 'ahead' or "
@@ -269,7 +267,7 @@ def critic_of(
 def _load_frozen(
     config: Config, policy: LanguageModel, world: World, *, offload: bool
 ) -> LanguageModel:
-    """Load a frozen model in addition to the policy; shard it if the policy is sharded."""
+    """Load a frozen model such as a reference; shard this model if the policy is sharded."""
     found = load_model(config, world.device(config.model.device))
     if not policy.sharded:
         return found
@@ -279,7 +277,7 @@ def _load_frozen(
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model. References ignore gradient checkpointing, because they never train."""
+    """Load the model that [model] and [adapter] describe."""
     if config.model.deterministic:
         make_deterministic()
     path = config.model.path
@@ -303,7 +301,7 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Add the adapter of the configuration to the model, unless the model has one already."""
+    """Add the adapter that [adapter] describes, unless the model already has an adapter."""
     wanted = config.adapter
     if model.adapter is not None:
         if wanted.rank not in (0, model.adapter.r):
@@ -355,11 +353,11 @@ def policy_of(
 def step_settings_of(
     config: Config, objective: Objective, sampling: Sampling, exact_logp: bool
 ) -> StepSettings:
-    """Return the settings that turn a batch into optimizer steps, with their learning rates.
+    """Return the settings of a training step, such as its mini-batches and the source of old_logp.
 
-    `exact_logp` is declared by the engine, and says whether its log-probs may be used as old_logp.
-    The engine's log-probs of stale rollouts may be used too, if the objective's ratio has to
-    correct for staleness.
+    `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp. If the
+    objective has no correction of its own, the engine's log-probs of stale rollouts also serve as
+    old_logp, so that the ratio corrects for staleness.
     """
     source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file

@@ -1,8 +1,7 @@
-"""Rules for changed settings when a run is resumed: which may change, and which may not.
+"""Check which settings change when a run is resumed, and refuse changes that are not allowed.
 
-A setting may change if the checkpoint can still be loaded, and if the change would not have
-affected the data and policy of the steps already trained. So the settings of run length, learning
-rate, limits, evaluations and saving may change.
+Settings that determine the data, the model or the algorithm of a run may not change. Settings of
+run length, learning rate, limits, evaluations and saving may change.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ FIXED: Mapping[str, str] = {
     "sft.file": f"steps would draw other solutions; {OTHER_RUN}",
     "sft.template": f"steps would draw other solutions; {OTHER_RUN}",
 }
-"""Settings and sections that may not change on resume, each with the reason. All others may."""
+"""Settings and sections that may not change when a run is resumed, each with the reason."""
 
 Change = tuple[Any, Any]
 
@@ -50,9 +49,9 @@ Change = tuple[Any, Any]
 def resumed_config(
     run: RunFolder, overrides: Iterable[str] = (), **options: Any
 ) -> tuple[Config, dict[str, Change]]:
-    """Return the resolved settings of a run after overrides, and the changed settings.
+    """Return a run's settings with `overrides` applied, and the settings that changed.
 
-    Raise ConfigError for a setting that may not change. `options` are arguments of `resolve`.
+    Raise ConfigError if a changed setting is in FIXED. `options` are passed to `resolve`.
     """
     file, overrides = str(run.config_file), list(overrides)
     then = resolve(load_config(file), **options)
@@ -71,14 +70,14 @@ def resumed_config(
             raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
     if "train.steps" in changed and now.train.stop_after.epochs:
         raise ConfigError(
-            f"--resume {run.path} cannot change train.steps, which follows from "
-            f"train.stop_after.epochs = {now.train.stop_after.epochs:g}; change train.stop_after"
+            f"--resume {run.path} cannot change train.steps, because train.stop_after.epochs = "
+            f"{now.train.stop_after.epochs:g} determines it; change train.stop_after"
         )
     return now, changed
 
 
 def check_length(config: Config, step: int, *, sft: bool = False) -> None:
-    """Refuse a number of training steps that the run has already passed."""
+    """Raise ConfigError if the run has already taken more than `train.steps` training steps."""
     if not sft and config.train.budget == "steps" and config.train.steps < step:
         raise ConfigError(
             f"train.steps = {config.train.steps}, but the run is already at step {step}; raise "
@@ -97,14 +96,14 @@ def record_changes(
 
 
 def changes_note(changed: Mapping[str, Change]) -> str:
-    """Return a line about the changed settings for the user."""
+    """Return a line that tells the user which settings changed."""
     return "resumed with " + ", ".join(
         f"{key} = {new} (was {old})" for key, (old, new) in changed.items()
     )
 
 
 def _flat(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield every setting under its dotted name."""
+    """Yield each setting as a pair of dotted name and value."""
 
     def inner(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in table.items():

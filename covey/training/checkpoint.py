@@ -4,11 +4,11 @@
     optimizer.safetensors                          AdamW's moments
     covey.json                                     the state of the run and the policy version
 
-With an adapter, the folder contains adapter_config.json and adapter_model.safetensors in peft's
-format instead of the model, because frozen weights are not saved again. Moving references and
-rollouts in flight (in_flight.jsonl) add further files. With sharded parameters, the folder `state`
-replaces optimizer.safetensors (sharded_state.py). Any number of ranks can load a checkpoint of
-either kind.
+With an adapter, the folder contains adapter_config.json and adapter_model.safetensors (peft's
+format) instead of the model's weights. A reference that follows the policy adds its own weights.
+Rollouts that were generated ahead of training are saved in in_flight.jsonl. With sharded
+parameters, the folder `state` replaces optimizer.safetensors (sharded_state.py). Any number of
+ranks can load a checkpoint, sharded or not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """The state of a run between training steps, apart from the policy and the reference."""
+    """The state of a run after a training step, without the policy and the reference."""
 
     step: int = 0
     episode: int = 0
@@ -60,7 +60,7 @@ class State:
     """Whether an evaluation is due after this step and has not run yet."""
 
     def used(self, policy: Policy) -> Used:
-        """Return the steps, tokens and optimizer steps that the run has used."""
+        """Return the numbers of training steps, tokens and optimizer steps so far."""
         return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
@@ -74,10 +74,11 @@ def save(
     more: Callable[[Path], None] = lambda folder: None,
     world: World = World(),  # noqa: B008 - without state
 ) -> None:
-    """Write the checkpoint of a step atomically; keep only the newest `keep` and the best.
+    """Write the checkpoint of a step atomically, and delete old checkpoints.
 
-    Rank 0 writes the checkpoint. With sharded parameters, each rank writes its own part into the
-    same folder. The function `more` is called on every rank, and adds files to the checkpoint.
+    The best checkpoint and the newest `keep` checkpoints are kept. Rank 0 writes the checkpoint.
+    With sharded parameters, each rank writes its own shards into the same folder. The function
+    `more` is called on every rank, and adds files to the checkpoint.
     """
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
@@ -126,9 +127,9 @@ def resume(
     note: Note,
     world: World = World(),  # noqa: B008 - without state
 ) -> State:
-    """Restore a run at `start`; return the state in its checkpoint, or `fresh` for a new run.
+    """Restore a run from `start`; return the state in the checkpoint, or `fresh` for a new run.
 
-    Records of later steps are moved away, because these steps are computed again.
+    Records of steps after `start` are moved aside, because the resumed run repeats these steps.
     """
     state = fresh
     if start.checkpoint is not None:
@@ -147,8 +148,8 @@ def save_policy(
 ) -> None:
     """Write policy, optimizer and `state` into an existing folder.
 
-    With a sharded policy, all ranks call this function, and the rank with `writes` saves the model.
-    If the policy is sharded, the folder already contains the optimizer's state.
+    If the policy is sharded, all ranks must call this function, but only the rank with `writes`
+    writes files. The state of a sharded optimizer must already be in the folder.
     """
     try:
         if policy.model.adapter is None:
@@ -210,7 +211,7 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
 def _load_whole(
     optimizer: Optimizer, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
 ) -> None:
-    """Copy full tensors, which all ranks have read, into whole or sharded master weights."""
+    """Copy full tensors into the optimizer, whose master weights may be sharded."""
     masters = optimizer.masters
     placed = {name: placed_like(weights[name].detach(), masters[name]) for name in masters}
     state = {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()}
@@ -228,7 +229,7 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
-    """Return the weights in a checkpoint, by the parameter names that the optimizer uses."""
+    """Return the weights of a checkpoint under the optimizer's parameter names."""
     model = policy.model.model
     if policy.model.adapter is not None:
         saved = load_file(folder / WEIGHTS_FILE)

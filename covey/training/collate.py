@@ -35,7 +35,7 @@ def collate(
 ) -> Batch:
     """Stack the segments of all rollouts of all groups in order, one row per segment.
 
-    `parts` names the reward parts to include; an empty list means all parts, and None means no
+    `parts` names the reward parts to include. An empty list means all parts, and None means no
     parts.
     """
     numbered = enumerate(
@@ -78,7 +78,7 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
         raise ConfigError(
-            "objective: this algorithm compares the parts of the reward, but this reward has no "
+            "objective: this algorithm uses the parts of the reward, but this reward has no "
             "parts; use another reward, or an algorithm such as grpo"
         )
     for rollout in scored:
@@ -86,7 +86,7 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
             raise ConfigError(
                 f"objective: the reward of completion {rollout.sample} of prompt "
                 f"{rollout.prompt_id} has no part {missing[0]!r}, only {_listed(rollout.parts)}; "
-                "set objective.parts to parts that every completion has"
+                "objective.parts may contain only parts that every completion has"
             )
     rows = [
         [math.nan] * len(names) if r.reward is None else [r.parts[name] for name in names]
@@ -109,7 +109,7 @@ def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.
 
 
 def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
-    """Return turn, turn_reward and state of each token, or {} if no rollout has an episode."""
+    """Return the batch fields turn, turn_reward and state; {} if no rollout has several turns."""
     if all(row.of.episode is None for row in rows):
         return {}
     shape = len(rows), max(len(row.segment.tokens) for row in rows)
@@ -131,9 +131,10 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
-    """Return each token's kept set, or None if no token has one.
+    """Return the set of tokens that each token was sampled from (its kept set).
 
-    Refuse a kept set without its own token.
+    Return None if no rollout has recorded sets. Raise ModelError if a sampled token is not in its
+    set.
     """
     if not any(row.segment.kept for row in rows):
         return None
@@ -148,15 +149,15 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     if wrong.any():
         first = rows[int(wrong.argmax())].of
         raise ModelError(
-            f"engine: completion {first.sample} of prompt {first.prompt_id} has invalid kept sets: "
-            f"{problem}; rollout.mask_replay needs the set of tokens that each token was sampled "
-            "from"
+            "engine: rollout.mask_replay needs, for each token, the set of tokens that top_k, "
+            f"top_p and min_p kept; completion {first.sample} of prompt {first.prompt_id} has an "
+            f"invalid set: {problem}"
         )
     return kept
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
-    """Refuse log-probs that are not finite.
+    """Raise ModelError if a log-prob from the engine is not finite.
 
     The check runs on the CPU, so that it does not wait for a GPU.
     """

@@ -6,11 +6,11 @@
     sum of gradients      4         4      float32
     moments               8         4      compact: bfloat16, rounded at random (compact_step.py)
 
-Weights lose no precision, because the two 16-bit halves together are the exact float32 master. A
-float32 parameter stays in float32, and only its moments are compact; so do the shards of a sharded
-model, which have no second copy of the weights. Random rounding depends only on (seed, storage,
-step, element), so a resumed run gives the same results. An element of a shard is counted in the
-whole parameter, so the number of ranks does not change the rounding.
+Weights lose no precision, because the two 16-bit halves together are the exact float32 master.
+Float32 parameters stay in float32, and only their moments are compact. The shards of a sharded
+model are float32 parameters. Random rounding depends only on (seed, storage, step, element), so a
+resumed run gives the same results. Elements are numbered within the full parameter, not within a
+shard, so the number of ranks does not change the rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from covey.training.optimizer import AdamWSettings, Stepped
 Step = Callable[..., None]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the moments in torch's AdamW, so that each optimizer can load the other's state."""
+"""Names of the moments in torch's AdamW. Because of the common names, MasterAdamW and CompactAdamW
+can load each other's state."""
 
 
 class CompactAdamW:
@@ -77,11 +78,14 @@ class CompactAdamW:
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The exact weights by name; the masters of bfloat16 parameters are computed on access."""
+        """The float32 weights by name.
+
+        The float32 weights of bfloat16 parameters are computed on access.
+        """
         return _Masters(self.parameters, self._kept)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients accumulated since they were last cleared."""
+        """Return the accumulated gradients by parameter name."""
         return {name: grad_holder(p).grad for name, p in self.parameters.items()}
 
     def zero_grad(self) -> None:
@@ -102,7 +106,7 @@ class CompactAdamW:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore weights and moments; float32 moments are rounded to nearest."""
+        """Restore weights and moments; float32 moments are rounded to the nearest bfloat16."""
         for name, parameter in self.parameters.items():
             kept = self._kept[name]
             if "low" in kept:
@@ -133,7 +137,7 @@ class _Store:
     def weight(self) -> torch.Tensor:
         """Return all parameters as one tensor; bfloat16 parameters are returned as int16 bits.
 
-        Of a sharded parameter, only this rank's rows are returned.
+        If a parameter is sharded, only this rank's rows are returned.
         """
         found = fused_view([local_part(parameter) for parameter in self.parameters])
         assert found is not None, "parameters were moved apart"
@@ -203,7 +207,7 @@ def _check(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
-    """Group parameters by storage, numbered in the order of the model's parameters."""
+    """Group parameters that share a storage; number the groups in the order of the parameters."""
     runs: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         sink: GradSink | None = getattr(parameter, "grad_sink", None)
@@ -227,7 +231,7 @@ def _step_for(device: torch.device) -> Step:
 
 
 def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
-    """Write float32 values as two 16-bit halves, a chunk at a time."""
+    """Split float32 values into two 16-bit halves, and write the halves in chunks."""
     bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
     for start in range(0, len(bits), CHUNK):
         part = slice(start, start + CHUNK)

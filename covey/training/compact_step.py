@@ -1,11 +1,11 @@
 """AdamW step on a compact state, in torch operations. The Triton kernel gives the same results.
 
 A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16 number,
-with which the model computes. The lower half is the difference between the bits of the weight and
-of the upper half, so the two halves give the exact weight. Moments are stored in bfloat16 with
-stochastic rounding, which is correct on average. Rounding to nearest would freeze the second
-moment. With beta2 = 0.999 a step reduces the moment by at most a thousandth, while neighbouring
-bfloat16 numbers differ by 1/256 to 1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
+with which the model computes. The lower half is the difference between the weight's bits and the
+upper half, so the two halves together are exact. Moments are stored in bfloat16 with stochastic
+rounding, which is correct on average. Rounding to nearest would freeze the second moment. With
+beta2 = 0.999 a step reduces the moment by at most a thousandth, while neighbouring bfloat16 numbers
+differ by 1/256 to 1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Numbers(NamedTuple):
     size: float
     """The learning rate, divided by the first moment's bias correction."""
     inverse_root: float
-    """The second moment's bias correction, as a factor of the moment's square root."""
+    """1 / sqrt(1 - beta2 ** step): the bias correction for the square root of the second moment."""
     eps: float
 
 
 def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) -> Numbers:
-    """Return the scalars of step number `step`, counted from 1."""
+    """Return the scalars of optimizer step number `step`, counted from 1."""
     beta1, beta2 = settings["betas"]
     return Numbers(
         clip=clip,
@@ -105,9 +105,9 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random`, from 0 to 2 ** 16 - 1 for each value, is added to the lower 16 bits, which are then
-    dropped. The sum carries more often if the lower bits are larger, so values are rounded up with
-    the right probability.
+    `random` has a number from 0 to 2 ** 16 - 1 for each value. Each number is added to the lower 16
+    bits of its value, and then the lower bits are dropped. Larger lower bits carry more often, so
+    values are rounded up with the right probability.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -126,8 +126,8 @@ def adamw(
     """Take an AdamW step in place on flat tensors.
 
     Moments are bfloat16 numbers, stored as int16 bits. With `low`, weights are two int16 halves;
-    without `low`, weights are float32. The step uses the moments before rounding. The random bits
-    of element i are those of number `first_index` + i.
+    without `low`, weights are float32. The step uses the moments before rounding. Element i uses
+    the random bits of number `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

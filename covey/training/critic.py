@@ -2,8 +2,8 @@
 
 The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
 mix the gradients of policy and critic, whose scales are unrelated. A head on detached hidden states
-could only use information that the policy already represents. The cost of a separate critic is a
-second model in training, which `covey plan` counts.
+could only use information that the policy already represents. A separate critic costs the memory
+and time of a second trained model, which `covey plan` includes.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class Critic:
     learning_rate: float
     warmup_steps: int = 0
     sums: GradientSums | None = None
-    """Sums gradients over ranks, each of which has a whole critic. None if there is one rank."""
+    """Sums the critic's gradients over ranks; each rank has a full copy of the critic. None if
+    there is one rank."""
 
     def warms_up(self, step: int) -> bool:
         """Whether training step number `step`, counted from 1, trains only the critic."""
         return step <= self.warmup_steps
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the critic's value before every trained token [B, T], and 0 for other tokens."""
+        """Return the critic's prediction before every trained token [B, T]; other tokens get 0."""
         hidden, _, cells = predicting_hidden(self.model, batch)
         values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         blank = values.new_zeros(batch.mask.numel())
@@ -132,7 +133,7 @@ def critic_step(
     meter: Meter,
     world: World = World(),  # noqa: B008 - without state
 ) -> Stepped:
-    """Take an optimizer step of the critic on the mini-batch of a policy optimizer step."""
+    """Take one optimizer step of the critic on a mini-batch."""
     critic.model.model.train()
     losses = []
     for rows, counts in rank_passes(mini, micro_batch_tokens, world):
@@ -157,7 +158,7 @@ def critic_step(
 
 
 def critic_metrics(batch: Batch) -> dict[str, float]:
-    """Return metrics of the critic's predictions in this step, before the critic trains on it."""
+    """Return metrics of the predictions that the critic made before it trained on this batch."""
     assert batch.values is not None
     assert batch.targets is not None
     explained = explained_variance(batch.values, batch.targets, batch.mask)

@@ -1,5 +1,7 @@
-"""Entry point of an engine process. The command is `python -m covey.training.engine_worker FD
-FD`."""
+"""Entry point of an engine process, started as `python -m covey.training.engine_worker FD FD`.
+
+The two arguments are the file descriptors of the pipes to the trainer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from covey.training.make_engine import precision_of
 
 
 def _engine(settings: Mapping[str, Any]) -> NativeCopy:
-    """Build the engine of a configuration, on the engine's device."""
+    """Build the engine from its settings, on the device `engine.device`."""
     config = parse_config(settings)
     device = config.model.device if config.engine.device == "auto" else config.engine.device
     changed = config.model.model_copy(update={"device": device, "gradient_checkpointing": False})

@@ -2,8 +2,7 @@
 
 Probability ratios and penalties are clamped, and the gradient of a clamp is 0 for NaN. A NaN in
 ref_logp would silently remove the KL penalty of its token. A NaN in the log-probs of the sampling
-policy would remove its token from the loss. So values that are not finite are counted before they
-are used.
+policy would remove its token from the loss. So every batch is checked before a step trains on it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ CAUSES = {
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
-"""The source of each batch field, and advice to the user if its values are not finite."""
+"""The origin of each batch field, and advice to the user if its values are not finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:
-    """Refuse a batch in which log-probabilities of trained tokens are NaN or infinite."""
+    """Raise ModelError if a log-prob of a trained token is NaN or infinite."""
     known = {name: getattr(batch, name) for name in CAUSES}
     known = {name: values for name, values in known.items() if values is not None}
     if not known:

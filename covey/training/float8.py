@@ -1,4 +1,4 @@
-"""Runs whose engine computes with float8 numbers: checks before the start, and what is lost."""
+"""Float8 in the engine: checks before a run starts, and a note about the loss of precision."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from covey.models.device import device_of
 from covey.models.from_pretrained import NO_CODE
 
 LEAST_CAPABILITY = (8, 9)
-"""The least compute capability of GPUs that multiply float8 numbers."""
+"""Minimum compute capability of a GPU for float8 matrix products."""
 
 
 def check_float8(config: Config) -> None:
-    """Refuse float8 numbers that the engine's device or its model does not support."""
+    """Raise ConfigError if the engine's device or model does not support float8."""
     setting = f"config: engine.{config.engine.rounds} = 'float8'"
     if not config.cluster.engine_actors:  # whose devices are not those of this machine
         _check_device(config, setting)
@@ -43,7 +43,7 @@ def _check_device(config: Config, setting: str) -> None:
 
 
 def _check_architecture(path: str, setting: str) -> None:
-    """Refuse a model without Llama's architecture, if its folder says which one it has."""
+    """Raise ConfigError if the model's config.json describes an architecture other than Llama's."""
     folder = MODELS.get(path, Path(path))
     if not (folder / "config.json").is_file():
         return  # a GGUF file or a name on the hub: checked when the engine is built
@@ -62,7 +62,7 @@ def _check_architecture(path: str, setting: str) -> None:
 
 
 def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
-    """Return in one line how far the engine's policy was from the trainer's in a step."""
+    """Return a one-line note on how much the log-probs of engine and trainer differ in a step."""
     gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
     by = f"objective.correction = {config.objective.options.get('correction')!r}"
     if config.train.old_logp == "sampler":

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _frozen = False
-"""Whether an enclosing `freeze_garbage_collector` is active. Python counts frozen objects one by
-one, which takes a tenth of a second."""
+"""Whether an enclosing `freeze_garbage_collector` is active. Without this flag, every call would
+wait a tenth of a second for `gc.get_freeze_count()`."""
 
 
 @contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
-    """Exclude all present objects from garbage collection; later objects are collected as usual.
+    """Exclude all existing objects from garbage collection; later objects are collected as usual.
 
     A full collection runs first, because garbage such as an old model would otherwise stay in
     memory. If the caller has already frozen objects, this function does nothing.

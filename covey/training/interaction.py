@@ -17,10 +17,9 @@ from covey.rollout.multi_turn import Interaction
 def interaction_of(
     config: Config, model: LanguageModel, factory: Factory | None = None
 ) -> Interaction | None:
-    """Build the environment's host and limits; a class passed from Python replaces the named one.
+    """Build the environment host and its limits; `factory` replaces the configured environment.
 
-    Return None if the configuration names no environment, in which case a rollout is one
-    completion.
+    Return None if there is no environment; every rollout is then one completion.
     """
     section = config.environment
     if factory is None:

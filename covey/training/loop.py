@@ -5,9 +5,9 @@
 After an error, the loop saves the last complete step.
 
 The step of reinforcement learning is in rl.py, and the step of supervised training is in sft.py.
-Random numbers depend only on an address such as (seed, step), so the loop has little state apart
-from the policy. Checkpoints contain the policy and the state of the loop, so a resumed run gives
-the same results as an uninterrupted run.
+Random numbers depend only on values such as (seed, step), so there is no generator state to save.
+Checkpoints contain the policy and the state of the loop, so a resumed run gives the same results as
+an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            ended = f"step {state.step} was abandoned while it waited or evaluated"
+            abandoned = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(f"{ended}; --resume continues from the last checkpoint") from None
-            log.note(ended)
+                raise RunError(f"{abandoned}; resume from the last checkpoint") from None
+            log.note(abandoned)
         except Exception:
             loop.keep_progress()
             raise
@@ -99,14 +99,14 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return all trackers of a run: of its folder, of the caller and of the configuration."""
+    """Return the trackers of a run: its JSONL files, the caller's and the configured trackers."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Loop:
-    """The loop of a run in progress."""
+    """The training loop of one run, with its current state."""
 
     trainer: Trainer
     run: RunFolder
@@ -116,8 +116,8 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last complete step, whose metrics are already logged. The value is None if
-    this step cannot be saved, for example because the policy has changed since that step."""
+    """The state of the last complete step, whose metrics are already logged. None if the last
+    complete step can no longer be saved, because the policy has changed since."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state
@@ -144,7 +144,7 @@ class _Loop:
             self.watch.report(self.log, stop)
 
     def _trained(self, before: Used) -> bool:
-        """Mark the step as complete, except its evaluation; return whether it is the last step."""
+        """Mark the current step as trained; return whether it is the last step of the run."""
         budget, every = self.trainer.budget, self.trainer.evaluate_every
         now = self.state.used(self.trainer.parts.policy)
         last = budget.over(now)

@@ -1,4 +1,4 @@
-"""Build the engine of a run, and its scorer and reference if they run in Ray actors."""
+"""Build the engine of a run, and the scorers and references that run in Ray actors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from covey.training.policy import Policy
 from covey.training.ray_needs import actors_of_a_rank, engine_need, scoring_need
 
 Load = Callable[[Config], LanguageModel]
-"""Type of covey.training.build.load_model, which loads the model of a configuration."""
+"""Type of covey.training.build.load_model, which loads a configuration's model."""
 
 
 def check_engine(config: Config) -> None:
-    """Before a model is loaded, refuse an engine or a cluster that is not available."""
+    """Raise an error before a model is loaded if the engine or the cluster is not available."""
     if config.engine.rounds:
         check_float8(config)
     if config.engine.kind == "vllm":
@@ -40,8 +40,9 @@ def check_engine(config: Config) -> None:
         check_vllm(config)
     if config.cluster.address and config.cluster.trainers and "RANK" not in os.environ:
         raise ConfigError(
-            f"config: cluster.trainers = {config.cluster.trainers} works only with `covey train` "
-            "and `covey sft`; start the ranks with torchrun, or set cluster.trainers = 0"
+            f"config: cluster.trainers = {config.cluster.trainers} works only with the commands "
+            "`covey train` and `covey sft`; start the ranks with torchrun, or set "
+            "cluster.trainers = 0"
         )
     if config.cluster.any_actors:
         from covey.cluster.ray_client import check_room, connect
@@ -51,7 +52,7 @@ def check_engine(config: Config) -> None:
 
 
 def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
-    """Build the engine that generates for a policy."""
+    """Build the engine that generates completions of the policy."""
     if config.engine.kind == "native" and not config.cluster.engine_actors:
         return native_engine(policy, precision_of(config))
     engine = _engine_elsewhere(config, policy, load)
@@ -74,7 +75,7 @@ def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
 
 
 def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> NativeEngine:
-    """Return the engine in this process.
+    """Return a native engine that runs in this process.
 
     If the policy is sharded, the engine has a full copy of the model.
     """
@@ -109,7 +110,7 @@ def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
 
 
 def _changed(config: Config, **model: Any) -> dict[str, Any]:
-    """Return the settings with changes in [model], and with gradient checkpointing turned off."""
+    """Return the settings with changes in [model], and with gradient checkpointing off."""
     data = config.model_dump()
     return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
 

@@ -1,4 +1,4 @@
-"""Evaluation of the model that a configuration names, outside a run."""
+"""Evaluate the model of a configuration without a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_model(config: Config, task: Task | None, reward: Reward | None) -> Evaluation:
-    """Evaluate a model on held-out prompts; a given task or reward replaces the named one."""
+    """Evaluate a model on held-out prompts; `task` and `reward` override the configuration."""
     prompts = held_out_of(config, task or task_of(config))
     model = load_model(config)
     prompts, _ = fitting_prompts(config, model, prompts, "held-out")

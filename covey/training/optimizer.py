@@ -3,10 +3,10 @@
 The two implementations are MasterAdamW in this module, and CompactAdamW (compact_adamw.py),
 which needs less memory.
 
-If the model computes in bfloat16, the engine and the forward pass use bfloat16 parameters, and each
-parameter has a float32 copy, its master. Gradients are summed in float32 as soon as they are
-computed, so accumulation over micro-batches loses no precision. After a step, parameters are
-rounded from the masters in place, so the engine has the new weights without a transfer.
+If the model computes in bfloat16, each bfloat16 parameter has a float32 copy, its master. The
+engine and the forward pass use the bfloat16 parameters. Gradients are summed in float32 as soon as
+they are computed, so accumulation over micro-batches loses no precision. After a step, parameters
+are rounded from the masters in place, so the engine has the new weights without a transfer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from covey.models.sharded_tensors import local_part, sharded_like, total_norm
 
 
 class AdamWSettings(TypedDict):
-    """Options of AdamW except the learning rate, for both implementations."""
+    """Options of MasterAdamW and CompactAdamW, except the learning rate."""
 
     betas: tuple[float, float]
     eps: float
@@ -48,13 +48,13 @@ class Optimizer(Protocol):
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The exact weights by name, in float32; an implementation may compute them on access."""
+        """The float32 weights by name; an implementation may compute them on access."""
 
     def step(self, rate: float) -> Stepped:
         """Clip the gradients, take an optimizer step, and clear the gradients."""
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients accumulated since they were last cleared."""
+        """Return the accumulated gradients by parameter name."""
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -63,11 +63,11 @@ class Optimizer(Protocol):
         """Return the moments and step counts by parameter name."""
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore weights and moments, which either implementation may have saved."""
+        """Restore weights and moments that MasterAdamW or CompactAdamW has saved."""
 
 
 class MasterAdamW:
-    """AdamW on float32 master weights of the given parameters, which are updated in place."""
+    """AdamW on float32 master weights; each step also updates the model's parameters in place."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class MasterAdamW:
         return self._masters
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients accumulated since they were last cleared."""
+        """Return the accumulated gradients by parameter name."""
         return {name: master.grad for name, master in self.masters.items()}
 
     def zero_grad(self) -> None:
@@ -149,7 +149,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _share_rows(self) -> None:
-        """Give this rank's rows of sharded masters their gradients."""
+        """Let this rank's rows refer to the weights and gradients of the sharded masters."""
         for name, rows in self._rows.items():
             master = self._masters[name]
             if rows is not master:
@@ -163,13 +163,13 @@ class MasterAdamW:
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of a parameter and its master, for parameters with a separate master."""
+        """Return (parameter, master) pairs of the parameters that have a separate master."""
         pairs = ((p, self.masters[name]) for name, p in self.parameters.items())
         return [(parameter, master) for parameter, master in pairs if master is not parameter]
 
 
 def _rows(master: nn.Parameter) -> nn.Parameter:
-    """Return this rank's rows of a sharded parameter, in the same memory."""
+    """Return this rank's rows of a sharded parameter as a view."""
     return nn.Parameter(local_part(master.detach()))
 
 

@@ -1,4 +1,4 @@
-"""Notes and metrics of overlap: age of rollouts, waiting times, restarts and the correction."""
+"""Notes and metrics about overlapped generation: staleness, waiting times and restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def overlap_note(parts: Parts) -> str:
-    """Return a note about the maximum age of rollouts and the correction for their age."""
+    """Return a note about the maximum staleness of rollouts, and about the correction for it."""
     overlap, options = parts.config.overlap, parts.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
     if parts.step_settings.old_logp_from_sampler:
@@ -57,7 +57,7 @@ def overlap_metrics(
 
 
 def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
-    """Return notes and metrics about restarted processes and pauses since the last call."""
+    """Return notes and metrics about restarts and preempted completions since the last call."""
     engine, scoring = parts.engine.events(), parts.scorer.events()
     metrics: dict[str, float] = {}
     if engine or not parts.engine.info.shares_weights:

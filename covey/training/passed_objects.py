@@ -1,4 +1,4 @@
-"""Checks of the objects that were passed from Python: data, rewards, environments and models."""
+"""Check objects passed to the Python API: datasets, rewards, environments and models."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ OBJECTS = (
     ("reward", "rewards", FUNCTIONS),
     ("environment", "environment", PASSED),
 )
-"""Section of each object, the argument that passes it, and the section's name in such a run."""
+"""The config section, the Python argument and the placeholder name of each kind of object."""
 
 
 def model_name(model: object) -> str:
-    """Return the name or the folder of a model as text, and refuse a model object."""
+    """Return a model's name or folder as text; raise ModelError for a model object."""
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     raise ModelError(
-        f"model: give a name or a folder, not an object of type {type(model).__name__}; save it "
-        "with model.save_pretrained(folder) first, and its tokenizer too"
+        f"model: pass a name or a folder, not an object of type {type(model).__name__}; first save "
+        "the model and its tokenizer with save_pretrained(folder), and then pass the folder"
     )
 
 
 def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
-    """Refuse to evaluate without the data and the rewards that a run was started with."""
+    """Raise ConfigError if the run's dataset or rewards were Python objects and are not passed."""
     missing = [
         (f"{where}.name = {name!r}", f"{argument}=...")
         for where, argument, name in OBJECTS[:2]
@@ -44,21 +44,24 @@ def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
     if missing:
         settings, arguments = zip(*missing, strict=True)
         raise ConfigError(
-            f"config: {' and '.join(settings)}: passed in Python, so not in the settings; call "
-            f"covey.evaluate(..., {', '.join(arguments)}) in Python"
+            f"config: the settings {' and '.join(settings)} stand for Python objects, which this "
+            f"evaluation did not get; call covey.evaluate(..., {', '.join(arguments)}) in Python"
         )
 
 
 def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | None) -> None:
-    """Refuse to resume a run without the objects that it was started with."""
+    """Raise ConfigError if a run is resumed with other Python objects than it was started with."""
     config = load_config(str(folder.config_file))
     for where, argument, name in OBJECTS:
         if (getattr(config, where).name == name) != (where in passed):
-            started, advice = (
-                ("without", "leave it out") if where in passed else ("with", "pass it again")
+            with_or_without, advice = (
+                ("without", "leave the argument out")
+                if where in passed
+                else ("with", "pass the argument again")
             )
             raise ConfigError(
-                f"resume: {folder.path} was started {started} the argument {argument}; {advice}"
+                f"resume: the run {folder.path} was started {with_or_without} the argument "
+                f"{argument}; {advice}"
             )
     then = str(folder.environment().get("reward") or "").partition("@")[0]
     if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):

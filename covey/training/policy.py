@@ -35,7 +35,7 @@ class Policy:
     passes: TrainGraphs | None = None
     """The CUDA graphs of forward and backward passes."""
     whole: LanguageModel | None = None
-    """The engine's full copy of a sharded model, from which checkpoints are written."""
+    """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None
     """The object that sums gradients over ranks. The value is None if gradients need no sum."""
 
@@ -48,11 +48,11 @@ class Policy:
         return ((name, whole_tensor(w.detach())) for name, w in named if w.requires_grad)
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token, with gradient unless disabled.
+        """Return log-prob and entropy of every trained token, with gradients if autograd is on.
 
-        Call `backward` before the next call of `logp`, because CUDA graphs of the passes share
-        their memory (accel/train_graph.py). Gradients are written directly to the tensors that the
-        optimizer reads.
+        Call `backward` before the next call of `logp`, because the CUDA graphs share memory
+        (accel/train_graph.py). Gradients are written directly to the tensors that the optimizer
+        reads.
         """
         if self.graphs and self.passes is None:
             self.passes = train_graphs_for(
@@ -74,7 +74,7 @@ class Policy:
         return self.plain_logp(batch)
 
     def plain_logp(self, batch: Batch) -> LogProbs:
-        """Compute `logp` without CUDA graphs, so that backward may be called at any later time."""
+        """Compute `logp` without CUDA graphs, so that `backward` may be called at any time."""
         return batch_logp(
             self.model,
             batch,

@@ -1,8 +1,8 @@
 """Preference pairs from a file instead of sampled groups, for offline DPO and IPO.
 
 A row of the file has `prompt` (text or messages), `chosen` and `rejected`. A pair becomes a group
-of two rollouts with rewards 1 and 0, so that the rest of the training step is the same as with
-sampled groups. Completions are generated only in evaluations on the task's held-out prompts.
+of two rollouts with rewards 1 and 0. The rest of the training step is the same as for sampled
+groups. Completions are generated only in evaluations on the task's held-out prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
 
 def read_pairs(file: str) -> list[Prompt]:
-    """Read the prompts of a preference file; `info` of each prompt has both completions."""
+    """Read a preference file into prompts.
+
+    A prompt's target is the chosen completion, and its `info` has the rejected completion.
+    """
     reader = RowReader(target="chosen", name="preferences")
     prompts = reader.read("train", json_lines(Path(file)), file)
     for prompt in prompts:
@@ -43,7 +46,7 @@ def read_pairs(file: str) -> list[Prompt]:
 
 @dataclass(slots=True)
 class PairSource:
-    """A rollout source that returns each step's pairs, which depend only on seed and step."""
+    """A rollout source that draws preference pairs from the file, depending on seed and step."""
 
     parts: Parts
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
@@ -52,7 +55,7 @@ class PairSource:
         """Do nothing, because no completions are generated."""
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Store the tickets until `take` is called for their steps."""
+        """Store the requests for rollouts until `take` is called for their steps."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
     def take(self, step: int) -> StepRollouts:
@@ -92,7 +95,7 @@ class PairSource:
         )
 
     def _group(self, prompt: Prompt, version: int) -> Group:
-        """Return a pair as a group, in which the chosen completion has the larger reward."""
+        """Return a pair as a group: the chosen completion has reward 1, the rejected has 0."""
         model, prefill = self.parts.policy.model, self.parts.config.model.prefill
         texts = {"chosen": prompt.target, "rejected": str(prompt.info["rejected"])}
         rollouts = []

@@ -1,8 +1,8 @@
 """The maximum length of prompts. Longer prompts are refused, left out or truncated.
 
 Prompts are checked before a run begins. A task that generates its prompts on demand may have
-millions of prompts. For a task that generates prompts on demand, only the prompts of the first
-steps are checked, except if long prompts are to be left out.
+millions of prompts, so only the prompts of the first steps are checked. With rollout.long_prompts =
+'skip', all prompts are checked.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def longest_prompt(config: Config, context: int) -> int:
         room = min(room, config.environment.max_tokens - config.rollout.max_tokens)
     if room < 1:
         raise ConfigError(
-            f"config: rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a "
-            f"prompt in the model's context of {context} tokens"
+            f"config: with rollout.max_tokens = {config.rollout.max_tokens}, a prompt does not fit "
+            f"into the model's context of {context} tokens; lower rollout.max_tokens"
         )
     return min(room, config.rollout.max_prompt_tokens or room)
 
 
 def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
-    """Return a model that truncates long prompts on the left, if the configuration says so."""
+    """Let the model truncate long prompts on the left if rollout.long_prompts = 'truncate'."""
     if config.rollout.long_prompts != "truncate":
         return model
     if config.environment.name != NONE:
@@ -52,7 +52,7 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
 def fitting_prompts(
     config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
 ) -> tuple[Sequence[Prompt], list[str]]:
-    """Return the prompts to use, and a note if some are too long, or raise DataError.
+    """Apply rollout.long_prompts; return the prompts to use, and a note if some are too long.
 
     `split` is "training" or "held-out".
     """
@@ -65,26 +65,26 @@ def fitting_prompts(
     if not long:
         return prompts, []
     worst = max(long, key=lambda index: long[index])
-    too_long = (
+    long_prompts = (
         f"{len(long)} of {len(checked)} {split} prompts have more than {limit} tokens; the "
         f"longest, {prompts[worst].id}, has {long[worst]}"
     )
-    why = limit_reason(config, model.context)
+    reason = limit_reason(config, model.context)
     if choice == "truncate":
-        return prompts, [f"{too_long}: the first tokens of these prompts are cut off"]
+        return prompts, [f"{long_prompts}: the first tokens of these prompts are cut off"]
     if choice == "error":
         raise DataError(
-            f"task: {too_long} ({why}); set rollout.long_prompts = 'skip' to leave long prompts "
-            "out, or 'truncate' to cut off their first tokens"
+            f"task: {long_prompts} ({reason}); set rollout.long_prompts = 'skip' to leave out long "
+            "prompts, or 'truncate' to cut off their first tokens"
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        raise DataError(f"task: no {split} prompt is short enough: {too_long} ({why})")
-    return kept, [f"{too_long}: these prompts are left out"]
+        raise DataError(f"task: no {split} prompt is short enough: {long_prompts} ({reason})")
+    return kept, [f"{long_prompts}: these prompts are left out"]
 
 
 def limit_reason(config: Config, context: int) -> str:
-    """Return the settings from which the maximum length of a prompt follows."""
+    """Return a text with the settings that determine the maximum prompt length."""
     if config.rollout.max_prompt_tokens == longest_prompt(config, context):
         return f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
     return f"the model's context is {context} and rollout.max_tokens = {config.rollout.max_tokens}"
@@ -103,7 +103,7 @@ def _checked(config: Config, prompts: Sequence[Prompt], *, everything: bool) -> 
 def _too_long(
     model: LanguageModel, prompts: Iterable[tuple[int, Prompt]], limit: int
 ) -> dict[int, int]:
-    """Return the number of tokens of each prompt with more than `limit` tokens, by index.
+    """Return the lengths of the prompts that have more than `limit` tokens, by index.
 
     A token has at least one byte, so a prompt with few bytes need not be tokenized.
     """

@@ -10,12 +10,12 @@ from covey.config.cluster_sections import Cluster
 
 
 def engine_need(config: Config) -> Need:
-    """Return the resources of an engine, or of a reference."""
+    """Return the CPUs and GPUs of an engine actor or of a reference actor."""
     return Need(cpus=config.cluster.engine_cpus, gpus=config.cluster.engine_gpus)
 
 
 def scoring_need(config: Config) -> Need:
-    """Return the resources of a scoring actor: a CPU for each of its processes."""
+    """Return the CPUs of a scoring actor: one for each of its worker processes."""
     return Need(cpus=config.scoring.workers or 1)
 
 
@@ -42,7 +42,10 @@ def actors_of_a_run(config: Config) -> list[Actors]:
 
 
 def needs_text(config: Config) -> str:
-    """Return what a run needs on Ray; empty if all settings of [cluster] are defaults."""
+    """Return a text about the actors, CPUs and GPUs that a run needs on Ray.
+
+    The text is empty if all settings of [cluster] are defaults.
+    """
     cluster = config.cluster
     if cluster == Cluster():
         return ""

@@ -13,7 +13,7 @@ def mean_advantages(
 ) -> list[list[float | None]]:
     """Return the mean advantage of every rollout, by group; None for rollouts not trained on.
 
-    `trained` are the groups in the batch. Rows of the batch refer to their rollouts by index.
+    `trained` are the groups in the batch. `batch.rollout` has the index of each row's rollout.
     """
     found: dict[int, float] = {}
     if batch is not None:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 
 CORRECTION = "token_truncate"
-"""The default of objective.correction for rollouts that older or float8 weights sampled. The
-default is truncated importance sampling; with a recomputed old_logp, it is decoupled PPO."""
+"""Default of objective.correction if older weights or float8 weights sampled the rollouts.
+`token_truncate` is truncated importance sampling, which amounts to decoupled PPO if old_logp is
+recomputed."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -83,14 +84,17 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
 
 
 def _check_float8(resolved: Config) -> None:
-    """Refuse float8 numbers in an engine that has none; devices are checked when a run starts."""
+    """Reject float8 with vLLM or with an adapter.
+
+    `check_float8` checks the device when a run starts.
+    """
     setting = f"config: engine.{resolved.engine.rounds} = 'float8'"
     if resolved.engine.rounds and resolved.engine.kind == "vllm":
         raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
     if resolved.engine.rounds and resolved.adapter.rank:
         raise ConfigError(
             f"{setting} does not work with adapter.rank = {resolved.adapter.rank}, because layers "
-            "with an adapter are not quantized; leave one of the two out"
+            "with an adapter are not quantized; leave out one of the two settings"
         )
 
 
@@ -101,12 +105,12 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
             f"config: {resolved.objective.name} does not work with an environment, because it adds "
-            "privileged text to the prompt of a single completion"
+            "privileged text to single-turn prompts"
         )
 
 
 def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration; if set, `train.stop_after.epochs` determines `train.steps`."""
+    """Compute `train.steps` from `train.stop_after.epochs` if epochs are set."""
     train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
     return config if train is config.train else config.model_copy(update={"train": train})
 
@@ -125,7 +129,7 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     if k is not None and k > size - others:
         least = k + others
         raise ConfigError(
-            f"config: objective.k = {k} needs rollout.group_size = {least} or more, not {size}"
+            f"config: objective.k = {k} needs rollout.group_size of at least {least}, not {size}"
         )
     prompts, mini_batches = resolved.rollout.prompts_per_step, resolved.train.mini_batches
     if objective.pairs and mini_batches > prompts:
@@ -158,13 +162,13 @@ def _check_preferences(config: Config, objective: Objective) -> None:
         )
     if config.overlap.staleness:
         raise ConfigError(
-            "config: preferences.file needs overlap.staleness = 0, because no completions are "
-            "generated that training could overlap with"
+            "config: preferences.file needs overlap.staleness = 0, because training on a file "
+            "does not generate completions"
         )
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject settings that an objective with ratios to the engine's log-probs does not allow."""
+    """Reject truncated sampling and corrections if the ratios use the engine's log-probs."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
@@ -174,18 +178,19 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
     if objective.corrects:
         raise ConfigError(
             f"config: {name} already uses ratios to the engine's log-probs, so "
-            "objective.correction and objective.veto have nothing to correct; leave both out"
+            "objective.correction and objective.veto have nothing to correct; leave out both "
+            "settings"
         )
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether sampling is truncated, but training uses the whole distribution."""
+    """Return whether sampling is truncated while training uses the full distribution."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 
 
 def _check_mask_replay(resolved: Config, objective: Objective) -> None:
-    """Reject mask_replay if the engine cannot return kept sets, or a server cannot use them."""
+    """Reject rollout.mask_replay with vLLM, and with a reference or teacher on a server."""
     if not sampling_of(resolved).returns_kept:
         return
     if resolved.engine.kind == "vllm":
@@ -198,7 +203,7 @@ def _check_mask_replay(resolved: Config, objective: Objective) -> None:
         section = "reference.kind = 'server'" if server else "teacher.url"
         raise ConfigError(
             f"config: rollout.mask_replay = true does not work with {section}, because the server "
-            "does not get the tokens that top_k, top_p and min_p kept"
+            "does not receive the tokens that top_k, top_p and min_p kept"
         )
 
 
@@ -213,10 +218,10 @@ def _check_watching(config: Config) -> None:
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
-    """Reject the engine's log-probs as old_logp if they differ from the trainer's.
+    """Reject a source of old_logp that conflicts with truncation, float8, staleness or correction.
 
-    Stale rollouts without a correction are rejected too. With old_logp from the trainer, the ratio
-    starts at 1, even for old rollouts. Objectives that compare pairs have no ratio.
+    If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, so stale
+    rollouts need a correction. Pairwise objectives such as DPO have no ratio.
     """
     if objective.pairs:
         return
@@ -227,13 +232,13 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     if from_sampler and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
-            "min_p, because the engine's log-probs are then those of a truncated distribution; set "
+            "min_p, because the engine then returns log-probs of a truncated distribution; set "
             "rollout.mask_replay = true"
         )
     if resolved.engine.rounds and not from_sampler and objective.correction is None:
         raise ConfigError(
-            f"config: with engine.{resolved.engine.rounds} = 'float8', completions come from "
-            "rounded weights; to correct for this, set objective.correction = "
+            f"config: with engine.{resolved.engine.rounds} = 'float8', the engine generates with "
+            "rounded weights; to correct for the rounding, set objective.correction = "
             f"{CORRECTION!r} or 'token_mask'"
         )
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
@@ -241,8 +246,8 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
         staleness, groups = resolved.overlap.staleness, resolved.replay.groups
         cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: with {cause}, completions come from older weights; to correct for this, "
-            f"set objective.correction = {CORRECTION!r}"
+            f"config: with {cause}, the engine generates with older weights than the trainer has; "
+            f"to correct for the difference, set objective.correction = {CORRECTION!r}"
         )
     taken = from_sampler and "old_entropy" not in objective.needs
     if taken and objective.corrects:
@@ -253,7 +258,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return the defaults of options that are lengths, derived from rollout.max_tokens."""
+    """Return the defaults of length options, which are derived from rollout.max_tokens."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 
@@ -294,7 +299,7 @@ def _environment_options(config: Config) -> dict[str, object]:
         if section.options:
             key = next(iter(section.options))
             raise ConfigError(
-                f"config: environment.{key} is set, but no environment is chosen; set "
+                f"config: environment.{key} has no effect, because no environment is chosen; set "
                 "environment.name"
             )
         return {}
@@ -310,8 +315,8 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "objective": _objective_options,
     }
 )
-"""Functions that resolve the options of each section. The section objective is last, because
-resolving it imports torch."""
+"""Functions that resolve the options of each section. The objective is last, because resolving its
+options imports torch."""
 
 
 def task_of(config: Config) -> Task:
@@ -364,7 +369,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def held_out_of(config: Config, task: Task, *, needed: bool = True) -> Sequence[Prompt]:
-    """Return the held-out prompts that evaluations use; if they are `needed`, at least one."""
+    """Return the held-out prompts; raise DataError if `needed` and there are none."""
     prompts = task.held_out()
     prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
     if needed and not prompts:

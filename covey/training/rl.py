@@ -1,6 +1,6 @@
 """A step of reinforcement learning: collect groups, filter them, train on them, and log metrics.
 
-Groups are collected in rollout/source.py, and trained on in training/step.py.
+rollout/source.py collects the groups, and training/step.py trains on them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Batch, Group
 
 EARLY = 3
-"""Number of steps at the start of a run in which an empty replay buffer is normal."""
+"""Up to this step of a run, an empty replay buffer is normal."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Reinforcement:
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Load the critic, teacher and rollouts of a checkpoint; report the correction for age."""
+        """Load the critic, teacher and pending rollouts of a checkpoint, and log notes."""
         if checkpoint is not None and self.parts.critic is not None:
             self.parts.critic.load(checkpoint)
         if checkpoint is not None and self.parts.teacher is not None:
@@ -98,7 +98,7 @@ class Reinforcement:
             log.note(overlap_note(self.parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Save the critic, a moving teacher, and the rollouts generated ahead of training."""
+        """Add critic, teacher, pending rollouts, curriculum and replay buffer to a checkpoint."""
         if self.parts.critic is not None and self.parts.world.is_main:
             self.parts.critic.save(folder)
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
@@ -171,7 +171,7 @@ class Reinforcement:
     def _replayed(
         self, step: int, rollouts: StepRollouts, log: Tracker
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the replayed groups that this step also trains on, and metrics of the data."""
+        """Return the groups drawn from the replay buffer, and metrics of replay and curriculum."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
         drawn = self.replay.draw(step=step, version=version, without=ids)
@@ -181,7 +181,7 @@ class Reinforcement:
         return drawn, data
 
     def _so_far(self, run: RunFolder, seconds: float) -> float:
-        """Add the duration of a step to the total duration of earlier steps."""
+        """Add the duration of a step to the run's total duration, and return the total."""
         if self.seconds is None:
             self.seconds = sum(row["time/total"] for row in run.steps())
         self.seconds += seconds
@@ -208,13 +208,13 @@ def _rollout_rows(
     trained: Sequence[Group],
     batch: Batch | None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of all rollouts of a step. Replayed rollouts come last."""
+    """Return one table row per rollout of a step. Replayed rollouts come last."""
     every = (*collected, *replayed)
     return run.rollout_rows(every, mean_advantages(every, trained, batch), len(replayed))
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:
-    """Return notes if the curriculum or replay has too few prompts or groups."""
+    """Return notes if the curriculum has too few prompts, or replay too few groups."""
     notes = []
     if again := data.get("data/drawn_again"):
         notes.append(
@@ -231,6 +231,6 @@ def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str
 
 
 def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
-    """Write the page of completions with the highest and lowest rewards, if it is due."""
+    """Write a page of best and worst completions every `save.samples_every` steps."""
     if save.samples_every and step % save.samples_every == 0:
         run.write_samples(step, samples_page(step, groups, save.samples_shown))

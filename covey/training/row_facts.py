@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """Values [B] about the rows of a batch, on the CPU, which optimizer steps need.
+    """Values [B] about the rows of a batch, on the CPU.
 
-    Reading a value from a GPU waits for all the work that is queued there. So the tensors of this
-    class are copied once, before the first optimizer step. The CPU then chooses the rows of each
-    optimizer step.
+    Reading a value from a GPU waits for all work that is queued on the GPU. So the tensors of this
+    class are copied to the CPU once, before the first optimizer step. With these copies, the CPU
+    chooses the rows of each optimizer step.
     """
 
     group: torch.Tensor
@@ -63,7 +63,7 @@ class RowFacts:
         return Totals.counted(self.group[index], self.tokens[index], rollout)
 
     def pair_counts(self) -> dict[str, float]:
-        """Return the number of groups with a pair, and of groups without a pair.
+        """Return the number of groups with a preference pair, and of groups without one.
 
         The row filter must be on.
         """
@@ -71,10 +71,10 @@ class RowFacts:
         return {"pairs/count": paired, "pairs/ties": groups - paired}
 
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the positions in `index` of the rows that forward passes compute.
+        """Return which elements of `index` are rows that go through a forward pass.
 
-        Token weights are already fixed, so leaving out the other rows does not change the gradient.
-        At least one row is kept, so that a gradient exists, even if it is zero.
+        The row filter does not change the gradient, because token weights are computed before rows
+        are left out. At least one row remains, so that a gradient exists, even if it is zero.
         """
         useful = self.useful[index].clone()
         useful[0] |= ~useful.any()
@@ -83,7 +83,8 @@ class RowFacts:
     def mini_batches(self, settings: StepSettings, step: int) -> Iterator[torch.Tensor]:
         """Yield the row indices of each mini-batch, one mini-batch per optimizer step.
 
-        A rollout is never split. A group is split only if the sizes of mini-batches require it.
+        A rollout is never split. A group is split only if mini-batches would otherwise have unequal
+        sizes.
         """
         groups, place = self.group.unique(return_inverse=True)
         by_rollout = self.rollout.argsort(stable=True)

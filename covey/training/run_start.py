@@ -23,7 +23,10 @@ from covey.training.parallel.world import World
 
 
 def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> RunFolder:
-    """Create the folder of a run, and return it on every rank; `more` adds to environment.json."""
+    """Create the folder of a run, and return it on every rank.
+
+    `more` is added to environment.json.
+    """
 
     def create() -> RunFolder:
         device, threads = str(parts.policy.model.device), torch.get_num_threads()
@@ -46,7 +49,7 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
 
 
 def resume_hint(run: RunFolder, config: Config) -> str:
-    """Return how to resume a run: a command, or a call if it has objects passed from Python."""
+    """Return the command that resumes a run, or a Python call if objects must be passed again."""
     passed = {
         "dataset": config.task.name == DATASET,
         "rewards": config.reward.name == FUNCTIONS,
@@ -57,5 +60,5 @@ def resume_hint(run: RunFolder, config: Config) -> str:
 
 
 def locked_by_main(folder: RunFolder, world: World) -> AbstractContextManager[None]:
-    """Lock a run for all ranks."""
+    """Return a context in which rank 0 locks the run folder for all ranks."""
     return folder.locked() if world.is_main else nullcontext()

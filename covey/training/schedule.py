@@ -5,9 +5,8 @@ The learning rate of optimizer step v is given by the following formulas:
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
-A run with a budget of tokens does not know its number of optimizer steps in advance. For a run with
-a token budget, the optimizer step v is the used fraction of the tokens times the nominal number of
-optimizer steps.
+A run with a budget of tokens does not know its number of optimizer steps in advance. With a token
+budget, v = (used fraction of the tokens) * (nominal number of optimizer steps).
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ def learning_rate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate as a function of the policy's version, its number of optimizer steps."""
+    """The learning rate as a function of the number of optimizer steps taken so far."""
 
     peak: float
     shape: Shape
     warmup_steps: int
     total_steps: int
     start: float = 0.0
-    """Position in the schedule at version `since`. Each later version of the policy advances the
-    position in the schedule by one."""
+    """Position in the schedule after `since` optimizer steps. Each further optimizer step advances
+    the position by one."""
     since: int = 0
 
     def __call__(self, version: int) -> float:
-        """Return the learning rate of the optimizer step that starts from this version."""
+        """Return the learning rate of the optimizer step that follows `version` optimizer steps."""
         return learning_rate(
             self.start + version - self.since,
             peak=self.peak,
@@ -72,7 +71,7 @@ def warmup_updates(config: Config) -> int:
 
 
 def schedule_of(config: Config, used: Used) -> Schedule:
-    """Return the schedule of the training step that begins after the run has spent `used`."""
+    """Return the schedule for the next training step, given the budget used so far."""
     start, since = 0.0, 0
     if config.train.budget == "tokens":
         spent = Budget(settings=config.train).spent(used)

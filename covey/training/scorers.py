@@ -1,4 +1,4 @@
-"""Scorers of training and evaluation, and baselines, with which evaluations are compared."""
+"""Build the scorers of training and evaluation, and the baselines of evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
-"""Numbers of held-out prompts on which baselines are scored: with quick and with slow rewards."""
+"""Maximum number of held-out prompts for scoring baselines: with quick rewards, with slow
+rewards."""
 
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
@@ -48,9 +49,13 @@ def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
 def baselines_of(
     config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
 ) -> Baselines:
-    """Score the baselines; only count targets if scoring would call an LLM or a user's code.
+    """Return the baselines of the held-out prompts.
 
-    `scorer` is the scorer of evaluations, and `passed` its reward object, if one was passed.
+    If scoring would call an LLM or a user's code, nothing is scored: the only baseline is the most
+    frequent target.
+
+    `scorer` is the scorer of evaluations. `passed` is the reward object that was passed from
+    Python, if any.
     """
     if not held_out:
         return Baselines()

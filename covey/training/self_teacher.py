@@ -1,7 +1,7 @@
-"""The log-probabilities of the policy as its own teacher, which reads privileged text.
+"""Self-distillation: the policy is its own teacher, with privileged text in the teacher's prompt.
 
-Each rollout may have a teacher prompt (rollout/privileged.py). The teacher reads the teacher prompt
-instead of the rollout's prompt, and then the rollout's own tokens.
+Each rollout may have a teacher prompt (rollout/privileged.py). The teacher sees the teacher prompt
+instead of the rollout's prompt, followed by the rollout's tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
 
 
 def only_taught(objective: Objective, batch: Batch) -> Batch:
-    """Mask the rows without a teacher prompt, if only the teacher trains the objective."""
+    """Mask the rows without a teacher prompt if the objective learns only from the teacher."""
     if "privileged" not in objective.needs or "groups" in objective.needs:
         return batch
     return replace(batch, mask=batch.mask & taught_rows(batch).to(batch.mask.device)[:, None])

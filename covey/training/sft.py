@@ -49,7 +49,7 @@ from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftParts(Components):
-    """The parts of a run of supervised training."""
+    """The components of a supervised training run."""
 
     solutions: Solutions
 
@@ -76,7 +76,7 @@ def build_sft(
     config: Config,
     world: World = World(),  # noqa: B008 - without state
 ) -> SftParts:
-    """Build the parts of an SFT run from a resolved configuration."""
+    """Build the components of an SFT run from a resolved configuration."""
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
     model = load_model(config, world.device(config.model.device))
@@ -200,7 +200,7 @@ class Supervised:
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
     """Return the examples of a step, and the lengths of the solutions that are left out.
 
-    Solutions that are too long are left out, so a step with few solutions may have no examples.
+    Solutions that are too long are left out, so a step may have no examples.
     """
     settings, model = parts.config.sft, parts.policy.model
     start = (step - 1) * settings.solutions
@@ -259,13 +259,13 @@ def with_token_mean(batch: Batch) -> Batch:
 
 
 def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
-    """Return the loss of some rows, which is their contribution to the mean over the step."""
+    """Return the contribution of some rows to the mean cross-entropy of the step."""
     assert batch.weight is not None, "weights come from the whole step"
     return -(logp * batch.weight.to(logp.dtype)).sum()
 
 
 def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
-    """Accumulate the gradient of some rows; return their loss and entropy contributions [2]."""
+    """Accumulate the gradient of a micro-batch; return its contribution to loss and entropy [2]."""
     now = policy.logp(micro)
     part = cross_entropy(micro, now.logp)
     part.backward()

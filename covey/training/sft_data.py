@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
 AS_IT_IS = "{answer}"
-"""The template for solutions from files, whose completions are used unchanged."""
+"""Template that uses the completions of a file unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solutions:
-    """A sequence of solutions; each solution is written when it is accessed."""
+    """A sequence of solutions, each of which is built from the template on access."""
 
     prompts: Sequence[Prompt]
     template: str
@@ -53,7 +53,7 @@ class Solutions:
 def write_solution(prompt: Prompt, template: str) -> str:
     """Fill in a template with the reasoning {worked}, the {solution} and the target {answer}.
 
-    {solution} is a correct answer, and defaults to {answer}; {worked} has no default.
+    {solution} is a correct answer and defaults to {answer}. {worked} has no default.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -63,7 +63,7 @@ def write_solution(prompt: Prompt, template: str) -> str:
             found = prompt.target
         if found is None:
             raise DataError(
-                f"sft: prompt {prompt.id} has no worked solution; remove {{worked}} from "
+                f"sft: prompt {prompt.id} has no worked solution; remove the field {{worked}} from "
                 "sft.template, or set sft.file"
             )
         return str(found)
@@ -79,7 +79,7 @@ def solutions_of(config: Config, task: Task) -> Solutions:
         return Solutions(prompts=_from_file(settings.file), template=AS_IT_IS, prefill=prefill)
     if not _PLACE.search(settings.template):
         raise ConfigError(
-            f"config: sft.template = {settings.template!r} contains none of {{worked}}, "
+            f"config: sft.template = {settings.template!r} contains none of the fields {{worked}}, "
             "{solution} and {answer}, so all solutions would be the same"
         )
     prompts = task.train()
@@ -104,17 +104,18 @@ class Example:
 
 
 def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
-    """Turn a prompt and its solution into tokens, as the engine would have generated them."""
+    """Tokenize a prompt and its solution in the same way as an engine's prompts and completions."""
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
     return Example(prompt_tokens=model.encode(messages), tokens=(*tokens, _end(model)))
 
 
 def _end(model: LanguageModel) -> int:
-    """Return the token that ends a completion: end of turn, or end of sequence if there is none."""
+    """Return the end-of-turn token, or the end-of-sequence token if the template has none."""
     turn_end = None if model.renderer is None else model.renderer.turn_end
     end = model.tokenizer.eos_token_id if turn_end is None else turn_end
     if end is None:
         raise ModelError(
-            "model: the tokenizer has no end-of-sequence token, which must end every solution"
+            "model: the tokenizer has no end-of-sequence token, but every solution must end with "
+            "this token"
         )
     return int(end)

@@ -2,8 +2,8 @@
 
 The folder `state` of a checkpoint has the format of torch.distributed.checkpoint. The folder
 contains weights in the optimizer's precision, moments and step counts. Any number of ranks can read
-the folder. torch describes the folder in a pickle, `.metadata`, which is read here without running
-code that a foreign checkpoint may contain.
+the folder. Torch describes the folder in the pickle `.metadata`. A checkpoint may come from a
+stranger, so this module reads the pickle without running code in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METADATA: Mapping[str, frozenset[str]] = MappingProxyType(
         "torch.serialization": frozenset({"_get_layout"}),
     }
 )  # fmt: skip
-"""The names in each module that the description of a sharded state may contain."""
+"""The classes and functions that the pickle `.metadata` may contain, by module."""
 
 
 def save_state(optimizer: Optimizer, folder: Path) -> None:
@@ -53,7 +53,7 @@ def has_state(folder: Path) -> bool:
 
 
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
-    """Read weights and moments in place.
+    """Load weights and moments into the optimizer.
 
     With a sharded optimizer, all ranks must call this function.
     """
@@ -83,7 +83,7 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles the description of tensors, and nothing else."""
+    """Unpickles only classes that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that describes tensors; raise an error for any other object."""
@@ -94,15 +94,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _reader(folder: Path) -> Any:
-    """Return a reader of the folder `state`, which may come from a stranger."""
+    """Return a safe reader for the folder `state` of an untrusted checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
     class Reader(FileSystemReader):
-        """Reads the pickled description with `_Unpickler`."""
+        """Reads the pickle `.metadata` with `_Unpickler`."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            """Read the description, which may list only tensors: torch unpickles other objects."""
+            """Read `.metadata`; refuse entries other than tensors, which torch would unpickle."""
             try:
                 with (folder / STATE_FOLDER / ".metadata").open("rb") as file:
                     found: Metadata = _Unpickler(file).load()

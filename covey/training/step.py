@@ -3,8 +3,9 @@
     groups -> collate -> old_logp, ref_logp -> advantage -> masks -> mini-batches -> weights
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
-With the row filter (filter.skip_zero_gradient), advantages that do not need old_logp are computed
-first, so that rows without advantage need no old_logp.
+The row filter (filter.skip_zero_gradient) leaves out rows with advantage 0. With the row filter,
+advantages are computed before old_logp where possible, so that the left-out rows need no pass for
+old_logp.
 """
 
 from __future__ import annotations
@@ -52,27 +53,27 @@ from covey.types import Batch, Group, Totals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """Settings that turn a batch into optimizer steps."""
+    """Settings of a training step, which takes one or more optimizer steps on a batch."""
 
     mini_batches: int
     epochs: int
     micro_batch_tokens: int
     old_logp_from_sampler: bool
     old_logp_in_pass: bool = False
-    """Whether the training pass computes old_logp, which works if there is only one optimizer
-    step."""
+    """Whether the training pass itself computes old_logp. The training pass can compute old_logp
+    only if a training step has a single optimizer step."""
     learning_rate: Callable[[int], float]
-    """Learning rate as a function of the policy's version, its number of optimizer steps."""
+    """Learning rate as a function of the number of optimizer steps taken so far."""
     seed: int
     dropout: bool = False
     """Whether training passes use dropout, which draws random numbers."""
     skip_zero_gradient: bool = False
-    """Whether forward passes leave out rows with advantage 0 if they have no gradient."""
+    """Whether forward passes leave out rows with advantage 0, if the objective allows it."""
     mask_truncated: bool = False
     sampled: bool = True
-    """Whether an engine sampled the rollouts, so that they have log-probs of the engine."""
+    """Whether an engine sampled the rollouts, so that their sampler_logp is valid."""
     stale: bool = False
-    """Whether older weights than those at the start of the step may have sampled the rollouts."""
+    """Whether some rollouts may be stale, that is, sampled by weights of an earlier step."""
 
     @property
     def off_policy(self) -> bool:
@@ -86,7 +87,7 @@ class Learner:
 
     policy: Policy
     objective: Objective
-    """The objective, with the beta of this step."""
+    """The objective, with this step's KL weight beta."""
     settings: StepSettings
     reference: Reference | None = None
     teacher: Reference | None = None
@@ -101,9 +102,11 @@ class Learner:
 
     @property
     def skips_rows(self) -> bool:
-        """Whether the row filter is on. The filter is off if a KL or entropy term has a gradient.
+        """Whether the row filter is on.
 
-        The filter is always on for pairwise objectives, because most rows are in no pair.
+        The row filter is off if a KL or entropy term has a gradient.
+
+        Pairwise objectives always use the row filter, because most of their rows are in no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate
@@ -121,14 +124,14 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One forward and backward pass, which is reported to a caller that watches the step."""
+    """The data of one forward and backward pass, for a caller that watches the step."""
 
     number: int
     """Index of the optimizer step within the training step, from 0."""
     rows: torch.Tensor
     """Indices of the rows in the batch."""
     micro: Batch
-    """The batch of the rows in `rows`, with their weights."""
+    """The micro-batch: the rows `rows` of the batch, with their token weights."""
     now: LogProbs
     """Log-probs under the policy before the optimizer step, without gradient."""
 
@@ -139,7 +142,7 @@ Watch = Callable[[Seen], None]
 def training_step(
     learner: Learner, groups: Sequence[Group], step: int, watch: Watch | None = None
 ) -> Learned:
-    """Take the optimizer steps of training step number `step`."""
+    """Run training step number `step`, which may take several optimizer steps."""
     objective = learner.objective
     if not groups:
         return Learned(None, {}, objective.beta)
@@ -220,7 +223,7 @@ def _useful(learner: Learner, batch: Batch) -> torch.Tensor | None:
 
 
 def _put_back(found: torch.Tensor, useful: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Write the values of some rows into a tensor of all rows, and return that tensor."""
+    """Write `found` into the rows `useful` of the tensor `whole`, and return `whole`."""
     (rows,) = to_device([useful], found.device)
     whole[rows, : found.shape[1]] = found
     return whole
@@ -259,7 +262,7 @@ def _train_policy(
     meter: Meter,
     watch: Watch | None,
 ) -> dict[str, float]:
-    """Take the policy's optimizer steps; return the metrics that are not in the meter."""
+    """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     world = learner.world
     policy.model.model.train()
@@ -300,7 +303,7 @@ def _train_policy(
 def _train_critic(
     learner: Learner, batch: Batch, facts: RowFacts, step: int, meter: Meter
 ) -> dict[str, float]:
-    """Take the critic's optimizer steps, on the same rows as the policy's optimizer steps."""
+    """Take the critic's optimizer steps, on the same mini-batches as the policy's."""
     assert learner.critic is not None
     for index in facts.mini_batches(learner.settings, step):
         critic_step(
@@ -338,7 +341,7 @@ def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
 
 
 def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
-    """Fill in the marks, which need the log-probabilities of all rows of an optimizer step."""
+    """Mark tokens for the objective, by the log-probs of all rows of an optimizer step."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():
@@ -353,7 +356,7 @@ def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
     """Accumulate the gradient of some rows; return detached loss and log-probabilities.
 
-    While autograd's graph exists, parameters stay tied to its CUDA stream, and no pass can be
+    Detaching frees the autograd graph. While an autograd graph exists, no CUDA graph can be
     captured on another stream.
     """
     now = policy.logp(micro)
@@ -364,7 +367,7 @@ def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[Polic
 
 
 def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
-    """Add up the losses of each optimizer step, and read them from the device once."""
+    """Return the loss of each optimizer step; all losses are copied from the device at once."""
     flat = [part for parts in losses for part in parts]
     values = iter(torch.stack(flat).tolist() if flat else ())
     return [math.fsum(next(values) for _ in parts) for parts in losses]
@@ -373,7 +376,8 @@ def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
 def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
     """Return the mean KL of a step; NaN if all tokens are masked or a value was not finite.
 
-    If the KL is part of the reward, the metrics may lack the rows that the row filter left out.
+    If the KL is part of the reward, the mean comes from the batch, because the metrics may lack
+    rows that the row filter left out.
     """
     if batch.token_penalty is None or not batch.mask.any():
         return metrics.get("objective/kl_avg", math.nan)

@@ -1,4 +1,4 @@
-"""The interface of a kind of training: reinforcement learning, or supervised training."""
+"""The interface between the training loop and a kind of training, RL or SFT."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from covey.training.checkpoint import State
 
 
 class Trainer(Protocol):
-    """A kind of training, RL or SFT: the step and settings that the training loop uses."""
+    """The interface of RL training and SFT training for the training loop."""
 
     @property
     def parts(self) -> Components:
-        """The parts of the run."""
+        """The components of the run."""
 
     @property
     def budget(self) -> Budget:
@@ -41,7 +41,7 @@ class Trainer(Protocol):
         """Take training step number `state.step`, and log it."""
 
     def save(self, folder: Path, step: int) -> None:
-        """Add files that a resumed run needs, apart from the state, to a step's checkpoint."""
+        """Write additional files, which a resumed run needs, into a step's checkpoint."""
 
     def close(self) -> None:
-        """End all work in the background."""
+        """Stop all background work."""

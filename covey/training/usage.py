@@ -1,4 +1,4 @@
-"""Metrics derived from other metrics of a step: rewards minus KL, GPU memory and utilisation."""
+"""Metrics of a step: reward minus the KL penalty, GPU memory and GPU utilisation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
 def usage_metrics(
     policy: Policy, groups: Sequence[Group], epochs: int, seconds: float
 ) -> dict[str, float]:
-    """Return GPU memory and utilisation of the optimizer steps; {} without a GPU."""
+    """Return the peak GPU memory and the GPU utilisation of training; {} without a GPU."""
     device = policy.model.device
     if device.type != "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""Watch a run for health findings, the best checkpoint, and reasons to stop early."""
+"""Track health findings and the best checkpoint of a run, and decide when to stop early."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Watch(Tracker):
     """A tracker that tells the loop whether to save or stop after a step and its evaluation.
 
-    Each rank has a `Watch`, because all ranks must save together; only rank 0 stops the others.
+    Each rank has a `Watch`, because all ranks must save after the same steps.
     """
 
     config: Config
@@ -67,12 +67,15 @@ class Watch(Tracker):
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _counts(self, step: int) -> bool:
-        """Whether a step may be the best; by a step metric, only steps with a checkpoint may."""
+        """Return whether a step may be the best.
+
+        If `save.best` is a metric of steps, only steps with a checkpoint may be the best.
+        """
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
 
     def report(self, log: Tracker, stop: StopSignal) -> None:
-        """Report new findings to the user, and stop the training loop if the settings say so."""
+        """Log new health findings; stop the run if train.stop_on or train.patience requires it."""
         for finding in self.new:
             log.note(f"health: {finding.line()}")
         self.new.clear()

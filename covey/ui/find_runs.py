@@ -27,8 +27,9 @@ MOST = 2000
 """Maximum number of runs and comparisons that are listed. To list other runs, start the page with a
 deeper folder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Names of files in a run folder. A folder with at least one file of such a name counts as a run,
-even if the run is incomplete."""
+"""Names of files in a run folder. A folder with at least one file of these names counts as a run,
+even if the run is incomplete.
+"""
 COMPARISON = "comparison.toml"
 TAIL = 64 * 1024
 """Number of bytes at the end of steps.jsonl in which the last step is searched."""
@@ -39,7 +40,7 @@ class Place:
     """A run or a comparison that the search found."""
 
     id: str
-    """The path relative to the given folder. This path is the id of the run in the page's URLs."""
+    """The path relative to the given folder, which is also the run's id in the page's URLs."""
     path: Path
     kind: str
     """`run` or `comparison`."""

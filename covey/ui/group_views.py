@@ -118,7 +118,7 @@ def group(site: Site, query: Query) -> dict[str, Any]:
         index.update(READ_SECONDS)
     mine = list(index.groups.get(query.get("prompt_id", ""), ()))
     if not mine:
-        raise RunError("this step has no group of the requested prompt")
+        raise RunError("this step has no group for the requested prompt")
     rows = []
     for entry in mine[:SHOWN]:
         with suppress(RunError):  # a field that lists do not need is damaged

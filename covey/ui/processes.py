@@ -30,7 +30,7 @@ EXPLORER = "covey.analysis.explain.small_step"
 
 
 class ProcessError(CoveyError):
-    """Another process failed. The message is the last line that the process wrote to stderr."""
+    """Another process failed. The message is the last line of the process's stderr."""
 
 
 def covey_json(*arguments: str) -> Any:

@@ -38,8 +38,9 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""A report has its own content security policy. The sandbox of this policy gives the report no
-access to other pages."""
+"""A report has its own content security policy. The sandbox in a report's policy gives the report
+no access to other pages.
+"""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

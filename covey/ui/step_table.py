@@ -2,8 +2,8 @@
 
 A request reads the file for at most a fraction of a second. At first, only a sample of the
 remaining steps of a long file is read, so that curves appear at once. Later requests continue
-reading the file. A table keeps only the metrics that requests ask for, because a run logs more than
-a hundred metrics and a page shows a dozen.
+reading the file. A run logs more than a hundred metrics, and a page shows a dozen. A table
+therefore keeps only the metrics that requests ask for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ CHUNK = 2**20
 SAMPLED = 200
 """Number of steps that are sampled from the part of a file that is not read yet."""
 AXES = ("step", "tokens", "time/from_scratch")
-"""Metrics that are always kept, like the parts of the reward: most pages ask for them."""
+"""Metrics that a table always keeps, because most pages show them. A table also keeps all reward
+parts.
+"""
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
 """Columns by metric name: float32 arrays [rows], with NaN for a missing number. The column `step`
@@ -68,7 +70,7 @@ class StepTable:
     def update(
         self, metrics: Collection[str], seconds: float, samples: int = SAMPLED
     ) -> list[Columns]:
-        """Read new lines for some time; return all steps read, and a sample of the others.
+        """Read new lines for some time; return all steps read so far, and a sample of unread steps.
 
         If `metrics` has a metric that the table does not keep, the table reads the file again.
         """
@@ -105,7 +107,9 @@ class StepTable:
         return [*self.pieces, *self._rest(file, found.st_size, samples)]
 
     def _rest(self, file: BinaryIO, size: int, samples: int) -> Iterator[Columns]:
-        """Yield the sampled steps after those that are read. The file is sampled only once."""
+        """Yield the sampled steps that come after the steps already read. The file is sampled only
+        once.
+        """
         if len(self._sample.get("step", ())) < samples // 2:
             rows = list(sampled(file, self._offset, size, samples))
             self._sample = self._columns(rows) if rows else {}

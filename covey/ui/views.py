@@ -31,7 +31,7 @@ READ_SECONDS = 0.04
 """Seconds that a request may spend reading a file. The page repeats the request until the whole
 file is read."""
 LEAST_SAMPLED = 40
-"""Number of steps that are sampled from each file, however many runs are overlaid."""
+"""Minimum number of steps that are sampled from each file, for any number of overlaid runs."""
 TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
@@ -184,7 +184,7 @@ def health(site: Site, query: Query) -> dict[str, Any]:
 
 
 def explore(site: Site, query: Query) -> dict[str, Any]:
-    """Return one small training step from the step explorer."""
+    """Return the numbers of one small training step, for the step explorer."""
     return site.explorer.ask(dict(query))
 
 

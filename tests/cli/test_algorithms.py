@@ -116,7 +116,7 @@ def test_an_unknown_name_gives_the_nearest(
     assert run(["algorithms", "gsop", *more]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    message = "config: objective.name = 'gsop' is not known; did you mean 'gspo'?"
+    message = "config: objective.name = 'gsop' is not a known algorithm; did you mean 'gspo'?"
     assert captured.err == f"covey: {message}\n"
 
 

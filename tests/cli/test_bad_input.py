@@ -43,7 +43,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["model.device=foo"], 2, ["model.device = 'foo'", "auto|cpu|cuda"]),
         (["model.path="], 2, ["model.path = ''"]),
         (["model.path=" + "x" * 300], 1, ["File name too long"]),
-        (["seed=" + "[" * 3000], 2, ["--set: the value is nested too deeply"]),
+        (["seed=" + "[" * 3000], 2, ["--set: the given value is nested too deeply"]),
         (["a." * 3000 + "b=1"], 2, ["nested too deeply"]),
         (
             ["task.name=jsonl", 'task.train_file="a\\u0000"', "task.held_out_file=b"],
@@ -99,7 +99,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["temperature=1"], 2, ["did you mean 'rollout.temperature'"]),
         (["train.old_logp=sampler", "rollout.top_p=0.5"], 2, ["old_logp", "top_p"]),
         (["train.old_logp=sampler", "objective.veto=0.5"], 2, ["old_logp", "veto", "'recompute'"]),
-        (["rollout.max_tokens=600"], 2, ["600", "no room for a prompt", "context of 512"]),
+        (["rollout.max_tokens=600"], 2, ["600", "a prompt does not fit", "context of 512"]),
         (["task.train_size=1"], 1, ["1 training prompts", "rollout.prompts_per_step"]),
     ],
 )

@@ -149,7 +149,7 @@ def test_finished_runs_are_not_repeated(
     assert covey(command(finished, "--algorithms", "grpo,dapo")) == 2
     assert "contains a comparison with other settings" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
-    assert "changes the last bits" in capsys.readouterr().err
+    assert "change the last digits" in capsys.readouterr().err
 
 
 def test_arms_with_other_rewards_are_evaluated_with_the_common_one(finished: Path) -> None:
@@ -280,7 +280,7 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["--algorithms", "grpo"], "nothing to compare: give at least two arms"),
-        (["--add", "dapo"], "--add needs a comparison in --folder"),
+        (["--add", "dapo"], "--add needs an existing comparison in --folder"),
         (["--report", "nowhere"], "nowhere is not a comparison"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
         (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs --amount"),

@@ -121,7 +121,7 @@ def test_without_a_flag_as_many_are_sampled_as_the_settings_say(
     [
         (
             ["--by", "operatoins"],
-            "--by operatoins: no prompt has this key in its info; did you mean 'op",
+            "--by operatoins: no prompt has this key in its `info` field; did you mean 'op",
         ),
         (
             ["--out", "nowhere/at/all.jsonl"],

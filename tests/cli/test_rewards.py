@@ -328,7 +328,7 @@ ANSWERS = "\n".join(json.dumps({"completion": c, "answer": "4"}) for c in ("4", 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["rewards", "list", "think_anser"], 2, ["'think_anser' is not known", "'think_answer'"]),
+        (["rewards", "list", "think_anser"], 2, ["'think_anser' is not a known reward", "'think_answer'"]),
         (["rewards", "list", "no.such:thing", "--trust", "no"], 2, ["cannot import 'no.such'"]),
         (["rewards", "score", "missing.jsonl"], 1, ["cannot read missing.jsonl"]),
         (["rewards", "score", "empty.jsonl"], 1, ["empty.jsonl has no completions"]),
@@ -340,7 +340,7 @@ ANSWERS = "\n".join(json.dumps({"completion": c, "answer": "4"}) for c in ("4", 
         (["rewards", "lab", "arithmetics"], 2, ["'arithmetics'", "'arithmetic'"]),
         (["rewards", "lab", *ALONE], 2, ["cannot be used alone"]),
         (["rewards", "lab", "--labelled", "missing.jsonl"], 1, ["cannot read missing.jsonl"]),
-        (["rewards", "lab", "--labelled", "answers.jsonl"], 1, ["completion 1 has no label 'correct'"]),
+        (["rewards", "lab", "--labelled", "answers.jsonl"], 1, ["completion 1 has no label; add the field 'correct'"]),
         (["rewards", "lab", *sets("reward.name=math", "reward.tolerence=1.0")], 2, ["reward.tolerence", "'tolerance'"]),
         (["rewards", "lab", *sets("reward.name=by_task", "reward.tasks={arithmetic={name='judge', model='m', base_url='http://127.0.0.1:9', api_key_env=''}}")], 2, ["reward.tasks.arithmetic.name = 'judge'", "cannot be used alone"]),
         (["train", *ALONE], 2, ["cannot be used alone"]),
@@ -380,7 +380,7 @@ def test_programs_are_not_judged_without_isolation(arguments: list[str], here: P
 
     assert wait(forked(work, here / "output")) == 2
     (line,) = (here / "output").read_text().splitlines()
-    assert "bwrap is not installed; run `apt install bubblewrap`" in line
+    assert "bwrap is not installed; install bubblewrap" in line
     assert "unsafe = true" in line
 
 

@@ -153,3 +153,14 @@ def test_runs_come_in_natural_order_with_their_state(
     assert [Path(row["run"]).name for row in rows] == ["run-1", "run-2", "run-10"]
     assert [row["state"] for row in rows] == ["failed", "done", "stopped"]
     assert {(row["model"], row["started"]) for row in rows} == {("Qwen3", "2026-11-16 14:00")}
+
+
+def test_a_run_without_evaluations_is_shown_with_its_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", "", {})
+    folder.log_step({"step": 7, "objective/scores": 0.625})
+    assert run(["runs", str(folder.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "0.625" in shown
+    assert "This run has no evaluations (evaluate.every)." in shown

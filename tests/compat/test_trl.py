@@ -257,5 +257,5 @@ def test_the_command_prints_or_writes_a_configuration(
     assert out.read_text() == shown.rstrip("\n") + "\n"
     script.write_text("print(1)")
     assert run(["port", "trl", str(script)]) == 2
-    with pytest.raises(ConfigError, match="is not valid Python, line 1"):
+    with pytest.raises(ConfigError, match="is not valid Python: line 1"):
         from_script("def")

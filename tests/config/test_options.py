@@ -90,7 +90,7 @@ def test_resolving_what_was_resolved_changes_nothing(function: Any) -> None:
             "config: task.zzz is not an option of blend; "
             "choose from fast, mode, rate, rounds, words",
         ),
-        ({}, "config: task.rate must be given for blend"),
+        ({}, "config: task.rate must be set for blend, because it has no default"),
         ({"rate": "fast"}, "config: task.rate = 'fast': input should be a valid number"),
         ({"rate": True}, "config: task.rate = True: input should be a valid number"),
         ({"rate": float("inf")}, "config: task.rate = inf: input should be a finite number"),
@@ -149,7 +149,10 @@ def test_a_function_of_any_options_is_given_them_all() -> None:
     given = {"rate": 0.5, "options": 1, "others": [2]}
     assert resolve_options(anything, section(**given), "task") == given
     assert resolve_options(anything, section(rate=1), "task") == {"rate": 1.0}
-    assert error_of(anything, zzz=1) == "config: task.rate must be given for blend"
+    assert (
+        error_of(anything, zzz=1)
+        == "config: task.rate must be set for blend, because it has no default"
+    )
     assert resolve_options(numbers, section(a=1, b=2), "task") == {"a": 1, "b": 2}
     assert error_of(numbers, a="x").startswith("config: task.a = 'x': input should be a valid int")
 
@@ -196,7 +199,10 @@ def test_the_options_of_the_embedded_task_are_all_written_out() -> None:
 
 
 def test_the_files_of_a_jsonl_task_must_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"^config: task\.train_file must be given for jsonl$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^config: task\.train_file must be set for jsonl, because it has no default$",
+    ):
         resolve_options(TASKS["jsonl"], Named(name="jsonl"), "task")
 
 

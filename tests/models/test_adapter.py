@@ -359,7 +359,7 @@ def test_only_an_adapter_can_be_merged(tmp_path: Path) -> None:
         ({"targets": ["embed_tokens"]}, "adapter.targets: 'embed_tokens' is not a linear layer"),
         ({"targets": ["norm"]}, "adapter.targets: 'norm' is not a linear layer"),
         ({"targets": ["mlp"]}, "adapter.targets: 'mlp' is not a linear layer"),
-        ({"also_train": ["mlp"]}, "adapter.also_train: 'mlp' is not a single layer"),
+        ({"also_train": ["mlp"]}, "adapter.also_train: 'mlp' must be a single layer"),
         ({"targets": []}, "config: adapter: "),
     ],
 )
@@ -381,11 +381,14 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (
             peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]),
-            "not a plain LoRA adapter",
+            "must be a plain LoRA adapter",
         ),
-        (peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]), "not a plain LoRA adapter"),
-        (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "not a plain LoRA adapter"),
-        (peft.LoraConfig(r=2, target_modules=["lm_head"]), "not a plain LoRA adapter"),
+        (
+            peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]),
+            "must be a plain LoRA adapter",
+        ),
+        (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "must be a plain LoRA adapter"),
+        (peft.LoraConfig(r=2, target_modules=["lm_head"]), "must be a plain LoRA adapter"),
         (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "supports only LoRA"),
     ],
 )
@@ -413,7 +416,7 @@ def test_an_incomplete_adapter_folder_is_an_error(tmp_path: Path) -> None:
     assert adapter_base("embedded") is None
     assert adapter_base(str(CHECKPOINT)) is None
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="does not name the adapter's base model"):
+    with pytest.raises(ModelError, match="does not give the name of the adapter's base model"):
         adapter_base(str(tmp_path))
     with pytest.raises(ModelError, match="cannot be read"):
         load_adapter(build("llama"), tmp_path)

@@ -83,7 +83,7 @@ def test_braces_in_a_prompt_are_not_fields() -> None:
     ("form", "message"),
     [
         ("chatt", "did you mean 'chat'?"),
-        ("", "is not 'auto', 'chat', 'plain' or a text"),
+        ("", "must be 'auto', 'chat', 'plain' or a text"),
         ("Q: {questoin}", "has the unknown field {questoin}"),
         ("Q: {question!r}", "has the unknown field {question!r}"),
         ("Q: {question:9}", "has the unknown field {question:9}"),
@@ -113,7 +113,7 @@ def test_a_required_chat_template_must_exist_and_work() -> None:
         DataError, match="conversation with the roles user, assistant, user: one turn"
     ):
         made(alternating).text([ASKED, TOLD, ASKED])
-    with pytest.raises(DataError, match="a prompt has 3 turns"):
+    with pytest.raises(DataError, match="a prompt has 3 messages"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
 
 
@@ -132,7 +132,8 @@ def test_chat_options_reach_the_chat_template() -> None:
     with pytest.raises(ConfigError, match=r"chat_options\.quie has no effect, because the chat"):
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
     with pytest.raises(
-        ConfigError, match=r"chat_options\.messages cannot be set, because Covey sets it itself"
+        ConfigError,
+        match=r"chat_options\.messages cannot be set, because Covey sets this option itself",
     ):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
     with pytest.raises(ConfigError, match=r"chat_options\.quiet has no effect, because tiny"):

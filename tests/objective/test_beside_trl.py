@@ -642,7 +642,7 @@ def test_trl_leaves_no_token_of_an_answer_out(said: World, given: Given, tmp_pat
     trl = {**SEQUENCE, **NARROW, "top_entropy_quantile": 0.4}
     theirs = step_of(grpo_trainer(said, tmp_path, trl, REWARDS), given)
     case = Case(trl, "gspo", {**OURS_NARROW, "top_entropy": 0.4})
-    with pytest.raises(ConfigError, match="one gain per completion"):
+    with pytest.raises(ConfigError, match="one term per completion"):
         through_covey(case, theirs.inputs, given.now, given.entropy)
     leaves = leaves_of(given)
     out = through_covey(case._replace(name="gspo_token"), theirs.inputs, *leaves)

@@ -210,7 +210,7 @@ def test_a_run_with_a_moving_reference_resumes_bit_for_bit(tmp_path: Path) -> No
 
 def test_without_its_file_a_moving_reference_does_not_go_on(tmp_path: Path, qwen: str) -> None:
     _, reference = follower("moving", qwen)
-    with pytest.raises(RunError, match="has no usable reference weights"):
+    with pytest.raises(RunError, match="has no valid weights of the reference"):
         reference.load(tmp_path)
 
 
@@ -240,11 +240,11 @@ def test_without_a_penalty_nothing_is_loaded_or_asked(options: list[str]) -> Non
     ("overrides", "words"),
     [
         (["alpha=0.5"], "reference.alpha = 0.5 has no effect with reference.kind = 'frozen'"),
-        (["kind=renewed", "alpha=0.5"], "it works only with reference.kind = 'moving'"),
+        (["kind=renewed", "alpha=0.5"], "only with reference.kind = 'moving'"),
         (["kind=moving", "url=http://x"], "reference.url = 'http://x' has no effect"),
         (
             ["kind=offloaded", "every=5"],
-            "it works only with reference.kind = 'moving' or 'renewed'",
+            "only with reference.kind = 'moving' or 'renewed'",
         ),
         (["kind=server"], "needs reference.url"),
         (["kind=server", "url=http://x", "every=7"], "reference.every = 7 has no effect"),

@@ -290,7 +290,7 @@ def test_another_tokenizer_is_refused_at_once(server: Server) -> None:
     other = build("qwen2")
     other.tokenizer.add_tokens(["<new>"])
     with pytest.raises(
-        ModelError, match="serves embedded, whose tokenizer differs from the policy's"
+        ModelError, match="serves embedded, which has another tokenizer than the policy"
     ):
         client(server, other)
 
@@ -343,7 +343,7 @@ def test_patience_comes_to_an_end(scripted: tuple[str, list[tuple[int, bytes]]])
     url, _ = scripted
     notes: list[str] = []
     started = time.monotonic()
-    with pytest.raises(ModelError, match=r"cannot be reached: .*; gave up after 0\.3 s"):
+    with pytest.raises(ModelError, match=r"within 0\.3 s: the server cannot be reached: "):
         connect(url, notes, patience=0.3)
     assert time.monotonic() - started < 5
     assert len(notes) == 1

@@ -285,7 +285,7 @@ def test_a_grade_is_read(content: str, grade: int) -> None:
 )  # fmt: skip
 def test_what_is_no_grade_is_not_taken_for_one(content: str) -> None:
     with pytest.raises(
-        RewardError, match=r"^judge: the reply must have one grade from 0 to 10"
+        RewardError, match=r"^judge: the reply must contain exactly one grade from 0 to 10"
     ) as raised:
         parse_grade(content, 10)
     assert len(str(raised.value)) < 300
@@ -413,13 +413,14 @@ def test_garbage_is_no_score_and_is_not_asked_for_twice(server: Server, body: st
 
 
 def test_a_reply_that_was_cut_off_is_no_grade(server: Server) -> None:
-    with pytest.raises(RewardError, match=r"raise max_tokens: '1'$"):
+    with pytest.raises(RewardError, match=r"raise max_tokens \(the reply: '1'\)$"):
         server.judge("cut", model="1")(prompt(), "18")
 
 
 def test_a_reply_without_a_grade_is_no_score(server: Server) -> None:
     with pytest.raises(
-        RewardError, match=r"^judge: the reply must have one grade from 0 to 10, not 'Well'$"
+        RewardError,
+        match=r"^judge: the reply must contain exactly one grade from 0 to 10, not 'Well'$",
     ):
         server.judge("say_model", model="Well")(prompt(), "18")
 
@@ -659,7 +660,7 @@ def test_a_completion_is_sent_once_with_a_cache(server: Server, tmp_path: Path) 
 def test_a_reply_without_a_grade_is_not_kept(server: Server, tmp_path: Path) -> None:
     judge = server.judge("say_model", model="no idea", cache=str(tmp_path))
     for _ in range(2):
-        with pytest.raises(RewardError, match="judge: the reply must have one grade"):
+        with pytest.raises(RewardError, match="judge: the reply must contain exactly one grade"):
             judge(prompt(), "18")
     assert len(server.requests(judge)) == 2
 

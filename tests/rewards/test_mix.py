@@ -285,7 +285,7 @@ def test_a_mix_may_hold_a_function_of_the_user() -> None:
             "reward.parts.accuracy.weight must be a number, not None",
         ),
         ({"accuracy": {"name": "math_answer", "weight": "much"}}, "not 'much'"),
-        ({"accuracy": {"weight": 1.0}}, "reward.parts.accuracy.name must be given"),
+        ({"accuracy": {"weight": 1.0}}, "reward.parts.accuracy.name must be set"),
         (
             {"accuracy": {"name": "math_answer", "weight": 1.0, "tolerant": 1}},
             "reward.parts.accuracy.tolerant.*'tolerance'",
@@ -342,7 +342,7 @@ def test_a_judge_never_decides_alone() -> None:
     [
         ({"modle": "m"}, r"^config: reward\.judge\.modle is not an option of judge.*'model'"),
         ({**TABLE, "scale": "ten"}, r"^config: reward\.judge\.scale = 'ten'"),
-        ({"base_url": TABLE["base_url"]}, r"^config: reward\.judge\.model must be given"),
+        ({"base_url": TABLE["base_url"]}, r"^config: reward\.judge\.model must be set"),
     ],
 )
 def test_errors_in_the_table_of_a_judge_name_the_option(

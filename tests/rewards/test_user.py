@@ -173,13 +173,13 @@ def test_an_argument_that_only_trl_passes_is_refused_before_sampling() -> None:
         ("tests.scoring.rewards:plain", {"scail": 1.0}, "reward.scail is not an option.*'scale'"),
         ("tests.scoring.rewards:nothing", {}, "has no function 'nothing'"),
         ("tests.scoring.absent:plain", {}, "cannot import 'tests.scoring.absent'"),
-        ("tests.scoring.rewards.Counting", {}, "reward.word must be given"),
+        ("tests.scoring.rewards.Counting", {}, "reward.word must be set"),
         (
             "tests.scoring.rewards.Counting",
             {"word": "x", "much": 1},
             "reward.much is not an option",
         ),
-        ("plane", {}, "reward.name = 'plane' is not known"),
+        ("plane", {}, "reward.name = 'plane' is not a known reward"),
     ],
 )
 def test_mistakes_are_named(path: str, options: dict[str, object], message: str) -> None:

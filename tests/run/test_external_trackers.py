@@ -174,7 +174,7 @@ def test_a_missing_package_is_one_line_with_the_extra(
     assert covey(["train", "arithmetic", "--set", f"trackers={name}"]) == 2
     line = capsys.readouterr().err.strip()
     assert (
-        line == f"covey: config: trackers: '{name}' is not installed; pip install 'covey[{name}]'"
+        line == f"covey: config: trackers: '{name}' is not installed: pip install 'covey[{name}]'"
     )
 
 

@@ -136,8 +136,24 @@ def test_a_format_that_is_learned_without_correct_answers_is_found() -> None:
     assert found["format_only"].what == "objective/parts/format 1, success 2.0%"
 
 
+def test_completions_cut_off_from_the_start_are_named_before_their_consequences() -> None:
+    cut = {"rollout/stop_rate": 0.02, "objective/scores": 0.0, "objective/success": 0.0}
+    cut |= {"objective/parts/correct": 0.0, "rollout/repetition": 0.8}
+    found = timeline(({**row, **cut} for row in healthy_rows(steps=20)), SETTINGS)
+    by_name = {finding.name: finding for finding in found}
+    assert set(by_name) == {"cut_off", "repetition", "reward_flat"}
+    assert by_name["cut_off"].since == 1
+    assert by_name["cut_off"].what == "98% of completions reach the token limit before they end"
+    limit = SETTINGS["rollout"]["max_tokens"]
+    assert by_name["cut_off"].change == (f"rollout.max_tokens = {2 * limit} (now {limit})",)
+    # Both would change the learning rate, one down and one up: the first advice stands.
+    rate = SETTINGS["optimizer"]["learning_rate"]
+    advised = [line for finding in found for line in finding.change if "learning_rate" in line]
+    assert advised == [f"optimizer.learning_rate = {rate / 2:g} (now {rate:g})"]
+
+
 def test_every_check_is_tested() -> None:
-    assert {*BREAKS, "format_only"} == set(CHECKS)
+    assert {*BREAKS, "format_only", "cut_off"} == set(CHECKS)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -234,4 +250,4 @@ def test_a_run_without_steps_cannot_be_checked(
 ) -> None:
     RunFolder.create(tmp_path / "run", "", {})
     assert covey(["runs", "check", str(tmp_path / "run")]) == 1
-    assert "has no steps yet" in capsys.readouterr().err
+    assert "has no training steps yet" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_what_is_written_says_what_the_limits_say() -> None:
 
 def test_a_group_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:
     with (
-        pytest.raises(RewardError, match=r"^sandbox: cannot make a cgroup: .*missing"),
+        pytest.raises(RewardError, match=r"^sandbox: cannot create a cgroup: .*missing"),
         cgroup.group(Limits(), tmp_path / "missing"),
     ):
         pass

@@ -84,5 +84,5 @@ def test_without_other_users_a_namespace_of_users_is_made(monkeypatch: pytest.Mo
 
 def test_a_file_of_locks_that_is_not_ours_is_not_used(tmp_path: Path) -> None:
     (tmp_path / uids._NAME).symlink_to("/etc/hostname")
-    with pytest.raises(RewardError, match=r"cannot make a lock file in any of"):
+    with pytest.raises(RewardError, match=r"cannot create a lock file in any of"):
         uids._open_locks([str(tmp_path), str(tmp_path / "missing")])

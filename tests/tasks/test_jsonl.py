@@ -84,7 +84,7 @@ def test_the_first_default_column_of_a_row_is_used(file: Path, row: Any, read: A
 )
 def test_an_old_option_is_an_error_that_names_the_new_one(old: str, new: str) -> None:
     section = Named.model_validate({"name": "jsonl", old: "x"})
-    with pytest.raises(ConfigError, match=rf"config: task\.{old} is called task\.{new} now"):
+    with pytest.raises(ConfigError, match=rf"config: task\.{old} was renamed to task\.{new}"):
         resolve_options(Jsonl, section, "task")
 
 
@@ -337,8 +337,11 @@ def test_what_was_skipped_is_no_option_and_no_part_of_equality(file: Path) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "m", "template": "{x}"}, "task: give prompt or template, not both"),
-        ({"columns": {"a": "c", "b": "c"}}, "task: columns gives one name to two columns"),
+        ({"prompt": "m", "template": "{x}"}, "task: set either prompt or template, but not both"),
+        (
+            {"columns": {"a": "c", "b": "c"}},
+            "task: the setting columns gives the same name to two columns",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_config_errors(

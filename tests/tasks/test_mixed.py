@@ -146,7 +146,10 @@ def test_mixtures_may_be_mixed() -> None:
     [
         ({}, "task: parts must name at least one task"),
         ({"a": 3}, "config: task.parts.a = 3 must be a table"),
-        ({"arithmetik": {}}, "config: task.parts.arithmetik.name = 'arithmetik' is not known; did"),
+        (
+            {"arithmetik": {}},
+            "config: task.parts.arithmetik.name = 'arithmetik' is not a known task; did",
+        ),
         ({"a": {"name": 3}}, "config: task.parts.a.name = 3 must be the name of a task"),
         (
             {"a": {"name": "arithmetic", "train_sice": 3}},
@@ -160,14 +163,14 @@ def test_mixtures_may_be_mixed() -> None:
             {"arithmetic": {"train_size": 0}},
             "config: task.parts.arithmetic: train_size must be at least 1",
         ),
-        ({"jsonl": {}}, "config: task.parts.jsonl.train_file must be given for jsonl"),
+        ({"jsonl": {}}, "config: task.parts.jsonl.train_file must be set for jsonl"),
         ({"tools": {"weight": 0}}, "config: task.parts.tools.weight = 0 must be a number above 0"),
         ({"tools": {"weight": "2"}}, "config: task.parts.tools.weight = '2' must be a number"),
         ({"tools": {"weight": True}}, "config: task.parts.tools.weight = True must be a number"),
         ({"tools": {"weight": float("inf")}}, "config: task.parts.tools.weight = inf must be"),
         (
             {"no.such.module": {}},
-            "config: task.parts.no.such.module.name = 'no.such.module' runs code",
+            "config: task.parts.no.such.module.name = 'no.such.module' would run code",
         ),
         (
             {"g": {"name": "reasoning_gym:chain_sum", "dataset": "lcm"}},

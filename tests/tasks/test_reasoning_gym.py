@@ -263,18 +263,21 @@ def test_what_datasets_print_does_not_reach_the_output(capsys: pytest.CaptureFix
         ),
         (
             {"dataset": "chain_sum", "options": {"min_terms": 9, "max_terms": 2}},
-            "task: reasoning_gym's chain_sum does not accept train_size = 10000 and options = "
-            "{'min_terms': 9, 'max_terms': 2}: AssertionError: ",
+            "task: the dataset chain_sum of reasoning_gym does not accept train_size = 10000 and "
+            "options = {'min_terms': 9, 'max_terms': 2}: AssertionError: ",
         ),
         (
             {"dataset": "chain_sum", "options": {"min_terms": "two"}},
-            "task: reasoning_gym's chain_sum does not accept train_size",
+            "task: the dataset chain_sum of reasoning_gym does not accept train_size",
         ),
         (
             {"dataset": "word_ladder", "train_size": 20_001},
-            "task: reasoning_gym's word_ladder does not accept train_size = 20001 ",
+            "task: the dataset word_ladder of reasoning_gym does not accept train_size = 20001 ",
         ),
-        ({"dataset": "composite"}, "task: reasoning_gym's composite does not accept train_size"),
+        (
+            {"dataset": "composite"},
+            "task: the dataset composite of reasoning_gym does not accept train_size",
+        ),
         (
             {"dataset": "lcm", "train_size": 0},
             "task: train_size must be at least",

@@ -44,8 +44,11 @@ def test_a_path_leads_to_a_task_of_the_users_own(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("countdwn", "config: task.name = 'countdwn' is not known; did you mean 'countdown'?"),
-        ("zzz", "config: task.name = 'zzz' is not known; choose from arithmetic, code"),
+        (
+            "countdwn",
+            "config: task.name = 'countdwn' is not a known task; did you mean 'countdown'?",
+        ),
+        ("zzz", "config: task.name = 'zzz' is not a known task; choose from arithmetic, code"),
         ("no_such_module:fn", "task.name = 'no_such_module:fn': cannot import 'no_such_module'"),
         ("covey.errors:nothing", "task.name = 'covey.errors:nothing': 'covey.errors' has no func"),
         ("os:system", "config: task.name = 'os:system' is not a Python function or class"),

@@ -53,7 +53,7 @@ def test_a_budget_of_optimizer_steps_fails_when_there_is_nothing_to_learn() -> N
     assert updates.over(used(steps=3, updates=12))
     assert not updates.over(used(steps=3 * PATIENCE, updates=9))
     assert updates.over(used(steps=3 * PATIENCE + 1, updates=12))
-    with pytest.raises(RunError, match=r"only 9 of the 10 optimizer steps"):
+    with pytest.raises(RunError, match=r"only 9 of 10 optimizer steps"):
         updates.over(used(steps=3 * PATIENCE + 1, updates=9))
 
 

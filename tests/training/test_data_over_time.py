@@ -73,5 +73,5 @@ def test_replay_without_a_correction_is_refused() -> None:
     none = load_config(
         "demo", ["replay.groups=1", "train.old_logp=recompute", "objective.correction=none"]
     )
-    with pytest.raises(ConfigError, match=r"replay\.groups = 1, completions come from older"):
+    with pytest.raises(ConfigError, match=r"replay\.groups = 1, the engine generates with older"):
         resolve(none)

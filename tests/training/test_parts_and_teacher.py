@@ -53,8 +53,8 @@ def test_parts_are_columns_in_the_order_of_their_names() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((), "objective: the reward of completion 1 of prompt p has no part 'tidy', only correct; set objective.parts to parts that every completion has"),
-        (("correct", "form"), "objective: the reward of completion 0 of prompt p has no part 'form', only correct, tidy; set objective.parts to parts that every completion has"),
+        ((), "objective: the reward of completion 1 of prompt p has no part 'tidy', only correct; objective.parts may contain only parts that every completion has"),
+        (("correct", "form"), "objective: the reward of completion 0 of prompt p has no part 'form', only correct, tidy; objective.parts may contain only parts that every completion has"),
     ],
 )  # fmt: skip
 def test_a_part_that_is_missing_is_named(parts: tuple[str, ...], message: str) -> None:
@@ -151,13 +151,13 @@ TRUNCATED = "but rollout.top_k, top_p or min_p truncates the engine's distributi
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([PKPO, "objective.k=9"], "config: objective.k = 9 needs rollout.group_size = 9 or more, not 8"),
-        ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs rollout.group_size = 9 or more, not 8"),
+        ([PKPO, "objective.k=9"], "config: objective.k = 9 needs rollout.group_size of at least 9, not 8"),
+        ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs rollout.group_size of at least 9, not 8"),
         (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights depends on the order of the reward parts; list the parts in objective.parts"),
         (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate depends on the order of the reward parts; list the parts in objective.parts"),
-        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' does not work with gdpo, because the KL belongs to no part of the reward; set objective.kl_in = 'loss'"),
+        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' does not work with gdpo, which normalizes each part of the reward separately; set objective.kl_in = 'loss'"),
         (["objective.name=bapo", "rollout.top_p=0.9"], f"config: bapo uses ratios to the engine's log-probs, {TRUNCATED}"),
-        (["objective.name=m2po", "objective.veto=0.1"], "config: m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave both out"),
+        (["objective.name=m2po", "objective.veto=0.1"], "config: m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave out both settings"),
         ([TEACHER], ONE_TEACHER),
         ([TEACHER, "teacher.path=a", "teacher.url=http://b"], ONE_TEACHER),
         ([TEACHER, "teacher.path=a", "teacher.timeout=3"], "config: teacher.timeout has no effect without teacher.url"),

@@ -186,7 +186,7 @@ def test_another_config_on_one_rank_is_one_line(tmp_path: Path) -> None:
 
     assert codes_of(start_ranks(2, work, tmp_path / "logs")) == [2, 2]
     line = one_line(tmp_path / "logs")
-    assert "rank 1 has other settings than rank 0: train.steps is 3, and 2 on rank 0" in line
+    assert "rank 1 and rank 0 have different settings: train.steps is 3, and 2 on rank 0" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -233,7 +233,7 @@ def test_a_missing_rank_is_one_line(tmp_path: Path) -> None:
     [
         ({"RANK": "2"}, "RANK = 2 must be less than WORLD_SIZE = 2"),
         ({"RANK": "one"}, "RANK = 'one' is not a number"),
-        ({"WORLD_SIZE": ""}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": ""}, "RANK is set, but WORLD_SIZE is not"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
     ],
 )

@@ -221,13 +221,16 @@ def test_feedback_comes_from_the_score() -> None:
     ("settings", "message"),
     [
         (["teacher.policy="], "teacher.policy to 'current', 'frozen' or 'moving'"),
-        (["teacher.path=embedded"], "neither teacher.path nor teacher.url"),
-        (["objective.name=opd"], "teacher.policy = 'current' works only with sdpo"),
+        (["teacher.path=embedded"], "leave out teacher.path and teacher.url"),
+        (["objective.name=opd"], "teacher.policy = 'current' works only with the objective sdpo"),
         (["teacher.alpha=0.1"], "teacher.alpha has no effect without teacher.policy = 'moving'"),
         (["teacher.temperature=0.5"], "teacher.temperature has no effect"),
         (["teacher.context={}"], "teacher.context is empty"),
-        (["teacher.context={success = 'x'}"], "teacher.context.success must contain {text}"),
-        (["teacher.template={prompt}"], "teacher.template must contain {context}"),
+        (
+            ["teacher.context={success = 'x'}"],
+            "teacher.context.success must contain the placeholder {text}",
+        ),
+        (["teacher.template={prompt}"], "teacher.template must contain the placeholder {context}"),
         (["environment.name=calculator"], "does not work with an environment"),
     ],
 )

@@ -240,7 +240,9 @@ def test_templates_leave_other_braces_and_filled_in_braces_alone() -> None:
     assert written == "{} {x} w{answer}|f(x) = {x: 1}|{worked}{worked}"
     plain = Prompt(id="p", task="t", messages=(), target="7")
     assert write_solution(plain, "{solution}") == "7"
-    with pytest.raises(DataError, match=r"sft: prompt p has no worked solution; remove \{worked\}"):
+    with pytest.raises(
+        DataError, match=r"sft: prompt p has no worked solution; remove the field \{worked\}"
+    ):
         write_solution(plain, "{worked}")
 
 
@@ -406,7 +408,7 @@ def test_a_task_without_worked_solutions_says_what_to_do(
     code = covey(arguments(tmp_path / "run", "task.name=countdown", "reward.name=countdown"))
     error = capsys.readouterr().err
     assert code == 1
-    assert "has no worked solution; remove {worked} from sft.template" in error
+    assert "has no worked solution; remove the field {worked} from sft.template" in error
     assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
 

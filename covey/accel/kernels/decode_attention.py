@@ -3,14 +3,14 @@
 With one token per slot the matrix products are small, and the operations around them take most of
 the time. Therefore one kernel computes everything between the QKV product and the output product.
 
-A product of tensor cores has at least 16 rows. A Triton program fills them with the query heads of
-several slots that share a prompt, and reads the prompt once for all of them. The completions of
-these slots follow in the same loop; for each of them, the rows of other slots are masked. If slots
-are few and long, their positions are divided into parts, one for each Triton program. The last
-program of a slot adds the parts. A result never depends on other slots.
+A matrix product on tensor cores has at least 16 rows. A Triton program fills the rows with the
+query heads of several slots that share a prompt, and reads the prompt once for all slots. Then the
+same loop reads the completion of each slot, with the rows of other slots masked. If slots are few
+and long, their positions are divided into parts, one for each Triton program. One Triton program
+per slot adds up the results of all parts. The result of a slot never depends on other slots.
 
-Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D,
-C positions, B pages and T pages per slot.
+In tensor shapes, W counts occupied slots, S slots, P prompts, H heads, K key-value heads, C
+positions, B pages and T pages per slot, and D is the head size.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from covey.accel.kernels.float8_cache import as_stored, units_of
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
-"""Minimum rows of a tensor core product; query heads that share keys are padded to this."""
+"""Minimum rows of a tensor core product; query heads that share keys are padded to this number."""
 LEAST = tl.constexpr(-1e30)
-"""The maximum of no scores: finite, so that differences are never NaN."""
+"""Initial value of a running maximum, finite so that differences are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
@@ -38,17 +38,17 @@ less data. In float32 the compiler unrolls products, and would need four seconds
 tiles.
 """
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
-"""The fastest tiles on an H200, from a number of Triton programs on, counted in heads of 64."""
+"""The fastest tiles on an H200, by the minimum number of Triton programs with head size 64."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
-"""Maximum bytes of keys and values that a Triton program has in flight: in a stage, and in all
-stages since Hopper. Large heads are read in smaller tiles, because larger tiles would not fit in a
-multiprocessor's shared memory.
-"""
+"""Maximum bytes of keys and values that a Triton program has in flight: per stage, and in all
+stages on Hopper and later GPUs. Large heads are read in smaller tiles, because larger tiles would
+not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""From this number of slots and key heads on, a Triton program computes several slots."""
+"""If slots * key heads is at least this number, a Triton program computes several slots."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
-"""With fewer Triton programs, completions are split into parts of at least this many positions."""
+"""With fewer than SPLIT_PROGRAMS Triton programs, completions are split into parts of at least
+SPLIT_POSITIONS positions."""
 SMALLEST_HEAD = 16
 """Smallest head size in 16-bit types, a limit of tensor cores."""
 
@@ -58,7 +58,7 @@ KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, and the positions of each slot's keys and values."""
+    """Keys and values of one layer, and tables that locate each slot's keys and values."""
 
     prompt_keys: torch.Tensor
     """[P, K, C', D]: keys of prompts, of up to C' positions each."""
@@ -79,16 +79,16 @@ class LayerCache(NamedTuple):
     active: torch.Tensor
     """[S] bool: whether a slot is unfinished; finished slots are skipped."""
     sharing: torch.Tensor
-    """[S, G] int32: in each row up to G slots with the same prompt, then -1. Every slot occurs
-    once; the last rows are empty."""
+    """[S, G] int32: each row lists up to G slots with the same prompt, filled up with -1. Every
+    slot occurs once, and the last rows are empty."""
     arrived: torch.Tensor
     """[S, K] int32: the number of parts that are ready; zero before and after the kernel."""
     units: torch.Tensor
-    """[2, K] float32: the units in which keys and values are stored as float8 numbers."""
+    """[2, K] float32: the scales of float8 keys and values."""
 
 
 class Tiling(NamedTuple):
-    """How the work is divided into Triton programs."""
+    """Division of the work into Triton programs."""
 
     block: int
     """Positions per iteration."""
@@ -97,7 +97,7 @@ class Tiling(NamedTuple):
     together: bool = False
     """Whether a Triton program computes several slots that share a prompt."""
     splits: int = 1
-    """Parts of the positions of a slot."""
+    """Number of parts into which the positions of a slot are divided."""
     early: bool = False
     """Whether the kernel starts before the kernel that computes `heads` has ended."""
 
@@ -123,13 +123,13 @@ def _rotated(
 
 @triton.jit
 def _part_size(length, splits: tl.constexpr, block: tl.constexpr):
-    """Return the number of positions in each part of `length` positions but the last."""
+    """Return the number of positions per part, for `length` positions in `splits` parts."""
     return tl.maximum(tl.cdiv(tl.cdiv(length, splits), block), 1) * block
 
 
 @triton.jit
 def _picked(values, index, chosen):
-    """Return the element of a vector at a position."""
+    """Return the element of the vector `values` at position `chosen`."""
     return tl.sum(tl.where(index == chosen, values, 0), axis=0)
 
 
@@ -142,7 +142,7 @@ def _new_position(
 ):  # fmt: skip
     """Write key and value of the new position, and begin a softmax with it.
 
-    It comes from registers: the kernel never reads what it stored.
+    The new position stays in registers, because the kernel never reads what it stored.
     """
     half, whole = tl.arange(0, size // 2), tl.arange(0, size)
     k1, k2 = _rotated(
@@ -296,9 +296,9 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 
 
 def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
-    """Return the fastest tiling for a number of slots; it depends on nothing that changes.
+    """Return the fastest tiling, which depends only on tensor shapes and the device.
 
-    `hopper` says whether the GPU is a Hopper or later; by default, the device of the cache decides.
+    `hopper` says whether the GPU is a Hopper or later. By default, the cache's device is checked.
     """
     _, key_heads, page, head = cache.keys.shape
     hopper = starts_early(cache.keys.device) if hopper is None else hopper
@@ -322,7 +322,7 @@ def launch(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     tiling: Tiling,
 ) -> tuple[torch.Tensor, int, tuple[Any, ...], dict[str, Any]]:
-    """Return the output, the number of programs, and the arguments of the kernel."""
+    """Return the output tensor, the number of Triton programs, and the arguments of the kernel."""
     slots, (_, key_heads, page, size) = len(heads), cache.keys.shape
     shared = heads.shape[1] // size // key_heads - 2
     together = cache.sharing.shape[1] if tiling.together else 1
@@ -359,7 +359,9 @@ def decode_attention(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """Apply RoPE, write the cache and attend for one new token per slot; return [W, H * D].
+    """Apply RoPE, write the cache and compute attention for one new token per slot.
+
+    The result is [W, H * D].
 
     `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product. `rope` contains
     cosine and sine [positions, D / 2].

@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts up while the kernel before it still runs.
 
-Such a kernel waits for the one before it (`gdc_wait`) before it reads or writes any memory. In a
-CUDA graph of small kernels this saves about 0.6 microseconds per kernel on an H200.
+A kernel that starts early waits for the kernel before it (`gdc_wait`) before it reads or writes any
+memory. In a CUDA graph of small kernels, an early start saves about 0.6 microseconds per kernel on
+an H200.
 """
 
 from __future__ import annotations
@@ -20,5 +21,5 @@ def starts_early(device: torch.device) -> bool:
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
-    """Return the arguments of a kernel that starts early if the device supports it."""
+    """Return launch arguments that let a kernel start early if the device supports this."""
     return {"early": True, "launch_pdl": True} if starts_early(device) else {"early": False}

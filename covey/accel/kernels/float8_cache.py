@@ -1,4 +1,4 @@
-"""Keys and values that are stored as float8 numbers, in a unit for each head."""
+"""Keys and values that are stored as float8 numbers, with one scale (unit) per head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def as_stored(numbers, unit, kind: tl.constexpr, rounds: tl.constexpr):
-    """Return keys or values as they are stored; float8 numbers in the given unit."""
+    """Convert keys or values to the stored type; float8 numbers are divided by `unit` first."""
     if not rounds:
         return numbers
     return tl.clamp(numbers.to(tl.float32) / unit, -448.0, 448.0).to(kind)
@@ -16,7 +16,7 @@ def as_stored(numbers, unit, kind: tl.constexpr, rounds: tl.constexpr):
 
 @triton.jit
 def units_of(units, head, key_heads: tl.constexpr, rounds: tl.constexpr):
-    """Return the units of keys and of values of a head, which are 1 without float8 numbers."""
+    """Return the scales of a head's keys and values, which are 1 without float8 numbers."""
     if not rounds:
         return 1.0, 1.0
     return tl.load(units + head), tl.load(units + key_heads + head)

@@ -1,10 +1,10 @@
 """Matrix product of the gate and up layers, fused with SwiGLU, for few tokens.
 
-A decode step of a small model takes as long to write and read gate and up, and to start the kernel
-between the products, as it takes to multiply. This kernel computes matching columns of gate and up
-in one Triton program. Gate and up are rounded as if they were stored.
+In a decode step of a small model, launching a separate SwiGLU kernel and moving gate and up through
+memory takes as long as the matrix product. This kernel computes matching columns of gate and up in
+one Triton program. Gate and up are rounded as if they were stored.
 
-Tensor shapes use N tokens, hidden size D and MLP size M.
+In tensor shapes, N counts tokens, D is the hidden size and M is the MLP size.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 MOST_WEIGHTS = 4 * 2**20
-"""The largest number of weights for which this kernel is faster than a library's product and a
-separate SwiGLU. On an H200 it took 4.9 to 9.4 instead of 6.0 to 11.4 microseconds for D = 576 and
-M = 1,536, but 25 instead of 22 for D = 1,536 and M = 8,960.
-"""
+"""Maximum number of weights for which this kernel is faster than a library's product and a separate
+SwiGLU kernel. On an H200, this kernel took 4.9 to 9.4 instead of 6.0 to 11.4 microseconds for D =
+576 and M = 1,536. For D = 1,536 and M = 8,960, this kernel took 25 instead of 22 microseconds."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
-"""In float32 the kernel is used for the parity check only, which has fewer tokens than this. The
-compiler unrolls such products, so that only small tiles compile quickly.
-"""
+"""In float32, the kernel is used only in parity checks, which have at most this many tokens. The
+compiler unrolls float32 products, so only small tiles compile quickly."""
 
 
 class Tile(NamedTuple):
-    """The part of the product that a Triton program computes, and how it does so."""
+    """The tile of the product that a Triton program computes, and its launch settings."""
 
     rows: int
     columns: int

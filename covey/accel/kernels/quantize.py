@@ -1,19 +1,20 @@
 """Float8 matrix products with row-wise scales, and the kernels around them.
 
 A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. For activations a
-row is a token, and s = max |x| / 448. For weights a row is an output of the layer, and s is the
-next power of two: it is stored in one byte, because every kernel that reads a product reads the
-scales of all outputs. The error of a float8 number is relative, so it is the same for both.
+row is a token, and s = max |x| / 448. For weights a row is an output of the layer, and s is rounded
+up to a power of two. The exponent of s takes one byte, because every kernel that reads a product
+reads the scales of all outputs. The relative error of a float8 number does not depend on the scale,
+so a power of two loses no precision.
 
-Libraries multiply float8 matrices much faster without row-wise scales: on an H200 with 128 tokens,
-the products of a 7B model take 81 us per layer without and 120 us with them (bfloat16: 140 us). So
-the product is computed of the quotients alone, and the kernel that reads it multiplies by both
-scales.
+Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
+the products of a 7B model take 81 us per layer without row-wise scales, 120 us with them, and 140
+us in bfloat16. So a library multiplies only the values q. The kernel that reads the product
+multiplies by the scales of tokens and outputs.
 
-All arithmetic between products is float32; a number is rounded once, to bfloat16 after a product
-and to float8 before the next one.
+All arithmetic between products is float32. Numbers are rounded to bfloat16 after a product, and to
+float8 before the next product.
 
-Tensor shapes use N rows, inner size D and M outputs.
+In tensor shapes, N counts rows and M outputs, and D is the inner size.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 """The largest float8 number, 448."""
 LEAST = 1e-30
-"""The least maximum of a row, so that a row of zeros has a positive scale."""
+"""Lower limit of a row's maximum, so that a row of zeros has a positive scale."""
 TILE = 4096
-"""Numbers that a Triton program processes; longer rows are a tile of their own."""
+"""Number of elements per Triton program; a longer row has its own program."""
 
 
 class Quantized(NamedTuple):
     """Activations as float8 numbers, with one scale per row."""
 
     values: torch.Tensor
-    """[N, D] float8: the rounded quotients of the numbers and their row's scale."""
+    """[N, D] float8: the numbers divided by the scale of their row."""
     scales: torch.Tensor
     """[N, 1] float32."""
 
@@ -48,15 +49,15 @@ class Quantized(NamedTuple):
         return Quantized(values, torch.empty(count, 1, device=device))
 
     def dequantized(self) -> torch.Tensor:
-        """Return the float32 numbers that the matrix stands for."""
+        """Return the float32 numbers that the quantized matrix represents."""
         return self.values.float() * self.scales
 
 
 class Weight(NamedTuple):
-    """A weight as float8 numbers, with one power of two per row."""
+    """A weight as float8 numbers, with one scale, a power of two, per row."""
 
     values: torch.Tensor
-    """[M, D] float8: the rounded quotients of the numbers and their row's power of two."""
+    """[M, D] float8: the numbers divided by the scale of their row."""
     exponents: torch.Tensor
     """[M] int8: the logarithms to base 2 of the scales."""
 
@@ -67,16 +68,16 @@ class Weight(NamedTuple):
         return Weight(values, torch.empty(outputs, dtype=torch.int8, device=device))
 
     def rows(self, start: int, end: int) -> Weight:
-        """Return some of the rows, which share memory with the whole."""
+        """Return the rows from `start` to `end` - 1 as a view."""
         return Weight(self.values[start:end], self.exponents[start:end])
 
     def dequantized(self) -> torch.Tensor:
-        """Return the float32 numbers that the matrix stands for."""
+        """Return the float32 numbers that the quantized matrix represents."""
         return torch.ldexp(self.values.float(), self.exponents[:, None])
 
 
 class Product(NamedTuple):
-    """A float8 product without its scales: W x + b = values * row_scales * 2^exponents + bias."""
+    """A float8 product before scaling: W x + b = values * row_scales * 2^exponents + bias."""
 
     values: torch.Tensor
     """[N, M] bfloat16."""
@@ -89,7 +90,7 @@ class Product(NamedTuple):
 
     @property
     def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tensors as arguments of kernels; without a bias, its place is taken by another."""
+        """The tensors as kernel arguments; without a bias, `values` is passed instead of `bias`."""
         values, rows, exponents, bias = self
         return values, rows, exponents, values if bias is None else bias
 
@@ -108,7 +109,7 @@ _ONES: dict[torch.device, torch.Tensor] = {}
 
 
 def _one(device: torch.device) -> torch.Tensor:
-    """Return the number 1 on a device, at an address that captured graphs may contain."""
+    """Return the number 1 on a device, at an address that never changes."""
     if device not in _ONES:
         _ONES[device] = torch.ones((), device=device)
     return _ONES[device]
@@ -116,7 +117,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _factor(largest, top: tl.constexpr, least: tl.constexpr):
-    """Return the factor of a row's numbers, and the row's scale, from its maximum."""
+    """Return 1 / scale and scale of a row, computed from the row's maximum."""
     largest = tl.maximum(largest, least)
     return top / largest, largest / top
 
@@ -131,7 +132,7 @@ def _power(exponent):
 def _scaled(
     values, row_scales, exponents, bias, row, column, width, inside, biased: tl.constexpr
 ):  # fmt: skip
-    """Load columns of one row of a product, with its scales and its bias."""
+    """Load columns of one row of a product, and apply scales and bias."""
     x = tl.load(values + row * width + column, mask=inside, other=0.0).to(tl.float32)
     exponent = tl.load(exponents + column, mask=inside, other=0).to(tl.int32)
     x *= tl.load(row_scales + row) * _power(exponent)
@@ -197,7 +198,7 @@ def _add_norm(
 
 @triton.jit
 def _gated(values, row_scales, exponents, bias, row, column, size, biased: tl.constexpr):
-    """Return silu(gate) * up of columns of one row."""
+    """Return silu(gate) * up for the given columns of one row."""
     inside = column < size
     width = 2 * size
     g = _scaled(values, row_scales, exponents, bias, row, column, width, inside, biased)
@@ -229,7 +230,7 @@ def _silu_mul(
 
 
 def _row_tile(size: int) -> tuple[int, int]:
-    """Return the block that holds a row of the given size, and the warps of its program."""
+    """Return the block size and the number of warps for rows of the given size."""
     block = triton.next_power_of_2(size)
     return block, min(32, max(4, block // 512))
 
@@ -287,7 +288,7 @@ def add_norm_quantized(
 
 
 def silu_mul_quantized(gate_up: Product) -> Quantized:
-    """Return silu(gate) * up [N, D], quantized; `gate_up` [N, 2 D] contains both."""
+    """Return silu(gate) * up [N, D], quantized; `gate_up` [N, 2 D] has gate and up as columns."""
     count, size = len(gate_up.values), gate_up.values.shape[1] // 2
     out = Quantized.empty(count, size, gate_up.values.device)
     block = 1 << (size.bit_length() - 1)

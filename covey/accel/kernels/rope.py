@@ -1,9 +1,11 @@
-"""Applies RoPE to queries and keys, and gathers the keys and values that rows share.
+"""Apply RoPE to queries and keys, and gather the keys and values that rows share.
 
-Each packed token has one query. The keys and values of a row are consecutive, so those of a prompt
-are copied to every row that shares the prompt. Gradients are summed in float32, in a fixed order.
+Each packed token has one query. The keys and values of a row are consecutive in memory. So the keys
+and values of a prompt are copied to every row that shares the prompt. Gradients are summed in
+float32, in a fixed order.
 
-Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
+In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
+the head size.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
 
 
 class _Rope(torch.autograd.Function):
-    """Takes queries, keys and values as columns of one QKV product, or as three products."""
+    """RoPE for autograd, with queries, keys and values from one QKV product or three products."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""A softmax over positions that are read in tiles, or in parts by several Triton programs."""
+"""Softmax over positions that one Triton program reads in tiles, or several programs in parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def online_softmax(score, value, largest, total, result, precision: tl.constexpr
 
 @triton.jit
 def _add_part(part, largest, total, result, rows: tl.constexpr, size: tl.constexpr):
-    """Add a part, stored at `part`, to a running softmax."""
+    """Add the partial softmax that is stored at `part` to a running softmax."""
     row = tl.arange(0, rows)
     cell = row[:, None] * size + tl.arange(0, size)
     # Another multiprocessor may have written the part, so this one's L1 cache is bypassed.
@@ -38,7 +38,7 @@ def merge_parts(
     parts, flag, part, count, largest, total, result,
     rows: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Store a part, or add all others to part 0 as soon as they are ready."""
+    """Store a partial softmax; the program of part 0 waits for the other parts and adds them."""
     stride: tl.constexpr = rows * (size + 2)
     if part == 0:
         while tl.atomic_add(flag, 0, sem="acquire") < count - 1:

@@ -1,11 +1,11 @@
-"""Decode attention over a shared-prompt cache, for any model with one token per slot.
+"""Decode attention over a shared-prompt cache, for any model, with one token per slot.
 
 The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
 value. The kernel then attends to the prompt, which several slots may share, and to the slot's own
 completion. The kernel supports sliding windows and soft caps.
 
-Tensor shapes use W occupied slots, S slots, P prompts, H heads, K key-value heads, head size D and
-C positions.
+In tensor shapes, W counts occupied slots, S slots, P prompts, H heads, K key-value heads and C
+positions, and D is the head size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _attend(
     size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, page: tl.constexpr,
     capped: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions `low` to `count` - 1, where position 0 is stored at `begin`.
+    """Compute attention to positions `low` to `count` - 1; position 0 is stored at `begin`.
 
     With pages of `page` positions, `begin` is a row in page 0, and pages are `stride` rows apart.
     """

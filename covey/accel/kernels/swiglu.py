@@ -1,7 +1,7 @@
 """SwiGLU: one kernel for silu(gate) * up and one kernel for its gradient.
 
-Tensor shapes use N tokens and MLP size M. Gate and up are columns of one matrix product [N, 2 M],
-or two matrix products.
+In tensor shapes, N counts tokens and M is the MLP size. Gate and up are columns of one matrix
+product [N, 2 M], or two matrix products.
 """
 
 from __future__ import annotations

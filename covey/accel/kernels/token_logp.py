@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
 
-Tensor shapes use R rows and vocabulary size V. The softmax input is scale * (logits + bias),
-optionally soft-capped. The forward pass reads the logits once, with a running maximum. The backward
-pass reads the logits once, with the saved normalizer.
+In tensor shapes, R counts rows and V is the vocabulary size. The softmax input is scale * (logits +
+bias), optionally soft-capped. The forward pass reads the logits once, with a running maximum. The
+backward pass reads the logits once, with the saved normalizer.
 """
 
 from __future__ import annotations

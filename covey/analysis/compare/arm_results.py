@@ -16,7 +16,7 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""Fractions of the way from the starting accuracy to the highest accuracy that every arm reaches.
+"""Fractions of the distance from the starting accuracy to the highest accuracy that all arms reach.
 The report gives the time that an arm takes to reach the accuracy at each fraction.
 """
 
@@ -48,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
-    """A seed whose final accuracy is below an earlier accuracy by more than chance can explain."""
+    """A seed whose final accuracy is significantly lower than an earlier accuracy."""
 
     seed: int
     before: float
@@ -69,8 +69,8 @@ class RewardResult:
 class ArmResult:
     """The results of one arm over its finished seeds.
 
-    Estimates are accuracies, or mean rewards if arms are compared by reward (`by`). Estimates are
-    None if no seed has finished.
+    Estimates are accuracies if `by` is "success", and mean rewards if `by` is "reward". Estimates
+    are None if no seed has finished.
     """
 
     arm: str
@@ -83,22 +83,24 @@ class ArmResult:
     improvement: Estimate | None = None
     """Final minus initial."""
     best: Estimate | None = None
-    """Mean over seeds of each run's highest accuracy; a maximum is biased upwards."""
+    """Mean over seeds of each run's highest accuracy, which overestimates the true accuracy."""
     area: Estimate | None = None
-    """Mean accuracy over the budget that all runs share; the confidence interval is over seeds."""
+    """Mean accuracy over the budget that all runs share, with a confidence interval over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
     finals: tuple[float, ...] = ()
-    """Final value of each seed."""
+    """Final accuracy (or mean reward) of each seed."""
     improvements: tuple[float, ...] = ()
-    """Final value minus initial value of each seed."""
+    """Final accuracy minus initial accuracy (or mean reward) of each seed."""
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """`reward` and `parts/NAME` of the greedy completions; empty if rewards equal success."""
+    """Results of `reward` and of each reward part (`parts/NAME`) on greedy completions. The mapping
+    is empty if rewards are only 1 for success and 0 for failure.
+    """
     cost: Cost | None = None
 
 
@@ -179,7 +181,7 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return mean rewards and reward parts over prompts scored at the start and end of all runs."""
+    """Return the mean reward and the mean of each reward part, over prompts scored in every run."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     rows = [row for pair in ends for point in pair for row in point.rewards.values()]
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -206,7 +208,7 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
 
 
 def _is_graded(point: Point) -> bool:
-    """Return whether a reward differs from 1 for a success or from 0 for a failure."""
+    """Return whether rewards differ from the plain values 1 (success) and 0 (failure)."""
     return any(row["reward"] != float(point.correct[name]) for name, row in point.rewards.items())
 
 
@@ -226,10 +228,10 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return the accuracies for which the report gives the time to reach them.
+    """Return the accuracies in the report's table of the time to reach an accuracy.
 
-    An arm reaches an accuracy if more than half of its seeds reach it, so that one failed seed does
-    not change the result.
+    An arm reaches an accuracy if more than half of its seeds reach it. A single failed seed
+    therefore does not change which accuracies an arm reaches.
     """
     if not arms:
         return []
@@ -263,8 +265,8 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, as docs/statistics.md defines it, or None.
 
-    A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop
-    must also be larger than chance can explain on this number of prompts.
+    A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop in
+    accuracy must also be statistically significant for the number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -23,7 +23,7 @@ class Arm:
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """A number added to every seed of this arm, which changes only prompts and completions."""
+    """A number added to every seed of this arm. A seed affects only prompts and completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Dotted setting -> value, for every setting that differs from the common configuration. The
     value is None if the arm's algorithm does not have the option. Filled by design.py.
@@ -31,7 +31,7 @@ class Arm:
 
     @property
     def text(self) -> str:
-        """The arm in the syntax of `--arm`."""
+        """The arm as the text of a `--arm` option."""
         moved = [f"seed+={self.seed_offset}"] if self.seed_offset else []
         return f"{self.name}: {', '.join([*self.settings, *moved])}".strip()
 
@@ -65,7 +65,7 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Success or reward of each prompt; a completion without a score gets the lowest reward."""
+        """Success or reward of each prompt. A completion without a score gets the lowest reward."""
         if self.by == "success":
             return tuple(map(float, self.correct.values()))
         lowest = min(row["reward"] for row in self.rewards.values())
@@ -85,24 +85,24 @@ class RunResult:
     seed: int
     state: State
     error: str = ""
-    """Why the run failed, in one line."""
+    """The reason why the run failed, in one line."""
     points: tuple[Point, ...] = ()
     folder: str = ""
     """The path of the run folder, relative to the comparison's folder."""
     weights: str = ""
     """Digest of the final weights; policies with equal digests are the same, bit for bit."""
     first_rollouts: str = ""
-    """The name of the first step's rollouts; runs with the same name share these rollouts."""
+    """The name of the first step's rollouts; two runs share the rollouts if the names are equal."""
     memory_gib: float = 0.0
     """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0 if unknown."""
     cpu_seconds: float = 0.0
     """CPU time of the run's process, including evaluations; 0 if unknown. If the run was resumed,
-    memory and CPU time are those of its last process.
+    memory and CPU time cover only its last process.
     """
 
     @property
     def finished(self) -> bool:
-        """Whether the run reached its end and was evaluated there."""
+        """Whether the run reached its end and has an evaluation."""
         return self.state == "done" and bool(self.points)
 
 
@@ -119,7 +119,7 @@ class Comparison:
     """Size of the budget of each run."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """Findings before training, each as the `row()` of a covey.analysis.plan.finding.Finding."""
+    """Findings of `covey plan` before training, each as the dict that `Finding.row()` returns."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
@@ -153,5 +153,5 @@ def compared_by(runs: Iterable[RunResult]) -> Metric:
 
 
 def with_metric(run: RunResult, by: Metric) -> RunResult:
-    """Return a run with this metric in all of its evaluations."""
+    """Return a copy of the run in which every evaluation uses the metric `by`."""
     return replace(run, points=tuple(replace(point, by=by) for point in run.points))

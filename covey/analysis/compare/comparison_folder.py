@@ -60,7 +60,8 @@ class Design:
     threads: int
     """The number of threads of each run.
 
-    The number of threads never changes, because it affects the rounding of sums on a CPU.
+    The number of threads of a comparison never changes, because it affects the rounding of sums on
+    a CPU.
     """
     findings: tuple[Mapping[str, str], ...] = ()
 
@@ -143,7 +144,7 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml; settings with the names of Covey 0.1 get their current names."""
+    """Read comparison.toml, and rename settings of Covey 0.1 to their current names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
@@ -219,7 +220,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the evaluations that cover all prompts; incomplete ones cannot be compared."""
+    """Return the evaluations that cover all prompts. Incomplete evaluations are not comparable."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

@@ -30,7 +30,7 @@ class Conclusion:
 
 
 def conclude(comparison: Comparison) -> Conclusion:
-    """Analyse a comparison. The conclusion names unfinished runs, but no number includes them."""
+    """Analyse a comparison. All numbers are computed without unfinished runs."""
     runs = comparison.finished_runs()
     _check_same_prompts(run for mine in runs.values() for run in mine)
     arms = arm_results(comparison)
@@ -58,9 +58,9 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
         for point in run.points:
             if list(point.correct) != list(first.points[0].correct):
                 raise RunError(
-                    f"arm {run.arm} with seed {run.seed} was evaluated at step {point.step} on "
-                    f"other prompts than arm {first.arm} with seed {first.seed}; delete one of the "
-                    "two runs, and repeat the command"
+                    f"arm {run.arm} with seed {run.seed} and arm {first.arm} with seed "
+                    f"{first.seed} were not evaluated on the same prompts (at step {point.step}); "
+                    "delete one of the two runs, and repeat the command"
                 )
 
 
@@ -69,10 +69,10 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences in which a failed run has its arm's initial accuracy.
+    """Return mean differences between arms; a failed run counts with its arm's initial accuracy.
 
-    The result has only pairs of arms with failed runs. The differences show how much the failed
-    runs could change the conclusion.
+    The result contains a pair of arms only if one of its arms has failed runs. The differences show
+    how much the failed runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
@@ -92,7 +92,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that says which algorithm is better, or why the runs cannot show this."""
+    """Return a sentence that says which algorithm is better, or why the runs cannot decide."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -309,7 +309,7 @@ def _at_constant(arm: ArmResult) -> str:
 
 
 def points(share: float, by: Metric = "success") -> str:
-    """Return a difference of accuracies in percentage points, or a difference of mean rewards.
+    """Format a difference of accuracies in percentage points, or a difference of mean rewards.
 
     >>> points(-0.125), points(-0.125, "reward")
     ('-12.5', '-0.125')
@@ -319,7 +319,7 @@ def points(share: float, by: Metric = "success") -> str:
 
 
 def level(value: float, by: Metric = "success") -> str:
-    """Return an accuracy in percent, or a mean reward.
+    """Format an accuracy in percent, or a mean reward.
 
     >>> level(0.125), level(0.125, "reward")
     ('12.5%', '0.125')
@@ -332,7 +332,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of a difference with the opposite sign."""
+    """Return the estimate of a difference with its sign reversed."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
@@ -342,7 +342,7 @@ def _estimate(estimate: Estimate, by: Metric) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, in singular or plural.
+    """Return a number with its noun, such as `1 arm` or `2 arms`.
 
     >>> count(1, "arm"), count(2, "arm")
     ('1 arm', '2 arms')

@@ -28,7 +28,7 @@ from covey.training.resolve import resolve
 from covey.training.schedule import total_updates
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""Settings that no arm may change. To use other seeds in an arm, write `seed+=`."""
+"""Settings that no arm may change. To use other seeds in an arm, write for example `seed+=1000`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings that affect the rollouts of the first step."""
 NOT_SAMPLING = (
@@ -38,7 +38,7 @@ NOT_SAMPLING = (
     "model.offload_activations",
     "model.deterministic",
 )
-"""Settings that do not affect the rollouts of the first step, although their section does."""
+"""Settings that do not affect the first step's rollouts, unlike the rest of their section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def design_comparison(request: Request) -> Design:
 def _with_budget(
     given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Return the settings with the budget that all arms share, and the size of the budget."""
+    """Return the settings with the budget filled in, and the size of the budget."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
         kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
@@ -133,14 +133,15 @@ def _with_budget(
     if amount is None:
         if budget == "tokens":
             raise ConfigError(
-                "--budget tokens needs --amount, the number of tokens that each run samples"
+                "--budget tokens needs --amount too, which is the number of tokens that each run "
+                "samples"
             )
         amount = total_updates(common.train)
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
 
 
 def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
-    """Add an arm for each algorithm, then the given arms."""
+    """Add an arm for each algorithm, and then the user's arms."""
     found = {arm.name: arm for arm in design.arms}
     for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
         declared = _declared(design, arm)
@@ -150,14 +151,14 @@ def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm
 
 
 def with_seeds(design: Design, count: int) -> Design:
-    """Extend the seeds to at least `count`."""
+    """Add seeds until there are at least `count` seeds."""
     first = min(design.seeds)
     seeds = sorted({*design.seeds, *range(first, first + count)})
     return replace(design, seeds=tuple(seeds))
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return an arm that trains this algorithm, with the given options that it supports."""
+    """Return an arm that trains an algorithm, with the user's options that the algorithm has."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -168,9 +169,10 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 
 
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the given options that have the same meaning in another algorithm.
+    """Return the user's options that have the same meaning in another algorithm.
 
-    For example, `beta` is excluded between DPO and GRPO, because DPO's `beta` is not a KL weight.
+    For example, `beta` is not passed on between DPO and GRPO, because DPO's `beta` is not a KL
+    weight.
     """
     paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
     own = {"name", "beta"} if paired else {"name"}
@@ -183,11 +185,11 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 
 
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
-    """Return the given options that replace different defaults of the arm's algorithm.
+    """Return the user's options that override a different default of the arm's algorithm.
 
     The result maps each option to (value, default of the arm's algorithm). For example, if a recipe
-    for GRPO sets the clip range, `--algorithms gspo` keeps this range. GRPO's clip range is
-    hundreds of times wider than GSPO's default.
+    for GRPO sets the clip range, `--algorithms gspo` keeps the recipe's clip range. GRPO's clip
+    range is hundreds of times wider than GSPO's default.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:
@@ -216,7 +218,7 @@ def arm_configs(design: Design) -> dict[str, Config]:
 
 
 def _declared(design: Design, arm: Arm) -> Arm:
-    """Fill in the settings in which an arm differs; reject a setting that no arm may change."""
+    """Fill in the `differences` of an arm; reject a setting that no arm may change."""
     config = config_of(design, replace(arm, seed_offset=0))
     before, after = _flat(design.common), _flat(config.model_dump())
     differences = {
@@ -232,10 +234,10 @@ def _declared(design: Design, arm: Arm) -> Arm:
         )
     if fixed:
         key, value = fixed[0], toml_value(differences[fixed[0]])
+        other_seeds = ", or add an offset with seed+=1000" if key == "seed" else ""
         raise ConfigError(
-            f"--arm {arm.name}: an arm cannot set {key} = {value}, because all arms must be "
-            f"measured in the same way; set {key} for all arms with --set, or use seed+=1000 for "
-            "other seeds"
+            f"--arm {arm.name}: {key} = {value} must be the same for all arms; set {key} for all "
+            f"arms with --set{other_seeds}"
         )
     if arm.seed_offset:
         differences["seed"] = f"+{arm.seed_offset}"
@@ -260,7 +262,7 @@ def shares_first_rollouts(arm: Arm) -> bool:
 
 
 def same_comparison(old: Design, new: Design) -> bool:
-    """Return whether the new design has no arms or settings that the old design lacks."""
+    """Return whether the old design has every arm and setting of the new design."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)

@@ -33,8 +33,9 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         task = task_of(config)
         if prompts_digest(held_out_of(config, task)) != expected:
             raise ConfigError(
-                f"--arm {name}: the held-out prompts differ from those of the arm {first_name}, so "
-                "the accuracies cannot be compared; change [task] for all arms with --set"
+                f"--arm {name}: the held-out prompts differ from the held-out prompts of arm "
+                f"{first_name}, so accuracies cannot be compared; change [task] for all arms with "
+                "--set"
             )
         section = config.task.model_dump()
         if section not in seen:
@@ -43,14 +44,14 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 
 def _check_disjoint(config: Config, task: Task) -> None:
-    """Reject a held-out prompt whose text equals that of a training prompt."""
+    """Reject a held-out prompt whose text equals the text of a training prompt."""
     held_out = held_out_of(config, task)
     found = shared_prompts(task.train(), held_out)
     if found:
         raise DataError(
             f"task: {len(found)} of {len(held_out)} held-out prompts are also training prompts, so "
-            "evaluations would measure memorization; the first of these prompts is "
-            f"{found[0].id}: {found[0].text!r}"
+            f"evaluations would measure memorization; for example, prompt {found[0].id}: "
+            f"{found[0].text!r}"
         )
 
 
@@ -113,7 +114,7 @@ def _differing_arms(design: Design) -> Iterator[Row]:
 
 
 def _kept_options(design: Design) -> Iterator[Row]:
-    """Yield the options of the recipe that arms with another algorithm keep."""
+    """Yield a finding for each arm that keeps options of a recipe for another algorithm."""
     recipe = design.common["objective"]["name"]
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):

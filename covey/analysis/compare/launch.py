@@ -136,7 +136,7 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
 
     `elsewhere` maps keys to finished runs. If `elsewhere` has a finished run with the key of this
     job, that run is copied instead of trained again. If the folder contains a run with another key,
-    for example of another version of Covey, this run is renamed and never deleted.
+    for example of another version of Covey, that run is renamed. No run is ever deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:
@@ -171,7 +171,10 @@ def _move_aside(path: Path) -> None:
             if log_path(path).exists():
                 log_path(path).rename(log_path(aside))
             return
-    raise RunError(f"{path}: there are already 999 old runs at {path}.aside-N; delete some of them")
+    raise RunError(
+        f"{path}: the old run cannot be renamed, because {path}.aside-1 to {path}.aside-999 exist; "
+        "delete some of these folders"
+    )
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:
@@ -197,7 +200,7 @@ class Running:
         self.status = {job.folder: "waiting" for job in self.jobs}
 
     def having(self, status: Status) -> list[Job]:
-        """Return the jobs with this status."""
+        """Return the jobs with the given status."""
         return [job for job in self.jobs if self.status[job.folder] == status]
 
 
@@ -253,7 +256,7 @@ def _collect_and_start(
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
-    """Start the process of a job in its own session, out of reach of the terminal's Ctrl-C."""
+    """Start a job's process in its own session, so that the terminal's Ctrl-C does not reach it."""
     with log_path(job.path).open("ab") as log:
         process = subprocess.Popen(
             module_command("covey.analysis.compare.run_process"),

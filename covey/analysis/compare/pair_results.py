@@ -1,9 +1,9 @@
 """Results of every pair of arms: tests of algorithms over seeds, of checkpoints over prompts.
 
-Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds:
-each seed is a separate training run, and a difference must be large beside the variation between
-seeds. The test for the better of two *checkpoints* compares prompts, with the weights fixed.
-docs/statistics.md describes the tests and intervals.
+Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds,
+because each seed is a separate training run. A difference must be large compared with the variation
+between seeds. The test for the better of two *checkpoints* compares prompts, with the weights
+fixed. docs/statistics.md describes the tests and intervals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Decision = Literal[
     "nothing to compare",
 ]  # fmt: skip
 """"same policy" means equal weights in every seed. "no difference" means equal results on every
-prompt. "one seed" and "two seeds" are too few seeds to rank the arms.
+prompt. "one seed" and "two seeds" mean that there are too few seeds to rank the arms.
 """
 
 
@@ -37,7 +37,7 @@ class CheckpointResult:
 
     seed: int
     difference: Estimate
-    """First arm minus second arm; the confidence interval is a bootstrap over prompts."""
+    """First arm's mean minus second arm's mean, with a bootstrap interval over prompts."""
     gained: int
     """The number of prompts that only the first checkpoint solves."""
     lost: int
@@ -56,7 +56,7 @@ class PairResult:
     seeds: tuple[int, ...]
     missing: tuple[str, ...]
     differences: tuple[float, ...]
-    """For each seed, the first arm's final accuracy (or mean reward) minus the second arm's."""
+    """Difference of final accuracy (or mean reward) for each seed: first arm minus second arm."""
     mean: float | None
     """The mean of `differences`; None if no seed has finished in both arms."""
     difference: Estimate | None
@@ -74,7 +74,7 @@ class PairResult:
     seeds_needed: int | None
     """Number of seeds that would detect the observed difference with 80 % power, or None."""
     detectable: float | None
-    """The difference that this number of seeds detects with 80 % power."""
+    """The smallest difference that the comparison's number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
     summary: str = ""
     """A sentence that says which algorithm is better. Filled by conclusion.py."""
@@ -91,7 +91,7 @@ class _Pair:
     second: str
     seeds: tuple[int, ...]
     a: Array
-    """[seeds, prompts]: whether the first arm's completion is correct, or its reward."""
+    """Success or reward of the first arm's completions, [seeds, prompts]."""
     b: Array
     same: bool
     """Whether the final weights of the two arms are equal in every seed."""
@@ -99,7 +99,7 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """The first arm's value minus the second arm's, by seed; exactly 0 for equal accuracies."""
+        """First arm's value minus second arm's value by seed; exactly 0 for equal accuracies."""
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property
@@ -114,7 +114,7 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether arms can be tested: there are enough seeds, and the final weights differ."""
+        """Whether the pair can be tested: there are enough seeds, and the final weights differ."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 

@@ -50,10 +50,14 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
         elif not path.exists() or not any(path.iterdir()):
             return Prepared(folder=path, design=design, previous=None)
         elif folder is not None:
-            raise RunError(f"{path} already contains files that do not belong to a comparison")
+            raise RunError(
+                f"{path} already contains files that do not belong to a comparison; choose another "
+                "--folder"
+            )
     raise ConfigError(
         f"{folder} contains a comparison with other settings, arms or budget; choose another "
-        "--folder, or use only --folder, --add, --arm and --seeds to extend the comparison"
+        "--folder, or extend this comparison with only the options --folder, --add, --arm and "
+        "--seeds"
     )
 
 
@@ -68,9 +72,9 @@ def extend(
     old = read_design(folder)
     if threads not in (0, old.threads):
         raise ConfigError(
-            f"--threads {threads}: the runs of {folder} use {old.threads} threads, and another "
-            "number of threads changes the last bits of results; leave --threads out, or choose "
-            "another --folder"
+            f"--threads {threads}: the existing runs of {folder} use {old.threads} threads, and "
+            "another number of threads would change the last digits of results; leave --threads "
+            "out, or choose another --folder"
         )
     new = with_arms(old, algorithms, arms)
     new = new if seeds is None else with_seeds(new, seeds)
@@ -103,7 +107,7 @@ def parallel_runs(design: Design) -> int:
 
 
 def _threads(configs: dict[str, Config], runs: int) -> int:
-    """Divide the cores among the runs; many runs with one thread each use the cores best."""
+    """Return the number of threads of a run; on a CPU, the runs share the cores equally."""
     import torch
 
     if _on_gpu(configs.values()):

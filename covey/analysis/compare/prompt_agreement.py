@@ -45,7 +45,7 @@ class Agreement:
 
 
 def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count prompts in the last evaluations of finished runs; None if no run has finished."""
+    """Count the prompts that arms solve in their last evaluation; None if no run has finished."""
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None

@@ -31,7 +31,8 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""Panel of training health -> metrics of steps.jsonl; a panel shows the first logged metric.
+"""Panel of training health -> metrics of steps.jsonl. A panel shows the first of its metrics that
+the run logged.
 
 docs/metrics.md defines each metric.
 """
@@ -55,12 +56,12 @@ class Example:
     prompt: str
     target: str
     completions: Mapping[str, Mapping[str, Any]]
-    """Arm -> `text`, `correct`, `tokens`, `finish`."""
+    """Arm -> its completion, with the keys `text`, `correct`, `tokens` and `finish`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A metric of an arm over training steps: the mean over its runs."""
+    """A training metric at each step: the mean over the runs of an arm."""
 
     metric: str
     arm: str
@@ -76,7 +77,7 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """The agreement of arms; None if no run has finished or no completion can be correct."""
+    """Agreement of arms on prompts; None if no run has finished or no completion can be correct."""
     texts: Mapping[str, tuple[str, str]]
     """Prompt id -> prompt and target; empty if no run saved its completions."""
     example_seed: int | None
@@ -128,7 +129,7 @@ def _ignore(text: str) -> None:
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
     """Choose example prompts: some on which arms differ, some all correct, some all incorrect.
 
-    `rows` has the lines of one seed's last evaluation, by arm and prompt id.
+    `rows[arm][prompt_id]` is a line of one seed's last evaluation.
     """
     if not rows:
         return ()

@@ -14,7 +14,7 @@ COST_NOTE = (
 
 
 def cost_table(found: Conclusion) -> TextTable:
-    """Return a table of the time, memory and final accuracy of a run of each arm."""
+    """Return a table of the time, memory and final accuracy of each arm."""
     costs = [(arm, arm.cost) for arm in found.arms if arm.cost is not None]
     return TextTable(
         title="Cost of a run",

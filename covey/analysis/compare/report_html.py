@@ -29,12 +29,12 @@ HERE = "covey.analysis.compare"
 COLOURS = 8
 """Number of arm colours in the style sheet; more arms reuse colours with dashed lines."""
 LONGEST_COMPLETION = 3000
-"""How many characters of a completion are shown."""
+"""The number of characters of a completion that the report shows."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
 
 
 def page(contents: ReportContents) -> str:
-    """Return the whole page."""
+    """Return the HTML of the report."""
     comparison, library = contents.comparison, _plotly_source()
     scripts = [library, page_file("report.js", HERE)] if library is not None else []
     about = (

@@ -84,7 +84,7 @@ def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return the mean reward and reward parts of each arm, if rewards differ from success."""
+    """Return a table of the mean reward and the reward parts of each arm."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
@@ -299,7 +299,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence that compares disagreement between arms and between seeds of one arm."""
+    """Return a sentence that compares the disagreement of arms with the disagreement of seeds."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (

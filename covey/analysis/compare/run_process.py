@@ -159,7 +159,7 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return the SHA-256 of a checkpoint's weights: names, dtypes, shapes and bytes, by name.
+    """Return the SHA-256 of a checkpoint's weights, with their names, dtypes and shapes.
 
     The digest covers the files of a model or of an adapter. The digest does not depend on how
     tensors are distributed over files, or on the files' metadata.

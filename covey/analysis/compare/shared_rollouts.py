@@ -1,10 +1,10 @@
 """Shared rollouts: completions before the first optimizer step, generated once for all arms.
 
-Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
-same random numbers, so their completions are the same. The first run that needs the completions
-stores them, and the other runs read them. Reading the stored completions makes them equal on a GPU
-too, where sums in another order may round differently. A file is named by a digest of all settings
-that determine its completions, so a run with other settings never reads the file.
+Before the first optimizer step, all runs of a seed have the same weights, prompts and random
+numbers. The runs of a seed therefore have the same completions in the first step. The first run
+that needs the completions stores them, and the other runs read them. On a GPU, rounding could still
+make completions differ. Stored completions are equal for all runs. A file is named by a digest of
+all settings that determine its completions, so a run with other settings never reads the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from covey.types import VersionSpan
 
 @dataclass(slots=True, kw_only=True)
 class SharedEngine:
-    """An engine that stores its completions before the first optimizer step for other runs."""
+    """An engine that stores its completions of the first step for other runs."""
 
     engine: Engine
     folder: Path
@@ -125,7 +125,7 @@ def _digest(data: Any) -> str:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Let one process at a time check for a file and write it; the lock ends with the process."""
+    """Lock a file, so that only one process at a time checks whether it exists and writes it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
 """Statistical tests, intervals and power: pure functions of accuracies by seed and by prompt.
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors. The
-last axes of arrays are [seeds] or [seeds, prompts]. Leading axes are repetitions, which occur only
-in simulations. The page docs/statistics.md gives the reasons for the tests and intervals of this
-module, and their error rates.
+last axes of arrays are [seeds] or [seeds, prompts]. Leading axes of arrays are repetitions of an
+experiment, which occur only in simulations. The page docs/statistics.md gives the reasons for the
+tests and intervals of this module, and their error rates.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ POWER = 0.8
 MOST_SEEDS = 1000
 """The largest number of seeds that `seeds_needed` considers."""
 EXACT_FLIPS = 16
-"""The most seeds for which all 2^seeds sign flips are tried; above, 2^16 random flips."""
+"""The largest number of seeds for which all 2^seeds sign flips are tried. With more seeds, 2^16
+random sign flips are tried.
+"""
 FEW_SEEDS = 3
 """The fewest seeds for which arms are ranked; two seeds give an interval that is too wide."""
 FLIP_SEEDS = 6
-"""The fewest seeds for which the sign flip test can reach 5 %; five seeds reach 6.25 %."""
+"""The fewest seeds with which the sign flip test can reach a p-value below 5 %. With five seeds,
+the lowest p-value is 6.25 %.
+"""
 COLLAPSE_LEVEL = 0.01
-"""Significance level of a collapse; below 5 %, because the best evaluation is partly luck."""
+"""Significance level of a collapse, below 5 % because a run's best evaluation is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +65,9 @@ def crossed(values: Array) -> Crossed:
     """Decompose the variance of a mean of `values` [..., seeds, prompts].
 
     The decomposition is a two-way analysis of variance in which both factors are random. A prompt
-    that is hard for every seed adds nothing to the variance between seeds, so per-seed accuracies
-    do not show the variance between prompts. The variance between prompts is the variance of
-    per-prompt means minus the part that noise within seeds explains.
+    that is hard for every seed does not increase the variance between seeds. Per-seed accuracies
+    therefore do not show the variance between prompts. The variance between prompts is the variance
+    of per-prompt means minus the variance that noise within seeds explains.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -98,9 +102,9 @@ def _quantile(freedom: int) -> float:
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return mean, low and high of accuracies [..., seeds, prompts], for at least two seeds.
 
-    The interval is Wilson's with an effective sample size, which is the number of independent
-    completions with the same standard error. The interval stays within [0, 1] and never has width
-    0.
+    The interval is Wilson's interval with an effective sample size. The effective sample size is
+    the number of independent completions that have the same standard error. The interval stays
+    within [0, 1] and never has width 0.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -128,7 +132,7 @@ def accuracy(correct: Array) -> Estimate:
 
 
 def change(values: Array, limit: float = 1.0) -> Estimate:
-    """Estimate a mean of differences [seeds, prompts]; the interval is for new seeds and prompts.
+    """Estimate a mean of differences [seeds, prompts], with an interval over seeds and prompts.
 
     `limit` is the largest possible difference: 1 for accuracies, infinite for rewards.
     """
@@ -143,17 +147,17 @@ def change(values: Array, limit: float = 1.0) -> Estimate:
 
 
 def mean_reward(values: Array) -> Estimate:
-    """Estimate a mean of rewards [seeds, prompts]; the interval is for new seeds and prompts."""
+    """Estimate a mean of rewards [seeds, prompts], with an interval over seeds and prompts."""
     return change(values, limit=math.inf)
 
 
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    Accuracies are multiples of 1 / items, so per-seed differences have a rounding error. The result
-    is at least the standard deviation of the rounding error. Without a minimum of the standard
-    deviation, two equal differences would make any difference significant. For rewards, the
-    rounding step is `span` / items.
+    With n prompts, accuracies are multiples of 1 / n, so per-seed differences have a rounding
+    error. The result is at least the standard deviation of the rounding error. If two seeds have
+    equal differences, their standard deviation is 0, and without a minimum any difference would be
+    significant. With n prompts, rewards have a rounding step of `span` / n.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -192,9 +196,9 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the two-sided sign flip test over seeds.
 
-    If the arms do not differ, each seed's difference is equally likely to have the other sign. The
-    p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed sum.
-    The result is None if there are too few seeds for a p-value of 5 %.
+    If the arms do not differ, each seed's difference is equally likely to be positive or negative.
+    The p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed
+    sum. The result is None if there are too few seeds to reach a p-value of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -229,8 +233,9 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
     A significant difference with the wrong sign does not count as detected. The noncentral t
-    distribution is computed as a mean over quantiles of the observed standard deviation, because
-    its series does not converge in the far tail, which the test with two seeds needs.
+    distribution is computed as a mean over quantiles of the observed standard deviation. The usual
+    series of the noncentral t distribution does not converge in the far tail, which the test with
+    two seeds needs.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)

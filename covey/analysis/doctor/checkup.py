@@ -31,12 +31,14 @@ from covey.training.build import Parts, assemble
 from covey.types import Group
 
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
-"""Largest sizes of the small steps: prompts, completions of each and tokens of each completion.
+"""Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
 
-The first size is taken whose checks are estimated to fit into `SHARE` of the time limit.
+The doctor takes the first size whose estimated time fits into `SHARE` of the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""How many rollouts and updates of a small step all checks take, without loading and saving."""
+"""`SHARE` is the fraction of the time limit for small steps. All checks together take `ROLLOUTS`
+rollouts and `UPDATES` updates of a small step.
+"""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
@@ -80,7 +82,7 @@ def examine_run(config: Config, clock: Clock | None = None) -> Iterator[Result]:
 def _fitting(
     config: Config, facts: TaskFacts, shape: Shape, limit: float
 ) -> tuple[Config, RunTime | None]:
-    """Return the largest small run that fits into the limit, and its time if that is known."""
+    """Return the largest small run that fits into the limit, and its estimated time if known."""
     device, found = Device.here(config.model.device), None
     for size in SIZES:
         short = small(config, size)
@@ -93,7 +95,7 @@ def _fitting(
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check engine and gradient on the completions of one step; this changes the weights."""
+    """Check engine and gradient on the completions of one step; the checks change the weights."""
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped
         return

@@ -14,29 +14,33 @@ from dataclasses import dataclass, field
 from covey.analysis.doctor.result import Result
 
 LIMIT = 110.0
-"""Seconds of a checkup; with the start of Python and the imports it stays below two minutes."""
+"""Time limit of a checkup in seconds. With Python's start and the imports, `covey doctor` takes
+less than two minutes.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """Seconds of the parts of a small training step; estimated first, measured when they ran."""
+    """Seconds of each part of a small training step: estimated at first, measured later."""
 
     load: float = 0.0
-    """Building model, engine and task."""
+    """Seconds to build the model, the engine and the task."""
     rollout: float = 0.0
     update: float = 0.0
-    """The gradient over all completions of a step."""
+    """Seconds to compute the gradient over all completions of a step."""
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
-        """Measure the seconds of one part."""
+        """Measure the seconds of one part of a step."""
         started = time.perf_counter()
         yield
         setattr(self, part, time.perf_counter() - started)
 
     @property
     def resume(self) -> float:
-        """Two runs with three steps in all; writing a checkpoint takes about as long as a load."""
+        """Seconds of the resume check: two runs with three steps in all. Writing a checkpoint takes
+        about as long as loading a model.
+        """
         return 3 * (self.rollout + self.update) + 5 * self.load
 
 
@@ -55,7 +59,7 @@ class Clock:
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:
-        """Return the result of a check that is skipped; announce the check if it is not."""
+        """Return the result of a skipped check; if the check is not skipped, announce it."""
         left = max(0.0, self.left)
         if expected <= left:
             self.say(f"{name}{f', about {expected:.0f} s' if expected >= 1 else ''}")

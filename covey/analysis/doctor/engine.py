@@ -29,11 +29,11 @@ RATE = 1e-3
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 """Names of two checks."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Allowed distance of a greedy token's logit below the highest logit; 0.5 for 16 bits."""
+"""Largest allowed gap between a greedy token's logit and the highest logit; 0.5 in 16 bits."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
-    """Compare the engine's log-probs with the trainer's."""
+    """Compare the engine's log-probs with the trainer's log-probs."""
     policy, tokens = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     kept = log_kept(policy, batch, parts.sampling.distribution, tokens)

@@ -110,9 +110,9 @@ def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
 
 
 def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
-    """Return the accumulated gradient of some learners, such as the ranks of one model, by name.
+    """Return the summed gradient of all learners by parameter name; each rank has a learner.
 
-    The tensors belong to the optimizer and change with the next gradient.
+    The tensors belong to the optimizer, and the next call overwrites them.
     """
     optimizer = learners[0].policy.optimizer
     optimizer.zero_grad()

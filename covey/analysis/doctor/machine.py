@@ -37,8 +37,9 @@ PROMPTS = 8
 OVER = 1.5
 """Allowed ratio of measured to forecast memory; earlier checks leave some memory in use."""
 WORKSPACES = 256 * 2**20
-"""Memory that a GPU's libraries allocate through torch, which is no part of the forecast: more than
-all tensors of a tiny model."""
+"""Bytes that a GPU's libraries allocate through torch, which the forecast does not include. A tiny
+model's tensors need less memory than the libraries.
+"""
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
 import os, socket
@@ -62,11 +63,11 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources it can reach; the sandbox must block all."""
+"""A program that lists the forbidden resources it can reach, which must be none in the sandbox."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Run the reward lab; one result is for determinism, one for all other checks."""
+    """Run the reward lab; yield one result for determinism and one for all other checks."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring

@@ -18,7 +18,7 @@ class Result:
     figure: str
     """What was found."""
     remedy: str = ""
-    """What to do if the check failed."""
+    """Advice for the case that the check failed."""
     seconds: float = 0.0
 
     @property

@@ -1,1 +1,1 @@
-"""Explanation of a recorded step: gradients of tokens, for the run's own algorithm and others."""
+"""Explanation of a recorded step: token gradients of the run's algorithm and other algorithms."""

@@ -4,7 +4,8 @@
 
 A gradient step moves logp against its gradient, so a negative gradient makes the token likelier.
 The gradient of the parameters is the sum over tokens of gradient[i,t] times the gradient of
-logp[i,t]. An algorithm therefore affects the parameters only through gradient[i,t].
+logp[i,t]. An algorithm therefore affects the parameters only through the token gradients
+gradient[i,t].
 """
 
 from __future__ import annotations

@@ -120,13 +120,13 @@ class Explanation:
     """Number of trained tokens whose gradient is 0."""
     clipped: int
     share_raised: float
-    """The fraction of the sum of |d loss / d logp| from tokens that the step makes likelier."""
+    """The fraction of the sum of |d loss / d logp| that comes from tokens that become likelier."""
     half_gradient_from: int
-    """The smallest number of rollouts with half of the sum of |d loss / d logp|."""
+    """The smallest number of rollouts that together have half of the sum of |d loss / d logp|."""
     metrics: dict[str, float]
-    """The metrics of the step when it was trained again."""
+    """The metrics that result when the step is trained again."""
     logged: dict[str, Any]
-    """The metrics that the run logged, for every metric in `metrics`."""
+    """The metrics that the run logged, with the same names as in `metrics`."""
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:

@@ -1,9 +1,9 @@
 """Families of algorithms with proportional gradients, and the length bias of algorithms.
 
-An algorithm changes a policy only through the vector of token slopes, d loss / d logp of each
-token. Algorithms with equal slopes give the same update on a batch. Algorithms with proportional
-slopes differ only by a factor, like two learning rates. Adam and gradient clipping mostly remove a
-constant factor of the gradient.
+An algorithm changes a policy only through its token gradients: d loss / d logp of each token.
+Algorithms with equal token gradients give the same update on a batch. Algorithms with proportional
+token gradients differ only by a factor, like two learning rates. Adam and gradient clipping mostly
+remove a constant factor of the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from covey.types import Batch
 
 ROUNDING = 1e-5
-"""Largest relative deviation from proportional slopes that counts as float32 rounding."""
+"""Largest relative deviation from proportional token gradients that counts as float32 rounding."""
 BINS = 4
 """The number of length bins; all bins have about the same number of completions."""
 
@@ -27,14 +27,14 @@ class Member:
 
     name: str
     factor: float
-    """The algorithm's slopes divided by the slopes of the family's first algorithm."""
+    """The algorithm's token gradients as a multiple of the first algorithm's token gradients."""
     identical: bool
-    """Whether the slopes equal those of the family's first algorithm, bit for bit."""
+    """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Algorithms with proportional slopes; the first one is called the leader."""
+    """Algorithms with proportional token gradients; the first algorithm is called the leader."""
 
     members: tuple[Member, ...]
 
@@ -45,9 +45,9 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return c > 0 if `slopes` equals c times `of` up to rounding, else None.
+    """Return c > 0 if the vector `slopes` is c times the vector `of` up to rounding, else None.
 
-    If all slopes are 0, they match only slopes that are also all 0, with c = 1.
+    If one of the vectors is all 0, the other vector must be all 0 too, and c is 1.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)
@@ -59,7 +59,7 @@ def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
 
 
 def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
-    """Group algorithms with proportional slopes, given as one float64 vector per algorithm."""
+    """Group algorithms with proportional token gradients, given as a float64 vector for each."""
     found: list[list[Member]] = []
     for name, row in slopes.items():
         for members in found:
@@ -84,8 +84,8 @@ class LengthBin:
     gradient: float
     """Mean |d loss / d logp| over the tokens of the completions in this bin."""
     per_advantage: float
-    """Sum of |d loss / d logp| divided by the sum of |advantage|, which is the weight of a token
-    without its advantage. The value is 0 if all advantages are 0.
+    """Sum of |d loss / d logp| divided by the sum of |advantage|: the weight of a token without its
+    advantage. The value is 0 if all advantages are 0.
     """
 
 

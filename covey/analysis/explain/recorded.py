@@ -2,7 +2,7 @@
 
 A run keeps only some checkpoints, but all rollouts. The policy before a step is therefore loaded
 from the nearest earlier checkpoint, or from the initial model. On request, the recorded steps after
-this checkpoint are trained again, which gives the exact weights. No rollout is generated or scored
+the checkpoint are trained again, which gives the exact weights. No rollout is generated or scored
 again.
 """
 
@@ -98,7 +98,10 @@ def read_step(run: RunFolder, step: int) -> Recorded:
 def check_trained(recorded: Recorded) -> None:
     """Reject a step that trained on no rollout."""
     if not recorded.groups:
-        raise RunError(f"step {recorded.step} trained on no rollout: all groups were filtered out")
+        raise RunError(
+            f"step {recorded.step} did not train on any rollout, because all groups were filtered "
+            "out"
+        )
 
 
 def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -168,11 +171,11 @@ class Origin:
     replayed_steps: int
     """Number of recorded steps that were trained again after loading the checkpoint."""
     steps_behind: int
-    """Steps between the loaded weights and those that generated the rollouts; 0 if equal."""
+    """Number of steps between the loaded weights and the weights that generated the rollouts."""
 
     @property
     def exact(self) -> bool:
-        """Whether the loaded weights are those that generated the rollouts."""
+        """Whether the loaded weights generated the rollouts."""
         return self.steps_behind == 0
 
 
@@ -198,8 +201,8 @@ class Trainee:
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
-    If `exact` is true, the recorded steps after the checkpoint are trained again, up to
-    `step`. This takes as long as the first time, and gives the same weights.
+    If `exact` is true, the recorded steps after the checkpoint are trained again, up to `step`.
+    Training the steps again takes as long as the first time, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)

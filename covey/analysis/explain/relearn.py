@@ -15,8 +15,8 @@ from covey.types import Batch
 
 Watched = dict[str, torch.Tensor]
 """Name -> values [B, T] of each token, from the last optimizer step that trains the token. The
-names are logp, entropy, weight, and the fields of `Effect`. The entry `number` [B] is the index of
-the optimizer step, counted from 0.
+names of the values are logp, entropy, weight, and the fields of `Effect`. The entry `number` [B] is
+the index of the optimizer step, counted from 0.
 """
 
 

@@ -1,11 +1,11 @@
 """Replay of a recorded step with many algorithms: the gradient that each algorithm would have had.
 
-Every algorithm takes one optimizer step over the same rollouts, once from the policy before the
-run's training step and once from the policy after the run's training step. Before the run's
-training step, the policy is the one that generated the rollouts. After the training step, the
-policy has changed, and clips have an effect. Algorithms differ only in d loss / d logp of each
-token. A backward pass turns the token gradients into the gradient of the parameters. Algorithms
-with proportional token gradients share a backward pass.
+Every algorithm takes one optimizer step over the same rollouts, from two policies: the policy
+before and the policy after the run's training step. Before the run's training step, the policy is
+the one that generated the rollouts. After the training step, the policy has changed, so ratios
+differ from 1 and may be clipped. Algorithms differ only in d loss / d logp of each token. A
+backward pass turns the token gradients into the gradient of the parameters. Algorithms with
+proportional token gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Moment:
     cosine: tuple[tuple[float | None, ...], ...]
     """The cosines of the parameters' gradients; None if one of the gradients is 0."""
     families: tuple[Family, ...]
-    """Groups of algorithms with equal or proportional gradients at this moment."""
+    """Groups of algorithms with equal or proportional gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms; each algorithm gets the given `options` (key=value) that it has."""
+    """Build algorithms; each of the `options` (key=value) goes to every algorithm that has it."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]

@@ -28,14 +28,14 @@ OPTIONS = ("clip_low", "clip_high", "beta")
 LENGTH = 8
 """The constant completion length by which some algorithms divide the loss."""
 PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
-"""The change of each token's log-prob at a drift of 1; completion i starts at element i."""
+"""Change of each token's log-prob at a drift of 1; the tokens of completion i start at index i."""
 
 
 def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return advantage, ratio, clip and gradient of every token of one small step.
 
-    `rewards` and `lengths` are lists with one number for each completion; `drift` is the largest
-    change of a token's log-prob since it was sampled.
+    `rewards` and `lengths` have one number for each completion. `drift` is the largest change of a
+    token's log-prob since the token was sampled.
     """
     name = str(question.get("algorithm", "grpo"))
     rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")
@@ -103,7 +103,7 @@ def small_batch(
 
 
 def option_defaults(name: str) -> dict[str, float]:
-    """Return the options with a slider that an algorithm has, and their defaults."""
+    """Return an algorithm's options that have a slider, with their defaults."""
     parameters = inspect.signature(algorithm(name)).parameters
     return {
         key: float(parameters[key].default)

@@ -26,9 +26,9 @@ class Case:
 def read_cases(path: Path) -> list[Case]:
     """Read completions from JSON Lines, one object per line.
 
-    The key `completion` (or `text`) has the completion, `target` (or `answer`) the target, `prompt`
-    (or `question`) the prompt, and `correct` a person's label. The key `info` and all other keys
-    become the prompt's info. The files in a run's `rollouts` folder have this format.
+    Each object has the keys `completion` (or `text`), `target` (or `answer`), `prompt` (or
+    `question`), and `correct` for a person's label. The key `info` and all other keys become the
+    prompt's info. The files in a run's `rollouts` folder can be read as well.
     """
     try:
         # Not splitlines: JSON strings may contain other line separators.
@@ -46,7 +46,10 @@ def read_labelled(path: Path) -> list[Case]:
     cases = read_cases(path)
     for number, case in enumerate(cases, start=1):
         if case.correct is None:
-            raise DataError(f"{path}: completion {number} has no label 'correct'")
+            raise DataError(
+                f"{path}: completion {number} has no label; add the field 'correct' with the value "
+                "true or false"
+            )
     return cases
 
 
@@ -64,7 +67,7 @@ def _case(line: str, where: str) -> Case:
     content, target = _pop(row, PROMPTS), _pop(row, ("target", "answer"))
     correct = row.pop("correct", None)
     if correct is not None and not isinstance(correct, bool):
-        raise DataError(f"{where}: correct must be true or false, not {correct!r}")
+        raise DataError(f"{where}: the field 'correct' must be true or false, not {correct!r}")
     info = row.pop("info", {})
     prompt = Prompt(
         id=str(row.pop("prompt_id", None) or where),

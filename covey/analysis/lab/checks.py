@@ -1,7 +1,7 @@
 """The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
-A policy exploits every flaw of its reward. The lab scores correct answers, which must get the full
-reward, and a corpus of hacks, which must not. The lab also scores completions that people have
+A policy exploits every flaw of its reward. The lab scores correct answers and a corpus of hacks,
+and only correct answers may get the full reward. The lab also scores completions that people have
 labelled. The lab scores each completion twice, in two processes, and measures the time.
 """
 
@@ -53,7 +53,7 @@ def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: f
 
 @dataclass(slots=True, kw_only=True)
 class Lab:
-    """A reward under test, with its scores so far, which later checks compare."""
+    """A reward under test, and its scores so far, which later checks compare."""
 
     reward: Reward
     scorer: Pool
@@ -135,7 +135,7 @@ def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
 
 
 def check_hacks(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that no wrong hack succeeds, and that no correct hack gets the full reward."""
+    """Check that hacks with a wrong answer fail, and other hacks get less than the full reward."""
     bare = [Case(prompt=p, text=solution_of(p)) for p in prompts]
     results = lab.score(bare, "bare answers")
     needs_thinking = not all(lab.full_reward(result.score) for result in results)

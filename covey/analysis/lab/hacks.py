@@ -36,12 +36,12 @@ class Hack:
 
     name: str
     why: str
-    """The flaw of a reward that the hack exploits, worded to follow `the reward ...`."""
+    """The flaw that the hack exploits, as the end of a sentence that begins with `the reward`."""
     make: Make
     correct_answer: bool = False
     """If true, the hack must not get the full reward; if false, the hack must not succeed."""
     about_thinking: bool = False
-    """If true, the hack abuses thinking and format; it is skipped if a bare answer suffices."""
+    """If true, the hack abuses thinking or format, and is skipped if a bare answer suffices."""
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""
 
@@ -59,7 +59,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """Return a `Make` that puts the given thinking before the solution, in any format."""
+    """Return a function that puts the given thinking before the solution, in any format."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)

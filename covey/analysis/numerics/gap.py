@@ -21,7 +21,9 @@ largest fraction of ratios outside the clip range, and the largest distance of t
 1.
 """
 SMALL = (0.95, 0.01, 0.05)
-"""Limits for a "small" difference, in the same order as HARMLESS; a larger one "matters"."""
+"""Limits for a "small" difference, in the same order as HARMLESS. A difference outside the limits
+in SMALL "matters".
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class ClipRange:
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio, which is then counted only once."""
+        """Whether all tokens of a completion share one ratio, counted once per completion."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:

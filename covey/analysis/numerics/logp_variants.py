@@ -39,7 +39,7 @@ def alone_logp(policy: Policy, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
-    """Return the log-probs of the same weights, computed in float32."""
+    """Return the log-probs of a batch under the model's weights, computed in float32."""
     wide = upcast(policy.model)
 
     def logp(rows: Batch) -> LogProbs:
@@ -51,7 +51,7 @@ def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Te
 
 
 def upcast(model: LanguageModel) -> LanguageModel:
-    """Return a float32 copy of a model, with the weights as rounded in 16 bits."""
+    """Return a float32 copy of a model whose weights keep their 16-bit values."""
     names = {id(module): name for name, module in model.model.named_modules()}
     copied = copy.deepcopy(model.model).float()
     head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))

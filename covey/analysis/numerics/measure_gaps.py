@@ -9,9 +9,9 @@
     kernel       trainer, alone                     - engine, one slot, not truncated, no float8
     staleness    trainer, after optimizer steps     - before
 
-Each line compares two log-probs whose computations differ in only one thing. The differences need
-not add up to the total, because rounding errors partly cancel, and staleness is not part of the
-total.
+Each line of the report compares two log-probs whose computations differ in only one aspect. The
+differences need not add up to the total, because rounding errors partly cancel, and staleness is
+not part of the total.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Report:
 def measure(
     parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
 ) -> Report:
-    """Generate the next step's rollouts and measure every cause; this changes the weights."""
+    """Generate the next step's rollouts and measure every cause; measuring changes the weights."""
     budget = Budget(settings=parts.config.train)
     used = state.used(parts.policy)
     source = SynchronousSource(parts, reporter)
@@ -127,7 +127,7 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Return whether `clip_low` and `clip_high` bound ratios; in `trust_mask` they do not."""
+    """Return whether `clip_low` and `clip_high` are bounds of ratios, unlike in `trust_mask`."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.objective.surrogate) is not trust_mask
 
@@ -163,7 +163,7 @@ def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure differences over all completions, and the effect of batch shape over `few`."""
+    """Measure differences over all completions; measure the effect of batch shape over `few`."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -233,7 +233,7 @@ def _stale(
 
 
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
-    """Return a learner for one optimizer step; its rate is the peak rate if the schedule has ended.
+    """Return a learner for one step, with the peak learning rate if the schedule has ended.
 
     With a learning rate of 0, no weight would change, and staleness could not be measured.
     """

@@ -31,7 +31,7 @@ def page_file(name: str, package: str = HERE) -> str:
 
 @functools.cache
 def template(name: str, package: str, finalize: Callable[[Any], Any]) -> Template:
-    """Return a template of a package, which may import the templates of this folder.
+    """Return a template of a package, which may import the shared templates in this folder.
 
     `finalize` escapes everything that is not `Markup`.
     """
@@ -71,7 +71,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
 
-    With this security policy, even unescaped text of a completion could not run a script.
+    With a Content-Security-Policy, even unescaped text of a completion cannot run a script.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

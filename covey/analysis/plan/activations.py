@@ -18,8 +18,9 @@ from covey.analysis.plan.model_shape import Shape
 FLOAT = 4
 """The number of bytes of a float32."""
 ON_DEVICE = 2
-"""The number of layer inputs on the device while the others are offloaded to main memory: the input
-in use, and the one that is being copied."""
+"""The number of layer inputs on the device while the other layer inputs are offloaded. One layer
+input is in use, and one is being copied.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,13 @@ class Saved:
     norm_float: int
     """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
-    """The number of other tensors as wide as the hidden state: outputs of norms."""
+    """The number of further tensors as wide as the hidden state: the outputs of norms."""
     norm_frozen: int
-    """The value of `norm` if norms are not trained, as with an adapter."""
+    """The number of norm outputs that a layer keeps if norms are frozen, as with an adapter."""
     inner: int
     """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
     inner_adapted: int
-    """The value of `inner` with an adapter, whose layers keep their inputs."""
+    """The number of tensors as wide as the MLP with an adapter, whose layers keep their inputs."""
     output: int = 1
     """The number of tensors as wide as all queries: the input of the output projection."""
     projections: int = 7
@@ -71,7 +72,7 @@ class Pass:
     columns: int
     """The number of tokens of the longest row."""
     tokens: int
-    """The number of tokens that the model reads, including padding if they are not packed."""
+    """The number of tokens that the model processes, including padding if tokens are not packed."""
     chosen: int
     """The number of tokens whose logits are computed."""
     packed: bool
@@ -155,10 +156,10 @@ def training_bytes(
 ) -> int:
     """Return the bytes of activations in a forward and backward pass.
 
-    With gradient checkpointing, a layer keeps only its input and the result of flash attention, and
-    one layer at a time is recomputed. With `offload`, these inputs are in main memory, except those
-    being used or copied. `head` is the memory of the LM head, which is freed before the backward
-    pass of fused layers.
+    With gradient checkpointing, a layer keeps only its input and the result of flash attention.
+    With gradient checkpointing, one layer at a time is recomputed. With `offload`, layer inputs are
+    in main memory, except the inputs that are in use or being copied. `head` is the memory of the
+    LM head, which is freed before the backward pass of fused layers.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers

@@ -9,7 +9,7 @@ from covey.analysis.plan.idle_settings import changed
 from covey.training.schedule import total_updates
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""Sections of models besides the policy: what an objective that has one needs, and its names."""
+"""Section of an extra model, the value in `objective.needs` that requires it, and algorithms."""
 
 
 @rule("idle", "other-settings")

@@ -19,7 +19,7 @@ from covey.config import Config
 PROMPT_TOKENS = 256
 """The prompt length that is assumed if prompts cannot be measured."""
 STALENESS = 1
-"""The staleness of a split in which engines generate while trainers train."""
+"""The staleness of a split in which engines and trainers work at the same time."""
 
 
 def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:

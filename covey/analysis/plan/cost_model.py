@@ -19,12 +19,12 @@ class ModelSize:
     layers: int
     hidden: int
     key_numbers: int
-    """The count of numbers in the KV cache for one token, over all layers."""
+    """The number of KV-cache elements for one token, over all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """Speed and memory of one GPU in bfloat16; by default, of an H200."""
+    """Speed and memory of one GPU in bfloat16. The defaults are for an H200."""
 
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
@@ -47,11 +47,11 @@ class Gpu:
     """The seconds of an engine call besides decoding."""
     prefill_flops: float = 148e12
     node_link: float = 300e9
-    """Bytes per second between GPUs of a node, in each direction: two thirds of the data sheet."""
+    """Bytes per second between GPUs of a node in each direction: 2/3 of the data sheet's value."""
     far_link: float = 40e9
     """Bytes per second of each GPU between nodes: four fifths of the data sheet's 400 Gbit/s."""
     reduce_seconds: float = 20e-6
-    """The assumed latency of a sum over the GPUs of one engine; a layer has two such sums."""
+    """The assumed latency of an all-reduce in one engine; each layer has two all-reduces."""
     node: int = 8
 
 

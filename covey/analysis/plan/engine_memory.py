@@ -1,4 +1,4 @@
-"""Memory of the native engine: KV caches, prefill, sampling and CUDA graphs."""
+"""Memory of the native engine: the KV cache, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from covey.config import Config
 from covey.training.resolve import sampling_of
 
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""The number of tensors as large as the logits while a token is sampled. The numbers are for the
-whole distribution, a truncated distribution (which is sorted), and greedy decoding.
+"""The number of tensors as large as the logits while a token is sampled. The three numbers are for
+sampling from the full distribution, for sampling from a truncated (sorted) distribution, and for
+greedy decoding.
 """
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes per token in a slot, besides the KV cache: a random number, a log-prob and a token id."""
@@ -53,11 +54,11 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU, which is `together` rounded up to a captured number."""
+        """The number of slots on a GPU: at least `together`, and a size that has a CUDA graph."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
-        """Return the number of prompts of this many completions."""
+        """Return the number of prompts to prefill for this number of completions."""
         return min(self.prompts, -(-completions // self.group_size))
 
 
@@ -201,7 +202,7 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call], gigabytes: float) ->
 
 
 def _float8_parts(shape: Shape, config: Config) -> list[Part]:
-    """Return the memory of the quantized weights and of the sums of their products."""
+    """Return the memory of the layers' weights in float8."""
     if config.engine.dtype != "float8":
         return []
     outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner

@@ -11,9 +11,9 @@ import heapq
 from functools import lru_cache
 
 SHORT = 256
-"""The most positions for which CPU attention is two batched products (accel/attention.py)."""
+"""The most positions for which attention on a CPU uses two batched matmuls (accel/attention.py)."""
 LONG = 2048
-"""Rows of this mean length may train without CUDA graphs (accel/attention_choice.py)."""
+"""Mean length from which rows may train without CUDA graphs (accel/attention_choice.py)."""
 FUSED_BYTES = 64 * 2**20
 """Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384
@@ -23,7 +23,7 @@ CAPACITY_STEP = 32
 SPARE_BYTES = 64 * 2**20
 """A KV cache of at most this many bytes is kept between steps (native/backend.py)."""
 PAGE, LEAST_PAGE = 128, 16
-"""Most and fewest positions of a page of the completion cache (native/pages.py)."""
+"""Largest and smallest size of a page of the completion cache, in positions (native/pages.py)."""
 PROMPT_STEP = 128
 """Cached prompts are padded to a multiple of this number (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -33,7 +33,7 @@ TOKEN_STEP = 256
 VOCABULARY_BLOCK = 2048
 """Vocabulary entries that one program of the sampling kernel reads (accel/kernels/sample.py)."""
 CHUNK_STEP = 128
-"""Chunks with more rows of logits are rounded to a multiple of this (accel/fused_head.py)."""
+"""Large chunks of logits have a multiple of this number of rows (accel/fused_head.py)."""
 
 
 def width_for(completions: int) -> int:
@@ -61,9 +61,9 @@ def largest_micro_batch(
 ) -> tuple[int, int]:
     """Return the rows and prompts of the largest micro-batch on a GPU, if all lengths are equal.
 
-    The result equals that of `balanced` in accel/packing.py, for `rows` rows in groups of
-    `group_size`. A group is split into pieces that fit the token budget. The pieces are distributed
-    over the fewest micro-batches.
+    The result equals the result of `balanced` in accel/packing.py, for `rows` rows in groups of
+    `group_size`. A group is split into pieces that fit the token budget. The pieces of all groups
+    are distributed over the fewest micro-batches.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

@@ -1,8 +1,9 @@
 """Equivalence of algorithms: the normal form of an objective omits all parts without effect.
 
-With one update per rollout batch every ratio is 1. At a ratio of 1, a clip has no effect, every
-surrogate has slope 1, and a sequence-level ratio has the same gradient as its token ratios. With
-one update, algorithms can differ only in the advantage, the token weights and the penalty.
+With one update per rollout batch, every ratio is 1. At a ratio of 1, a clip has no effect, and
+every surrogate has slope 1. At a ratio of 1, a sequence-level ratio has the same gradient as its
+token ratios. With one update, algorithms can differ only in the advantage, the token weights and
+the penalty.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates for which marks on tokens have no effect while every ratio is 1."""
+"""Surrogates that treat marked tokens like all other tokens while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -73,7 +74,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(piece: Callable[..., Any]) -> Piece:
-    """Return a piece with all its options, defaults included."""
+    """Return a piece of an objective with all its options, defaults included."""
     function = function_of(piece)
     given = piece.keywords if isinstance(piece, partial) else {}
     usual = {k: p.default for k, p in options_of(function).items()}
@@ -144,7 +145,7 @@ def reference_is_policy(setup: Setup) -> bool:
 
 
 def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return the two pieces that determine how a critic is trained: targets and value loss."""
+    """Return the pieces that determine how a critic is trained: its targets and its value loss."""
     targets, loss = setup.objective.targets, setup.objective.value_loss
     return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 
@@ -172,7 +173,7 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of ratio, surrogate, weights and marks."""
+    """Return the normal form of ratio, surrogate, token weights and token marks."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)
@@ -202,7 +203,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio that has the same gradient at 1, and matching token weights."""
+    """Return the simplest ratio with the same gradient at ratio 1, and matching token weights."""
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
         return ratio.token, token_weights

@@ -41,7 +41,7 @@ class Finding:
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
-        """Return whether the finding depends on one of these settings."""
+        """Return whether the finding depends on one of the given settings."""
         return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
@@ -50,7 +50,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """The texts of a finding; the rule adds the kind and the section of docs/plan.md."""
+    """The texts of a finding, without its kind and docs section, which the rule adds."""
 
     settings: tuple[str, ...]
     title: str
@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores this."""
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores truncation."""
         return truncates_unseen(self.config)
 
     @property
@@ -130,7 +130,9 @@ def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
 
 
 def in_float32(config: Config) -> bool:
-    """Return whether the model computes in float32; for dtype = "auto", on this machine."""
+    """Return whether the model computes in float32, which depends on this machine for dtype =
+    "auto".
+    """
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")

@@ -74,8 +74,8 @@ def _more_ranks(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    The result is None if the run fits with none of the tried numbers of devices. Sharding cannot
-    always make a run fit, because the engine needs all weights on each device.
+    The result is None if the run does not fit on any number of devices that was tried. Sharding
+    cannot always make a run fit, because the engine needs all weights on each device.
     """
     sharded = changed(config, {"parallel.strategy": "fsdp"})
     for ranks in RANKS:
@@ -110,7 +110,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield changes of settings to try, first those that do not affect the trained weights."""
+    """Yield changes of settings to try, starting with changes that do not affect the weights."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
@@ -140,7 +140,7 @@ def _fitting(
 
 
 def changed(config: Config, changes: Settings) -> Config:
-    """Return a configuration with other values of some settings, by dotted name."""
+    """Return a configuration in which the given settings, by dotted name, have new values."""
     data = config.model_dump()
     for key, value in changes.items():
         table, _, name = key.partition(".")

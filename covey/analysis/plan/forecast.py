@@ -39,7 +39,7 @@ PHASES: Mapping[Phase, str] = {
 ALWAYS: tuple[Phase, ...] = ("sample", "prepare", "update", "step")
 
 MICRO_BATCH_STEP = 1024
-"""A suggested train.micro_batch_tokens is a multiple of this."""
+"""A suggested train.micro_batch_tokens is a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Device:
 
     @staticmethod
     def gpu(gibibytes: float) -> Device:
-        """Return a GPU with the given memory; this machine need not have it."""
+        """Return a GPU with the given memory, which need not be in this machine."""
         return Device(kind="cuda", memory=int(gibibytes * 2**30), name=ANY_GPU)
 
 
@@ -101,9 +101,9 @@ class Part(NamedTuple):
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """The phases in which this memory is allocated."""
+    """The phases in which the part is allocated."""
     why: str
-    """A description of the tensors in this part."""
+    """A description of the part's tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

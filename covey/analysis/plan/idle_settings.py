@@ -181,7 +181,7 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def adaptive_beta(setup: Setup) -> Iterator[Said]:
-    """Rule about the horizon of an adaptive beta without a target, or longer than the run."""
+    """Rule about an adaptive beta that has no KL target, or that hardly changes within the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
@@ -278,7 +278,7 @@ def filters(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def length_penalty_unread(setup: Setup) -> Iterator[Said]:
-    """Rule about a length penalty that the advantage ignores or no completion can reach."""
+    """Rule about a length penalty that the advantage ignores, or that never applies."""
     section, longest = setup.config.length_penalty, setup.config.rollout.max_tokens
     if section.name != "none" and setup.advantage in IGNORES_REWARD:
         algorithm_name = setup.config.objective.name

@@ -1,10 +1,10 @@
-"""Seconds of a training step on a CPU, from one decoder layer with arbitrary weights.
+"""Seconds of a training step on a CPU, estimated from one decoder layer with arbitrary weights.
 
 The measured layer has the sizes of the model's layers. The layer decodes one token for every
-completion, and runs forward over a few tokens; a backward pass takes about twice as long as a
-forward pass. The time of the layer is multiplied by the number of layers, and a part of the output
-layer is measured in the same way. The layer is computed with numpy, so that a plan does not import
-torch.
+completion, and runs forward over a few tokens. A backward pass takes about twice as long as a
+forward pass. The time of the layer is multiplied by the number of layers. A part of the output
+layer is measured in the same way as the layer. The layer is computed with numpy, so that a plan
+does not import torch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ TRAIN_FLOPS = 1e10
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Maximum operations of a measured decode step, and the number of rows that is always allowed."""
+"""Maximum operations of a measured decode step; FEWEST_ROWS rows may exceed this maximum."""
 KEY_NUMBERS = 2e7
-"""Maximum count of numbers in the keys of a measured decode step."""
+"""Maximum number of elements in the keys of a measured decode step."""
 HEAD_ROWS = 2048
 """Number of vocabulary tokens in the measured part of the output layer."""
 REPEATS = 3
-"""Number of measurements; the shortest one counts."""
+"""Number of measurements; the fastest measurement counts."""
 WITH_BACKWARD = 3
-"""A forward and a backward pass take this many times as long as a forward pass."""
+"""Time of a forward and a backward pass, divided by the time of a forward pass."""
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -53,7 +53,7 @@ class _Layer:
         return sum(weight.size for weight in (self.qkv, self.out, self.up, self.down))
 
     def __call__(self, x: Array, past: Array | None = None) -> Array:
-        """Return the hidden states [B, T, hidden]; `past` has the keys to attend to, if given."""
+        """Return the hidden states [B, T, hidden]. Tokens also attend to the keys in `past`."""
         shape = self.shape
         query, key, value = np.split(
             _norm(x) @ self.qkv, [shape.query, shape.query + shape.key], axis=-1
@@ -78,7 +78,7 @@ def _norm(x: Array) -> Array:
 
 
 def _heads(x: Array, shape: Shape) -> Array:
-    """Return [B, heads, T, head size] of [B, T, heads * head size]."""
+    """Reshape [B, T, heads * head size] to [B, heads, T, head size]."""
     return x.reshape(*x.shape[:2], -1, shape.head_size).swapaxes(1, 2)
 
 
@@ -143,5 +143,5 @@ def _weights(inputs: int, outputs: int) -> Array:
 
 
 def _filled(*sizes: int) -> Array:
-    """Return an array with one number everywhere: random numbers take longer to draw."""
+    """Return an array filled with one number, because random numbers take longer to draw."""
     return np.full(sizes, 0.01, dtype=np.float32)

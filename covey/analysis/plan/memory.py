@@ -49,8 +49,8 @@ ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
 """On a CPU, malloc wastes memory in holes between freed and kept tensors. FRAGMENTATION is the
-wasted memory as a fraction of the activations. Measured fractions range from 0 to 0.7, because
-later allocations may fill the holes.
+wasted memory as a fraction of the activations. Measured fractions of wasted memory range from 0 to
+0.7, because later allocations may fill holes.
 """
 
 
@@ -127,7 +127,7 @@ class _Run:
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
     def share(self, count: int) -> int:
-        """Return the largest number of `count` prompts or completions that one rank gets."""
+        """Return how many of `count` prompts or completions one rank gets at most."""
         return -(-count // self.ranks)
 
     @property
@@ -165,7 +165,7 @@ class _Run:
 
     @property
     def captured(self) -> bool:
-        """Whether training passes are CUDA graphs, whose activations stay between steps."""
+        """Whether training passes are CUDA graphs, which keep their activations between steps."""
         # On current GPUs, long rows are faster without a graph.
         recorded = self.config.records_passes and self.row_tokens - 1 < LONG
         return self.gradient_sinks and self.shape.fuses and recorded
@@ -273,7 +273,7 @@ class _Run:
         return reference or ("teacher" in needs and bool(teacher))
 
     def _pass_parts(self, batch: Pass) -> list[Part]:
-        """Return the memory of forward passes, with gradient and without."""
+        """Return the memory of forward passes with and without gradients."""
         shape, size, config, device = self.shape, self.size, self.config, self.device.kind
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"

@@ -1,8 +1,8 @@
 """Sizes of a model, computed from its configuration without reading weights.
 
 For the common decoder families this module computes the sizes from config.json alone, without
-torch. Any other model is built by transformers on torch's meta device, where tensors have shapes
-but no memory. Building a model on the meta device is slower, because importing torch and
+torch. A model of another family is built by transformers on torch's meta device, where tensors have
+shapes but no memory. Building a model on the meta device is slower, because importing torch and
 transformers' model code takes seconds.
 """
 
@@ -45,7 +45,7 @@ class Shape:
     added: int
     """The number of parameters of the adapter."""
     trained: int
-    """The number of trained parameters: those of the adapter, or all."""
+    """The number of trained parameters: the adapter's parameters, or all parameters."""
     head: int
     """The number of parameters of the output layer."""
     head_trained: bool
@@ -215,7 +215,9 @@ def measure(
 
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError("model: the model has no output layer, which Covey needs")
+        raise ModelError(
+            "model: Covey needs a model with an output layer, which this model does not have"
+        )
     layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)

@@ -1,4 +1,4 @@
-"""Memory of the models beside the policy: the reference, a teacher and a critic."""
+"""Memory of the models besides the policy: the reference, a teacher and a critic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.models.model_path import adapter_base
 from covey.objective import Objective
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""optimizer.state -> bytes of a master weight besides its bfloat16 copy, and of two moments."""
+"""optimizer.state -> bytes of a master weight besides its bfloat16 copy; bytes of two moments."""
 
 
 class RunFacts(Protocol):
@@ -70,7 +70,7 @@ def teacher_parts(run: RunFacts) -> list[Part]:
 
 
 def _self_teacher(run: RunFacts) -> list[Part]:
-    """Return the memory of a self-teacher's weights, as for a reference of the same kind."""
+    """Return the memory of a self-teacher's weights, computed like a reference of the same kind."""
     teacher = run.config.teacher
     under = run.shape.rank and not adapter_base(run.config.model.path)
     if teacher.policy == "current" or under:

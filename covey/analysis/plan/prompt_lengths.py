@@ -1,8 +1,8 @@
 """Token counts of prompts and solutions.
 
 A tokenizer needs transformers, which takes a second to import. Nothing else in a plan needs
-transformers, so `covey plan` measures prompts in a separate process and reads the task meanwhile.
-This module does not import torch.
+transformers. `covey plan` therefore measures prompts in a separate process, and reads the task at
+the same time. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
 """Errors while reading data or a tokenizer, after which the plan continues without token counts."""
 
 Job = Mapping[str, Any]
-"""The keys are `path`, `source` and `options` of the tokenizer, the chat `template`, and the inputs
-to measure, which are `solutions` (texts) and `prompts` (lists of messages).
+"""The keys of a job are the tokenizer's `path`, `source` and `options`, the chat `template`, and
+the inputs `solutions` (texts) and `prompts` (lists of messages).
 """
 Measure = Callable[[Job], Mapping[str, Any]]
 
@@ -78,13 +78,13 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context with `measure`, run in another process unless transformers is imported."""
+    """Return a context manager that yields `measure`, which may run in another process."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 
 @contextmanager
 def measuring_elsewhere() -> Iterator[Measure]:
-    """Start a process that imports transformers; yield a function that calls `measure` there."""
+    """Start a process that imports transformers; yield a function that calls `measure` in it."""
     process = subprocess.Popen(
         module_command("covey.analysis.plan.prompt_lengths"),
         stdin=subprocess.PIPE,

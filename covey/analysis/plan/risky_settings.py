@@ -21,10 +21,10 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The fewest prompts that make a change significant if all change one way: 2 / 2^6 < 0.05."""
+"""The fewest changed prompts that are significant if all change one way (2 / 2^6 < 0.05)."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""The fraction of truncated solutions from which the finding about max_tokens appears."""
+"""The finding about max_tokens appears if at least this fraction of solutions is truncated."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -82,7 +82,7 @@ def equal_completions(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def truncated_sampling(setup: Setup) -> Iterator[Said]:
-    """Rule about training on truncated sampling as if it were the whole distribution."""
+    """Rule about training that treats truncated sampling as sampling from the full distribution."""
     if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
         yield Said(
             (
@@ -117,7 +117,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that read `success` of a reward for the format."""
+    """Rule about algorithms and filters that use `success` of a reward for the format."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
@@ -249,7 +249,7 @@ def shortcuts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def long_prompts(setup: Setup) -> Iterator[Said]:
-    """Rule about prompts that leave no room for a completion in the model's context."""
+    """Rule about prompts so long that no completion fits into the model's context."""
     facts, rollout = setup.facts, setup.config.rollout
     if facts.context is None:
         return
@@ -272,7 +272,7 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
 
 
 def _share(facts: TaskFacts, count: int) -> str:
-    """Return in words how many prompts are too long: the exact count, a minimum, or a sample."""
+    """Return in words how many prompts are too long: exactly, at least, or in a sample."""
     if not facts.long_prompts:
         return f"{count} of {len(facts.prompt_tokens)} prompts that were measured"
     least = "at least " * (count == len(facts.long_prompts))

@@ -16,7 +16,7 @@ def step_tokens(config: Config) -> int:
 
 
 def least_steps(config: Config) -> int:
-    """Return the fewest steps of a run; with a token budget, for completions of maximum length."""
+    """Return the fewest steps of a run, as if all completions had the maximum length."""
     train = config.train
     if train.budget == "tokens":
         return math.ceil(train.amount / step_tokens(config))
@@ -24,10 +24,10 @@ def least_steps(config: Config) -> int:
 
 
 def most_steps(config: Config) -> int:
-    """Return the most steps of a run; with a token budget, for completions of one token.
+    """Return the most steps of a run, as if all completions had one token.
 
-    With a budget of optimizer steps, a step whose groups are all dropped by dynamic sampling uses
-    no budget, so the run may have more steps.
+    With a budget of optimizer steps, a run has more steps if dynamic sampling drops all groups of a
+    step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

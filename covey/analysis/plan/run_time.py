@@ -1,4 +1,4 @@
-"""Time of a run, estimated without a training step: by the cost model, or by one layer on a CPU."""
+"""Time of a run, estimated without training: by the cost model, or by timing one layer on a CPU."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
 
 
 def _source(device: Device, ranks: int) -> dict[str, str]:
-    """Return the device of an estimate, its uncertainty and its basis."""
+    """Return texts about the device, the uncertainty and the basis of an estimate."""
     if device.kind == "cpu":
         basis = "the time of one layer of the same size on this machine"
         return {"device": "this CPU", "uncertainty": "a rough estimate", "basis": basis}

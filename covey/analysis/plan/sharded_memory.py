@@ -1,8 +1,8 @@
 """Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
 
 A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores the
-engine's whole copy of the weights. During a pass, the weights of the current and the next block,
-the embedding, the head and the last norm are whole on every rank. If a single rank has all shards,
+engine's full copy of the weights. During a pass, every rank has the complete weights of the current
+and the next block, the embedding, the head and the last norm. If a single rank has all shards,
 fused passes use weights that are gathered once per optimizer step.
 """
 
@@ -13,8 +13,8 @@ from covey.analysis.plan.forecast import ALWAYS, Part
 from covey.analysis.plan.model_shape import Shape
 
 BLOCKS = 2
-"""The number of blocks that are gathered at once: the current block, and either the next block or
-the gradients of the previous block.
+"""The number of blocks gathered at once: the current block, and either the next block or the
+gradients of the previous block.
 """
 
 
@@ -24,7 +24,7 @@ def sharded_parts(
     """Return the memory of weights and optimizer state on one rank.
 
     A weight takes `size` bytes in computations, and the moments of a trained parameter take
-    `moments` bytes. With `stays_gathered`, all weights are whole during an optimizer step.
+    `moments` bytes. With `stays_gathered`, all weights stay gathered during an optimizer step.
     """
     weights = shape.parameters + shape.added
     own = shape.trained * FLOAT + (weights - shape.trained) * size
@@ -82,8 +82,9 @@ def end_parameters(shape: Shape) -> int:
 
 
 def _gradients(shape: Shape, size: int) -> int:
-    """Return the memory of unsharded gradients: the gradients of a block, their float32 copy for
-    the reduce-scatter, and the gradients of the output layer if it is trained.
+    """Return the memory of the unsharded gradients of one block and of a trained output layer.
+
+    The reduce-scatter needs a float32 copy of the block's gradients.
     """
     per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
     sent = FLOAT if size < FLOAT else 0

@@ -28,7 +28,7 @@ from covey.types import Prompt
 SAMPLE = 64
 """The number of prompts whose tokens are counted, spread over the whole task."""
 LONGEST = 32
-"""The number of additional prompts, those with the most characters, whose tokens are counted."""
+"""The number of longest prompts (by characters) whose tokens are counted as well."""
 BASELINE_PROMPTS = 256
 """The number of held-out prompts on which baselines are scored."""
 
@@ -163,7 +163,7 @@ def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _solution(prompt: Prompt, config: Config) -> str:
-    """Return a correct completion, with its reasoning if the task has one."""
+    """Return a correct completion, including the reasoning if the task provides it."""
     try:
         text = write_solution(prompt, config.sft.template)
     except DataError:

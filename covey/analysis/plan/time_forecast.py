@@ -79,7 +79,7 @@ def measure_time(config: Config) -> TimeForecast:
 
 
 def shortened(config: Config) -> Config:
-    """Return the settings of the measurement, which are those of the run with fewer steps."""
+    """Return the settings of the measurement: the run's settings with fewer steps."""
     data = config.model_dump()
     data["train"] |= {"steps": WARM_UP + MEASURED, "stop_after": {}}
     data["evaluate"]["every"] = 0

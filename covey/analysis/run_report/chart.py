@@ -27,7 +27,9 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def svg(title: str, trend: Trend, *, style: bool = False) -> Markup:
-    """Return the chart of a metric as SVG. For a separate file, `style` sets the colours."""
+    """Return the chart of a metric as SVG. `style` is the style sheet of a chart in a separate
+    file.
+    """
     x0, x1 = _range(trend.steps, 0.0)
     y0, y1 = _range(trend.values, 0.06)
     across = (WIDTH - LEFT - RIGHT) / (x1 - x0)

@@ -38,7 +38,7 @@ PANELS = MappingProxyType(
 )
 """Panel of the report -> metrics; the panel shows the first metric that the run has."""
 SAMPLES = 3
-"""The numbers of shown rollouts with the highest and with the lowest rewards."""
+"""The number of highest-reward and of lowest-reward rollouts in the report."""
 READ_SECONDS = 60.0
 """Seconds for reading the last step's rollouts; the rest of a very large file is skipped."""
 KINDS = MappingProxyType(
@@ -65,11 +65,12 @@ class RunReport:
     """Examples: held-out prompts with their greedy completions before and after training."""
     sampled_step: int | None
     samples: Sequence[Mapping[str, Any]]
-    """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
+    """Rollouts of the last step with the highest rewards, then rollouts with the lowest rewards."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """What changed in the reward since the previous run, one line each. Empty if the reward did not
-    change."""
+    """Changes of the reward since the previous run, one line for each change. The list is empty if
+    the reward did not change.
+    """
     command: str
     environment: str
     config: str

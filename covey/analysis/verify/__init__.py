@@ -1,1 +1,1 @@
-"""Checks that the files in a run folder are what the run computed, for `covey runs verify`."""
+"""Checks that the records in a run folder are genuine and complete, for `covey runs verify`."""

@@ -2,8 +2,9 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against the next record in this chain, and against its digest. This module
-does not import torch. It reads the task to find the prompts that each step should have drawn.
+Each record is checked against its digest, and against the next record in the diagram. This module
+does not import torch. The check of the data reads the task, to find the prompts that each step
+should have drawn.
 """
 
 from __future__ import annotations

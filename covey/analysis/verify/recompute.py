@@ -63,7 +63,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _changed_after(run: RunFolder, first: int) -> int | None:
-    """Return the step of a resume after the checkpoint of step `first` that changed settings.
+    """Return the step of the first resume with changed settings after the step `first`.
 
     None means that all later steps had the current settings.
     """

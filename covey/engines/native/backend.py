@@ -35,7 +35,7 @@ class DecodeBackend(Protocol):
     description: str
     """A line for the user: the backend's name, and why no faster backend is used."""
     steps: int
-    """The most tokens that `advance` generates in a slot."""
+    """Maximum number of tokens that one call of `advance` generates in a slot."""
 
     def width_for(self, completions: int) -> int:
         """Return the number of slots to allocate, at least one per concurrent completion."""
@@ -49,10 +49,10 @@ class DecodeBackend(Protocol):
         """
 
     def refresh(self) -> None:
-        """Continue with new values of the weights, which have changed since `begin`."""
+        """Use the current weights, which have changed since `begin`."""
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
-        """Generate 1 to `most` tokens in each unfinished slot among the first `width`."""
+        """Generate 1 to `most` tokens in each unfinished slot among the first `width` slots."""
 
 
 @dataclass(slots=True)
@@ -62,17 +62,17 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """The shape of the KV cache; None if the model has no KV cache, so that slots store tokens."""
+    """The shape of the KV cache; None if the model has no KV cache, and slots store tokens."""
     description: str = "one token at a time"
     steps: int = 1
     sampling: Sampling | None = None
     steady: bool = False
     spare: SlotCache | None = field(init=False, default=None)
-    """A small CPU cache that is kept for the next call, because first use of new memory is slow."""
+    """A small CPU cache for reuse by the next call, because new memory is slow at first use."""
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
-        """Return the same number, because the eager backend supports any number of slots."""
+        """Return `completions`, because the eager backend supports any number of slots."""
         return completions
 
     def begin(
@@ -119,7 +119,7 @@ class EagerBackend:
 def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION) -> DecodeBackend:
     """Return the fastest backend that passes the parity check with the model.
 
-    With float8 precision there is only one backend; a model that it cannot run is an error.
+    With float8 precision, raise ModelError if the CUDA graph backend does not support the model.
     """
     if not precision.exact:
         return _float8_backend(model, precision)
@@ -134,7 +134,7 @@ def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION)
 
 
 def _float8_backend(model: LanguageModel, precision: Precision) -> DecodeBackend:
-    """Return the backend of CUDA graphs with float8 numbers, or raise an error."""
+    """Return the CUDA graph backend with float8 precision, or raise ModelError."""
     from covey.engines.native.decode_graph import graph_backend  # needs triton
 
     try:

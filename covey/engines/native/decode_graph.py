@@ -3,7 +3,7 @@
 A decode step runs hundreds of small kernels, and launching them one by one takes longer than
 running them. A CUDA graph launches all kernels at once. A graph is captured once for each number of
 slots and sampling distribution. The graph stays valid while slots, completions and weights change,
-because their tensors keep their addresses.
+because the addresses of all tensors stay the same.
 """
 
 from __future__ import annotations
@@ -43,15 +43,14 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""Number of tokens between two checks by the CPU for ended completions."""
+"""The CPU checks for finished completions once per this many tokens."""
 FREE_SHARE = 0.8
-"""Most of the free memory that completions may take; the rest is for training."""
+"""Maximum fraction of the free memory for completions; the rest is for training."""
 SLOTS = 4
-"""The number of slots in the check of a captured graph."""
+"""Number of slots in the test of a captured graph."""
 TOLERANCE = 0.02
-"""The allowed relative difference between a replayed step and an eager step. The two steps may use
-different kernels and round differently.
-"""
+"""The allowed relative difference between a replayed step and an eager step. Replayed and eager
+steps may use different kernels and round differently."""
 
 
 @dataclass(slots=True)
@@ -68,12 +67,12 @@ class GraphBackend:
     sizes: dict[str, int] = field(default_factory=dict)
     """The sizes with which the KV cache was allocated."""
     slots: dict[int, Slots] = field(default_factory=dict)
-    """Length of the longest completion -> slots for completions of this length."""
+    """Slots, by the maximum length of their completions."""
     distribution: Distribution = field(default_factory=Distribution)
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
     def width_for(self, completions: int) -> int:
-        """Round up to a number of slots for which graphs are captured."""
+        """Round `completions` up to a number of slots for which graphs are captured."""
         return width_for(completions)
 
     def begin(
@@ -108,7 +107,7 @@ class GraphBackend:
         return replace(self.slots[room], kept=log)
 
     def _pool_pages(self, gigabytes: float) -> int:
-        """Return the number of pages for completions: all at full length, or as many as fit."""
+        """Return how many pages to allocate: enough for full length, or as many as fit."""
         shape, capacity = self.shape, self.sizes["capacity"]
         page = page_for(capacity)
         longest = -(-capacity // page)
@@ -116,7 +115,7 @@ class GraphBackend:
         return max(longest, int(min(self.sizes["slots"] * longest, room // shape.bytes(page))))
 
     def _free_bytes(self) -> float:
-        """Return the memory that completions may take if there is no setting."""
+        """Return the maximum memory of completions, if engine.cache_gigabytes is not set."""
         if self.shape.device.type != "cuda":
             return math.inf
         free, _ = torch.cuda.mem_get_info(self.shape.device)
@@ -125,7 +124,7 @@ class GraphBackend:
         return FREE_SHARE * (free + cached) - prompts
 
     def refresh(self) -> None:
-        """Let the decoder prepare the weights at the addresses that graphs contain."""
+        """Update the decoder's weights in place, because graphs contain their addresses."""
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
@@ -142,7 +141,7 @@ class GraphBackend:
             self.graphs[key].replay()
 
     def _capture(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
-        """Capture a decode step, which takes about a quarter of a second."""
+        """Capture a decode step as a CUDA graph, which takes about a quarter of a second."""
         active = slots.cache.active.clone()
         slots.cache.active.zero_()  # the warm-up step, which compiles kernels, writes nothing
         self._step(slots, width)
@@ -231,7 +230,7 @@ def _float8_backend(model: LanguageModel, shape: KVShape, precision: Precision) 
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """Return how long a call and the work that it starts on a device take."""
+    """Return the seconds of a call, including the work that the call starts on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()

@@ -47,7 +47,7 @@ def checked_decoder(
     make_cache: MakeCache = _slot_cache,
     tolerance: float = FLOAT32_TOLERANCE,
 ) -> Decoder:
-    """Return a decoder of the given class, or raise UnsupportedModel if it fails the check."""
+    """Return a decoder of the class `kind`; raise UnsupportedModel if it fails the parity check."""
     try:
         decoder = kind(model)
         with perturbed_adapter(model):
@@ -84,7 +84,7 @@ def _tokens(model: LanguageModel) -> torch.Tensor:
 def decode_with_cache(
     model: LanguageModel, decoder: Decoder, make_cache: MakeCache = _slot_cache
 ) -> torch.Tensor:
-    """Return the hidden states of two decode steps from cached prompts."""
+    """Return the hidden states of two decode steps after cached prompts."""
     ids, prompts = _tokens(model), DynamicCache()
     model.backbone(input_ids=ids, past_key_values=prompts, use_cache=True)
     cache = make_cache(3, KVShape.of(prompts))
@@ -93,7 +93,7 @@ def decode_with_cache(
 
 @torch.inference_mode()
 def decode_without_cache(model: LanguageModel) -> torch.Tensor:
-    """Return the hidden states of the same tokens from the model's own forward pass."""
+    """Return the hidden states of the two decode steps from the model's own forward pass."""
     ids = _tokens(model)
     cache = SlotCache(3, CAPACITY, None, model.device)
     return _two_steps(ids, RecomputeDecoder(model), cache, [ids[:, None]])

@@ -1,12 +1,13 @@
-"""Decode step of Llama-like models whose matrix products multiply float8 numbers.
+"""Decode step of Llama-like models with float8 matrix products.
 
 Float8 numbers take half the memory of 16-bit numbers, and tensor cores multiply them twice as fast.
-The weights of all products in the layers are quantized, with one power of two per output, whenever
-the engine gets new weights. The kernel that makes the input of a product also quantizes it, with
-one scale per token. Embedding, norms, residual stream, attention and head keep their precision.
+Whenever the engine gets new weights, the weights of the layers are quantized, with one scale (a
+power of two) per output. The kernel that computes the input of a product also quantizes the input,
+with one scale per token. Embedding, norms, residual stream, attention and head keep their
+precision.
 
-The engine then samples from a slightly different policy than the trainer's, so a run needs a
-correction (covey/objective/correction.py).
+An engine with float8 products samples from a slightly different policy than the trainer's, so a run
+needs a correction (covey/objective/correction.py).
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ MULTIPLE = 16
 
 FLOAT8_TOLERANCE = 0.25
 """The allowed relative difference of hidden states in the parity check. A float8 number has three
-digits after the leading one: each product of random numbers is off by about 4 %, and errors of
-several products add up. A wrong scale or a wrong row changes the result by more.
-"""
+binary digits after the leading digit, so a product of random numbers has an error of about 4 %. The
+errors of several products add up. A wrong scale or a wrong row changes the hidden states by
+more."""
 
 
 class Float8Linear:
-    """Linear layers with the same input as one float8 product."""
+    """Several linear layers with the same input, fused into one float8 product."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         self.layers = [each.layer for each in layers]
@@ -74,7 +75,7 @@ class Float8Linear:
             at = end
 
     def __call__(self, values: Quantized) -> Product:
-        """Return W x + b of all layers, before its scales."""
+        """Return W x + b of all layers, with scales that are not yet applied."""
         return product(values, self.weight, self.bias)
 
 

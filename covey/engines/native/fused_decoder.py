@@ -1,8 +1,9 @@
 """Decode step of Llama-like models on a GPU: the arithmetic of `LlamaDecoder` in a few kernels.
 
 The residual stream is float32, as in the trainer's fused forward pass, so that engine and trainer
-agree. All inputs of matrix products have the dtype of the weights. A step never synchronizes with
-the CPU and does not depend on the lengths of completions, so it can be captured as a CUDA graph.
+agree. All inputs of matrix products have the dtype of the weights. A decode step can be captured as
+a CUDA graph, because it never synchronizes with the CPU and does not depend on the lengths of
+completions.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class FusedDecoder(LlamaDecoder):
 
 
 def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """Return the weights of a layer's norms of queries and keys, and their epsilon, if any."""
+    """Return the weights and epsilon of a layer's query and key norms; None without norms."""
     if block.query_norm is None or block.key_norm is None:
         return None
     weight, eps = gain(block.query_norm)

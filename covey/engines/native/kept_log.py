@@ -1,4 +1,4 @@
-"""Kept sets of completions in progress: the tokens left after top-k, top-p and min-p."""
+"""Record which tokens top-k, top-p and min-p kept (kept sets), for completions in progress."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from covey.kept_sets import encode_kept
 
 @dataclass(slots=True)
 class KeptLog:
-    """The kept sets of every slot, in main memory."""
+    """The tokens that truncation kept, for each sampled token of each slot, in CPU memory."""
 
     slots: list[list[np.ndarray]]
 
     @staticmethod
     def make(slots: int) -> KeptLog:
-        """Return an empty log of kept sets for all slots."""
+        """Return an empty log for all slots."""
         return KeptLog([[] for _ in range(slots)])
 
     def open(self, index: torch.Tensor) -> None:
@@ -28,18 +28,18 @@ class KeptLog:
             self.slots[slot] = []
 
     def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
-        """Append the kept sets [n, V] of the newest token in the slots `index`."""
+        """Append the tokens that truncation kept [n, V] for the newest token of each slot."""
         ids = kept.nonzero()[:, 1].cpu().numpy()
         ends = kept.sum(dim=1).cumsum(dim=0).tolist()
         for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
             self.slots[slot].append(ids[start:stop])
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Move the given slots to the front."""
+        """Renumber the given slots from 0, and drop the other slots."""
         kept = [self.slots[slot] for slot in slots]
         self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
 
     def text(self, slot: int, length: int) -> str:
-        """Return the kept sets of a slot's first `length` tokens."""
+        """Return the tokens that truncation kept for a slot's first `length` tokens, as text."""
         sets: Sequence[np.ndarray] = self.slots[slot][:length]
         return encode_kept(sets)

@@ -8,7 +8,7 @@ transformers passes each layer's new keys and values to a `Cache`, and attends t
 values that the `Cache` returns. A subclass of `Cache` with slots of different lengths therefore
 works with any model, without changes to the model's code.
 
-Tensor shapes use S slots, H key-value heads, L positions and head size D.
+In tensor shapes, S counts slots, H key-value heads and L positions, and D is the head size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KVShape:
         return torch.float8_e4m3fn if self.float8 else self.dtype
 
     def bytes(self, positions: int) -> int:
-        """Return the memory of this many positions, in bytes."""
+        """Return the memory that the keys and values of `positions` tokens take, in bytes."""
         return 2 * self.layers * self.heads * self.size * self.stored.itemsize * positions
 
     def zeros(self, slots: int, capacity: int) -> list[torch.Tensor]:
@@ -107,11 +107,11 @@ class KVCache:
         raise NotImplementedError
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Make room for this many positions in each slot; return False if there is not enough."""
+        """Reserve memory for `positions` in each slot; return whether there is enough memory."""
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many new completions may begin, the first of which need `positions`."""
+        """Return how many next completions fit into memory; completion i needs `positions[i]`."""
         return len(positions)
 
     def store_completions(
@@ -119,8 +119,8 @@ class KVCache:
     ) -> None:
         """Store the first `counts` positions of completions that were paused.
 
-        `layers` are keys and values [tokens, H, D], layer by layer, and `rows` are the rows of the
-        positions in them, one slot after the other.
+        `layers` are keys and values [tokens, H, D], layer by layer. `rows` are the token indices of
+        the positions in `layers`, slot by slot.
         """
         raise NotImplementedError
 
@@ -128,13 +128,13 @@ class KVCache:
         """Record that the completions in these slots have ended or are paused."""
 
     def all_entered(self, prompt: int) -> None:
-        """Record that no further slot needs a prompt."""
+        """Record that no further slot will need the prompt."""
 
     def all_ended(self, prompt: int) -> None:
         """Record that all completions of a prompt have ended."""
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Move the given slots to the front and free the other slots."""
+        """Renumber the given slots from 0, and free the other slots."""
         index = torch.tensor(slots, device=self.place.device)
         for tensor in self.per_slot:
             tensor[: len(slots)] = tensor[index]
@@ -153,7 +153,8 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         Cache.__init__(self, layers=[])
         KVCache.__init__(self, slots, device)
         self.prompts: dict[int, tuple[list[torch.Tensor], int, int]] = {}
-        """Prompt id -> the tensors that contain the prompt, its row in them, and its length."""
+        """The tensors that contain each prompt, its row in the tensors and its length, by prompt
+        id."""
         self.layer_keys = [] if shape is None else shape.zeros(slots, capacity)
         self.layer_values = [] if shape is None else shape.zeros(slots, capacity)
         rows = slots if shape is None else 0
@@ -209,7 +210,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         del self.prompts[prompt]
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Move the given slots to the front, and run the next steps only on these slots."""
+        """Renumber the given slots from 0; the next steps run only these slots."""
         super().keep(slots)
         self.width = len(slots)
 

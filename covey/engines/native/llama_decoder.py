@@ -2,11 +2,12 @@
 
 Any model can decode with its forward pass in transformers (transformers_decoder.py). Most models
 have Llama's architecture. For Llama-like models, this module does the same arithmetic as
-transformers, directly. With one token per slot, the Python code between a model's operations takes
-longer than the operations themselves. The parity check in decoder_parity.py compares the result
-with the model when the engine is built.
+transformers with less Python code. With one token per slot, transformers' Python code takes longer
+than the arithmetic. When the engine is built, the parity check in decoder_parity.py compares the
+decoder with the model.
 
-Tensor shapes use W occupied slots, H heads, K key-value heads, head size D and L positions.
+In tensor shapes, W counts occupied slots, H heads, K key-value heads and L positions, and D is the
+head size.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from covey.models.language_model import LanguageModel
 
 FUSED_COPY_BYTES = 64 * 2**20
 """Weights of up to this many bytes are copied into fused matrices at the start of every generation
-call. Copying small weights is cheap, and one matrix product is faster than several small ones.
-Larger models use their weights in place.
-"""
+call. Copying small weights is cheap, and one matrix product is faster than several small products.
+Larger models use their weights in place."""
 
 
 class UnsupportedModel(Exception):
@@ -40,7 +40,7 @@ class UnsupportedModel(Exception):
 
 
 class Decoder(Protocol):
-    """A decoder, which runs a model for one token per slot."""
+    """The interface of decoders, which run a model for one token per slot."""
 
     def begin(self, positions: int) -> None:
         """Prepare for sequences of up to `positions` tokens, with the current weights.
@@ -87,7 +87,7 @@ class LinearGroup:
         self._copies: list[torch.Tensor] = []
 
     def fuse(self) -> None:
-        """Fuse the current weights: in place if the model stores them fused, else as copies."""
+        """Fuse the current weights, as views if the model stores them fused, or else as copies."""
         layers = [each.layer for each in self.layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]
@@ -118,7 +118,7 @@ class LinearGroup:
 
 
 class Block:
-    """The modules of one decoder layer, whose weights are always current."""
+    """The modules of one transformer layer of the model, whose weights are always current."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -136,7 +136,7 @@ class Block:
 
     @property
     def adapted(self) -> bool:
-        """Whether any of the layers has an adapter."""
+        """Whether any linear layer of the block has an adapter."""
         parts = (*self.qkv.layers, *self.gate_up.layers, self.output, self.down)
         return any(part.down is not None for part in parts)
 
@@ -243,7 +243,7 @@ def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
 def _attention(
     seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function of query [W, H, D], keys and values [W, K, L, D] that gives [W, H * D]."""
+    """Return an attention function: query [W, H, D], keys, values [W, K, L, D] -> [W, H * D]."""
     mask = seen[:, None, None]
     shared = block.qkv.widths[0] // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:

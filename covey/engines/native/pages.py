@@ -1,8 +1,8 @@
-"""Pages of the completion cache: which pages of the pool belong to which slot.
+"""Page tables of the KV cache: assign pages of a pool to the completions in slots.
 
-A completion's keys and values are stored in pages of a fixed number of positions, so that memory
-follows the real lengths of completions. The CPU assigns pages before the device needs them. A slot
-keeps its pages until its completion has ended or is paused.
+Keys and values of a completion are stored in pages of a fixed number of positions. So the used
+memory depends on the actual lengths of completions. The CPU assigns pages before the device needs
+them. A slot keeps its pages until its completion has ended or is paused.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 PAGE = 128
-"""Positions of a page. Attention reads tiles of up to this many positions, and a tile must not
-cross pages."""
+"""Number of positions in a page. Attention reads tiles of up to this many positions, and a tile
+must not cross pages."""
 LEAST_PAGE = 16
-"""Smallest page, for short completions: the smallest tile of tensor cores."""
+"""Minimum number of positions in a page: the smallest tile of tensor cores."""
 
 
 def page_for(capacity: int) -> int:
-    """Return the positions of a page, for completions of up to `capacity` tokens."""
+    """Return the page size for completions of up to `capacity` tokens."""
     return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
 
 
@@ -34,14 +34,14 @@ class Pages:
         self.free = list(range(pages))
 
     def needed(self, positions: np.ndarray) -> np.ndarray:
-        """Return the numbers of pages for these numbers of positions."""
+        """Return the number of pages that each number of positions needs."""
         return -(-positions // self.page)
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
-        """Assign pages for this many positions to each slot.
+        """Assign pages to the given slots, enough for `positions` in each slot.
 
-        Return the changes [n, 3]: slot, number of the page in the slot, and page. If there are too
-        few free pages, return None and change nothing.
+        Return the new pages [n, 3]: slot, index of the page within the slot, and page number. If
+        there are too few free pages, return None and change nothing.
         """
         more = np.maximum(self.needed(positions) - self.owned[slots], 0)
         if more.sum() > len(self.free):
@@ -56,9 +56,9 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many new completions fit, the first of which need `positions`.
+        """Return how many next completions fit into memory; completion i needs `positions[i]`.
 
-        One page is left for each completion that has pages, because all of them grow.
+        One free page is reserved for each running completion, because completions grow.
         """
         spare = len(self.free) - np.count_nonzero(self.owned)
         return int(np.searchsorted(np.cumsum(self.needed(positions) + 1), spare, side="right"))
@@ -70,7 +70,7 @@ class Pages:
             self.of_slot[slot], self.owned[slot] = [], 0
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Move the given slots to the front, and free the pages of all others."""
+        """Renumber the given slots from 0, and free the pages of the other slots."""
         self.release(set(range(len(self.of_slot))) - set(slots))
         kept = [self.of_slot[slot] for slot in slots]
         self.of_slot = kept + [[] for _ in range(len(self.of_slot) - len(kept))]

@@ -1,4 +1,4 @@
-"""Precision of the native engine, where it differs from the model's."""
+"""Settings for float8 numbers in the native engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The parts of the native engine that compute or store float8 numbers."""
+    """Use of float8 numbers in the native engine, instead of the model's dtype."""
 
     products: bool = False
     """Whether the matrix products of layers multiply float8 numbers."""
@@ -16,9 +16,9 @@ class Precision:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is rounded to float8."""
+        """Whether the engine uses no float8 numbers."""
         return not (self.products or self.cache)
 
 
 MODEL_PRECISION = Precision()
-"""Everything has the model's dtype."""
+"""The default: the engine computes in the model's dtype."""

@@ -43,9 +43,10 @@ def read_completions(
     prompts: dict[int, tuple[int, ...]],
     completions: dict[int, list[int]],
 ) -> None:
-    """Prefill completions that were paused into their slots; the cache has their prompts.
+    """Recompute the keys and values of paused completions, and store them in the slots.
 
-    Both arguments are by slot. The cache must have reserved room in the slots.
+    `prompts` and `completions` have tokens by slot. The cache must already contain the prompts, and
+    must have reserved memory for the completions.
     """
     whole = {slot: (*prompts[slot], *new) for slot, new in completions.items() if new}
     for slots in _in_parts(whole):

@@ -20,7 +20,7 @@ from covey.rng import completion_uniforms
 from covey.types import Finish, VersionSpan
 
 REFILL_SHARE = 8
-"""Slots are refilled when one slot in this many is free, because small prefills are slow."""
+"""Slots are refilled when 1 / REFILL_SHARE of them are free, because small prefills are slow."""
 
 
 class Finished(NamedTuple):
@@ -42,11 +42,11 @@ class Paused(NamedTuple):
     searched: int
     """The number of tokens that were already searched for stop strings."""
     kept: list[np.ndarray]
-    """The kept sets of the tokens, if they are recorded."""
+    """For each token, the tokens that truncation kept, if recorded."""
 
 
 class Scheduler:
-    """The scheduler, which generates the completions of one source of requests."""
+    """Generates the completions of one source of requests."""
 
     def __init__(
         self,
@@ -57,24 +57,24 @@ class Scheduler:
     ) -> None:
         self.model, self.backend, self.source = model, backend, source
         self.version = version
-        """The version of the weights that generate now."""
+        """The version of the current weights."""
         self.spans: dict[int, list[VersionSpan]] = {}
-        """Request index -> spans of tokens that earlier weights have generated."""
+        """Spans of tokens that earlier weights have generated, by request index."""
         self.limits = limits = source.limits
         self.sampling = sampling = limits.sampling
         self.queue: deque[Request] = deque()
         self.prompts: dict[int, tuple[int, ...]] = {}
-        """Prompt index -> tokens, for prompts with unfinished requests."""
+        """Tokens of the prompts with unfinished requests, by prompt index."""
         self.waiting: Counter[int] = Counter()
-        """Prompt index -> number of requests that have no slot yet."""
+        """Number of requests that have no slot yet, by prompt index."""
         self.unfinished: Counter[int] = Counter()
-        """Prompt index -> number of requests that are not complete."""
+        """Number of requests that are not complete, by prompt index."""
         self.first_logits: dict[int, torch.Tensor] = {}
-        """Prompt index -> first logits, for prefilled prompts with waiting requests."""
+        """First logits of prefilled prompts with waiting requests, by prompt index."""
         self.paused: dict[int, Paused] = {}
-        """Request index -> its completion so far, for requests that wait for a slot again."""
+        """Paused completions, which wait for a slot again, by request index."""
         self.preemptions = 0
-        """How many times a completion lost its slot."""
+        """Number of times that a completion was paused."""
         self._pull()
         self.width = backend.width_for(min(sampling.max_concurrent, limits.requests))
         self.slots = backend.begin(
@@ -173,16 +173,16 @@ class Scheduler:
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
     def _positions(self, counts: np.ndarray) -> np.ndarray:
-        """Return the positions that completions of `counts` tokens need for the next steps.
+        """Return how many cache positions completions of `counts` tokens need for the next steps.
 
-        The next step computes key and value of the newest token. Those of the last token are never
-        computed.
+        The decode step after a token computes the token's key and value, so the last token of a
+        completion needs no position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
         return after - 1
 
     def _make_room(self) -> None:
-        """Reserve memory for the next steps; while it is not enough, pause the youngest."""
+        """Reserve memory for the next steps; if memory is short, pause the shortest completions."""
         while True:
             slots = np.flatnonzero(self.taken)
             if self.slots.cache.reserve(slots, self._positions(self.counts[slots])):
@@ -203,7 +203,7 @@ class Scheduler:
         self.queue.appendleft(request)
 
     def _refill(self, requests: list[Request]) -> None:
-        """Assign free slots to requests, and write the first token of each new request."""
+        """Assign free slots to requests, and sample the first token of each new request."""
         free = np.flatnonzero(~self.taken)[: len(requests)].tolist()
         new = [request for request in requests if request.number not in self.paused]
         old = [request for request in requests if request.number in self.paused]
@@ -232,7 +232,7 @@ class Scheduler:
                 cache.all_entered(request.prompt)
 
     def _open(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
-        """Assign prompts and random numbers to slots; return the slots on the device."""
+        """Assign prompts and random numbers to slots; return the slot indices on the device."""
         # The device may still run a prefill. Sending completions does not wait for the prefill.
         ready = [torch.tensor(slots), torch.from_numpy(self._uniforms(requests))]
         index, uniforms = to_device(ready, self.model.device)
@@ -291,7 +291,7 @@ class Scheduler:
         return logits[index]
 
     def _shrink(self) -> None:
-        """Move the slots in use to the front, because free slots waste time."""
+        """Reduce the number of slots if many are free, because free slots waste time."""
         width = self.backend.width_for(self.running)
         if self.limits.steady:  # more requests may come
             return
@@ -307,7 +307,7 @@ class Scheduler:
         self.width = width
 
     def _take_finished(self) -> list[Finished]:
-        """Free the slots whose completion has ended, and return these completions.
+        """Return the finished completions, and free their slots.
 
         The device waits for this function, so all work that can be done later is left to the
         caller.
@@ -341,7 +341,7 @@ class Scheduler:
         return result
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return slot -> number of tokens up to a stop string, for completions that contain one."""
+        """Return the length up to a stop string, by slot, of completions with a stop string."""
         found: dict[int, int] = {}
         slots, counts = np.flatnonzero(self.taken).tolist(), self.counts.tolist()
         tokens, _ = self.slots.written(slots)
@@ -379,8 +379,8 @@ def check_length(request: Request, model: LanguageModel, most: int) -> None:
         raise DataError(f"prompt {prompt} has no tokens")
     if size + most > model.context:
         raise DataError(
-            f"prompt {prompt} has {size} tokens, which together with max_tokens = {most} exceed "
-            f"the model's context of {model.context} tokens"
+            f"prompt {prompt} has {size} tokens, and with max_tokens = {most} it would exceed the "
+            f"model's context of {model.context} tokens"
         )
 
 

@@ -1,11 +1,11 @@
-"""KV cache for CUDA graphs: each prompt once for its group of completions, completions in pages.
+"""KV cache for CUDA graphs, which stores a prompt once per group, and completions in pages.
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
-saves memory, and attention reads it once for several slots. Completions are stored in pages, so
-that a pool of pages smaller than all completions at full length is usually enough.
+saves memory, and attention reads the prompt once for several slots. Because completions are stored
+in pages, the pool of pages may be smaller than all completions at full length.
 
-Tensor shapes use P prompts, S slots, K key-value heads, C positions, head size D, B pages and T
-pages per slot.
+In tensor shapes, P counts prompts, S slots, K key-value heads, C positions, B pages and T pages per
+slot, and D is the head size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from covey.accel.kernels.decode_attention import LayerCache
 
 UNIT_MARGIN = 4.0
-"""The largest float8 key or value is this many times the largest one of the first prompts."""
+"""Float8 keys and values may exceed the maximum of the first prompts by this factor."""
 LEAST_UNIT = 1e-10
 PROMPT_STEP = 128
-"""The capacity for prompt tokens is a multiple of this, so that calls can share a cache."""
+"""The capacity for prompt tokens is a multiple of this number, so that calls can share a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PRODUCT_ROWS = 16
-"""Rows of a product of tensor cores, which attention fills with query heads of several slots."""
+"""Rows of a tensor core product. Attention fills the rows with query heads of several slots."""
 
 
 def width_for(completions: int) -> int:
@@ -43,14 +43,17 @@ def width_for(completions: int) -> int:
 
 
 def slots_together(query_heads: int) -> int:
-    """Return for how many slots attention reads a prompt once; `query_heads` share a key head."""
+    """Return the number of slots for which attention reads a prompt only once.
+
+    `query_heads` is the number of query heads that share a key head.
+    """
     return 1 << (max(1, PRODUCT_ROWS // query_heads).bit_length() - 1)
 
 
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
-    """Return [S, together]: in each row slots with the same prompt, filled up with -1.
+    """Return slot indices [S, together]: the slots of a row share a prompt, and -1 means no slot.
 
-    `prompt_rows` [S] are the prompts of the slots; all free slots have -1.
+    `prompt_rows` [S] has the prompt of each slot, and -1 for each free slot.
     """
     order = np.argsort(prompt_rows, kind="stable")
     _, first, counts = np.unique(prompt_rows[order], return_index=True, return_counts=True)
@@ -75,7 +78,7 @@ class SharedPromptCache(KVCache):
         pages: int | None = None,
         together: int = 2,
     ) -> None:
-        """Allocate the cache; by default, `pages` are enough for all slots at full length.
+        """Allocate the cache; by default, it has enough pages for all slots at full length.
 
         Attention reads a prompt once for `together` slots.
         """
@@ -89,7 +92,7 @@ class SharedPromptCache(KVCache):
         self.layer_values = shape.zeros(self.pages.count, page)
         self.float8 = shape.float8
         self.units = torch.ones(shape.layers, 2, shape.heads, device=shape.device)
-        """[layers, 2, K]: the units in which keys and values are stored as float8 numbers."""
+        """[layers, 2, K]: the scales of float8 keys and values."""
         self.has_units = not shape.float8
         self.prompt_row, self.prompt_length = (torch.zeros_like(self.place) for _ in range(2))
         """[S]: the cache row of each slot's prompt, and the prompt's length."""
@@ -101,13 +104,13 @@ class SharedPromptCache(KVCache):
         """[S, T]: the pages of each slot's completion."""
         self.per_slot += [self.prompt_row, self.prompt_length, self.table]
         self.sharing = counters(slots, together)
-        """[S, together]: in each row slots with the same prompt."""
+        """[S, together]: slot indices; the slots of a row share a prompt."""
         self.arrived = counters(slots, shape.heads)
-        """[S, K]: the kernels' counters of finished parts."""
+        """[S, K]: counters with which an attention kernel detects that all parts are computed."""
         self.slot_rows = np.full(slots, -1)
         """[S]: `prompt_row` on the CPU, with -1 for free slots."""
         self.rows: dict[int, tuple[int, int]] = {}
-        """Prompt id -> row of the prompt in the cache, and its length."""
+        """The cache row and the length of each prompt, by prompt id."""
         self.free = list(range(prompts))
         self._share()
 
@@ -155,10 +158,11 @@ class SharedPromptCache(KVCache):
             _raw(target)[row, :, at] = self._stored(source, unit[:, None])
 
     def _set_units(self, largest: Iterable[torch.Tensor]) -> None:
-        """Set the units of float8 numbers from the largest keys and values [K] of prompts.
+        """Set the float8 scales from the largest keys and values [K] of prompts.
 
-        The units stay until the cache is emptied, because stored numbers depend on them. A float8
-        number has the same relative error in any unit, so there is room for larger numbers.
+        The scales stay the same until the cache is emptied, because stored numbers depend on them.
+        The relative error of a float8 number does not depend on the scale, so the scales allow for
+        larger numbers.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -167,7 +171,7 @@ class SharedPromptCache(KVCache):
             self.has_units = True
 
     def _stored(self, numbers: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-        """Return keys or values as they are stored; float8 numbers as bytes."""
+        """Convert keys or values to the stored format; float8 numbers become bytes."""
         if not self.float8:
             return numbers
         top = torch.finfo(torch.float8_e4m3fn).max
@@ -176,7 +180,7 @@ class SharedPromptCache(KVCache):
     def store_completions(
         self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
     ) -> None:
-        """Copy positions of completions to the pages of their slots."""
+        """Copy keys and values of completions to the pages of their slots."""
         at = [np.arange(count) for count in counts]
         page = self.pages.page
         owned = [
@@ -215,7 +219,7 @@ class SharedPromptCache(KVCache):
         return rows
 
     def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
-        """Set the prompt row of each slot."""
+        """Set the cache row of each slot's prompt."""
         mine = [self.rows[prompt] for prompt in prompts]
         index, ours = to_device([torch.tensor(slots), torch.tensor(mine)], self.place.device)
         self.prompt_row[index], self.prompt_length[index] = ours.unbind(1)
@@ -225,12 +229,12 @@ class SharedPromptCache(KVCache):
         self._share()
 
     def _share(self) -> None:
-        """Tell the kernels which slots share a prompt."""
+        """Update the table of slots that share a prompt, which kernels read."""
         rows = torch.from_numpy(slots_by_prompt(self.slot_rows, self.sharing.shape[1]))
         self.sharing.copy_(to_device([rows], self.place.device)[0])
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Assign pages for this many positions to each slot; return whether there were enough."""
+        """Assign pages for `positions` to each slot; return whether there were enough pages."""
         changes = self.pages.reserve(slots, positions)
         if changes is None:
             return False
@@ -240,7 +244,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many new completions have pages, the first of which need `positions`."""
+        """Return how many next completions fit into memory; completion i needs `positions[i]`."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -249,7 +253,7 @@ class SharedPromptCache(KVCache):
         self.slot_rows[list(slots)] = -1
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Move the given slots to the front; their keys and values stay where they are."""
+        """Renumber the given slots from 0; keys and values are not moved."""
         super().keep(slots)
         self.pages.keep(slots)
         kept = self.slot_rows[list(slots)]
@@ -263,7 +267,7 @@ class SharedPromptCache(KVCache):
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return float8 numbers as bytes, which torch can index, and other numbers as they are."""
+    """Return a float8 tensor as bytes, which torch can index; return other tensors unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 

@@ -17,7 +17,7 @@ from covey.engines.protocol import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """State of the slots; row s of each tensor is slot s, and R is the longest completion."""
+    """State of the slots; row s of a tensor is slot s, and R is the maximum completion length."""
 
     cache: KVCache
     uniforms: torch.Tensor
@@ -52,7 +52,7 @@ class Slots:
 
     @property
     def room(self) -> int:
-        """Length of the longest completion."""
+        """Maximum length of a completion."""
         return self.tokens.shape[1]
 
     def open(self, index: torch.Tensor, uniforms: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class Slots:
         uniforms: torch.Tensor,
         distribution: Distribution,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw tokens [n] with their log-probabilities; record the kept sets if requested."""
+        """Draw tokens [n] with log-probabilities; record what truncation kept if requested."""
         if self.kept is None:
             return pick_tokens(logits, uniforms, distribution)
         logp = log_distribution(logits, distribution)
@@ -87,7 +87,7 @@ class Slots:
             self.cache.active[torch.tensor(slots, device=self.count.device)] = False
 
     def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Append a token to the slots `index`. A stop token or the R-th token ends a slot."""
+        """Append a token to each slot in `index`; a stop token or the length limit ends a slot."""
         count = self.count[index]
         self.tokens[index, count] = tokens
         self.logps[index, count] = logps
@@ -101,7 +101,7 @@ class Slots:
         return torch.isin(tokens, self.stop_ids) | (count == self.room)
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Move the given slots to the front."""
+        """Renumber the given slots from 0, and free the other slots."""
         self.cache.keep(slots)
         index = torch.tensor(slots, device=self.count.device)
         for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
@@ -112,9 +112,9 @@ class Slots:
     def resume(
         self, index: torch.Tensor, tokens: list[np.ndarray], logps: list[np.ndarray]
     ) -> None:
-        """Continue paused completions in the slots `index`, which are open.
+        """Continue paused completions in the slots `index`, which `open` has prepared.
 
-        A completion may have ended with its newest token.
+        The newest token of a paused completion may be its last.
         """
         counts = torch.tensor([len(row) for row in tokens])
         which = row_of_each(counts)

@@ -5,8 +5,8 @@ and can be captured as a CUDA graph. `TransformersDecoder` uses slots that store
 completion. `RecomputeDecoder` is the slowest; it uses no KV cache, for models whose state is more
 than keys and values.
 
-Tensor shapes use W occupied slots, S slots, L positions, H heads, K key-value heads and head size
-D.
+In tensor shapes, W counts occupied slots, S slots, L positions, H heads and K key-value heads, and
+D is the head size.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0, which models with position ids do not use."""
+        """Return 0, because models that receive position ids do not use this number."""
         return 0
 
     def attend(
@@ -113,7 +113,7 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attend from query [W, H, 1, D], with the new key and value [W, K, 1, D]."""
+        """Compute attention of query [W, H, 1, D], with the new key and value [W, K, 1, D]."""
         from covey.accel.kernels.shared_prompt_attention import (  # needs Triton
             shared_prompt_attention,
         )

@@ -37,7 +37,7 @@ POLL_SECONDS = 0.005
 """Seconds between two calls of the source's `take` method while completions are generated."""
 EXIT_SECONDS = 5.0
 MOST_DEATHS = 3
-"""The run fails if the engine's process dies this often without a completion in between."""
+"""The run fails if the engine's process dies this many times without a completion in between."""
 
 
 class _Process:
@@ -92,7 +92,7 @@ class ProcessEngine:
     """The native engine in another process on this machine."""
 
     module: str
-    """The module that the process runs, which builds a model and calls `worker.serve`."""
+    """The module that the process runs, which calls `worker.main`."""
     setup: Any
     """The data from which `module` builds the model."""
     weights: SharedWeights
@@ -100,7 +100,7 @@ class ProcessEngine:
     version: int = 0
     process: _Process | None = field(init=False, default=None)
     told: EngineInfo | None = field(init=False, default=None)
-    """Properties of the engine, which are the same for every process."""
+    """Properties of the engine, which a restart does not change."""
     ready: bool = field(init=False, default=False)
     """Whether the process has loaded its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
@@ -108,7 +108,7 @@ class ProcessEngine:
     closed: int = field(init=False, default=0)
     """The number of times the engine was closed; a run ends when this number changes."""
     lock: threading.RLock = field(init=False, default_factory=threading.RLock)
-    """A lock that is taken while the process starts or loads weights."""
+    """A thread holds this lock while the process starts or loads weights."""
 
     def __post_init__(self) -> None:
         self.process = _Process(self.module, self.setup, self.weights)
@@ -152,9 +152,9 @@ class ProcessEngine:
             self.deaths += 1
             if self.deaths >= MOST_DEATHS:
                 raise ModelError(
-                    f"engine: the engine's process ended {how}, after {self.deaths} failures in a "
-                    "row; the messages above give the reason; if memory ran out, lower "
-                    "engine.max_concurrent"
+                    f"engine: the engine's process failed {self.deaths} times in a row, and ended "
+                    f"{how}; see the messages above, and lower engine.max_concurrent if memory ran "
+                    "out"
                 )
             self.happened.append(f"the engine's process ended {how} and was restarted")
 
@@ -181,7 +181,9 @@ class ProcessEngine:
                 return
             except (EOFError, OSError):
                 if self.closed != closed:
-                    raise ModelError("engine: the engine was closed while it generated") from None
+                    raise ModelError(
+                        "engine: the engine was closed while it was generating completions"
+                    ) from None
                 if work.progress:
                     self.deaths = 0
                 self._died(process)
@@ -206,7 +208,7 @@ class ProcessEngine:
 
 @dataclass(slots=True)
 class _Work:
-    """The requests of one source, and the indices of completed requests."""
+    """The requests of one source, with the indices of the completed requests."""
 
     source: RequestSource
     taken: dict[int, Request] = field(default_factory=dict)
@@ -238,7 +240,7 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[tuple[Any, ...]]) -> set[int]:
-        """Pass new completions to the source; return the indices of all completed requests."""
+        """Pass new completions to the source; return the request indices of all rows."""
         self.progress = True
         new = [
             Completion(

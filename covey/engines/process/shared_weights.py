@@ -1,8 +1,8 @@
-"""Weights shared by two processes on one machine: in main memory, or in GPU memory by CUDA IPC.
+"""Weights shared by two processes on one machine: in CPU memory, or in GPU memory by CUDA IPC.
 
 The trainer writes its weights into one block of memory, and the engine's process copies them into
-its own model. The block belongs to the trainer and outlives the engine's process. The block is
-freed when the trainer's process ends, even if it is killed.
+its own model. The block of memory belongs to the trainer and outlives the engine's process. The
+block is freed when the trainer's process ends, even if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIGNMENT = 256
 
 
 class Piece(NamedTuple):
-    """Name, shape, dtype and offset of a weight in the block."""
+    """Name, shape, dtype and offset of a weight in the block of memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """The data that another process needs to open the block."""
+    """The data that another process needs to open the block of memory."""
 
     pieces: tuple[Piece, ...]
     size: int

@@ -22,7 +22,7 @@ from covey.errors import CoveyError
 
 
 def main(build: Callable[[Any], NativeCopy]) -> None:
-    """Serve the pipes named in the command line with the engine that `build` returns."""
+    """Run the engine that `build` returns; the command line names its two pipes."""
     work, control = (Connection(int(number)) for number in sys.argv[1:3])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         setup, handle, threads = control.recv()
@@ -35,7 +35,7 @@ def main(build: Callable[[Any], NativeCopy]) -> None:
 
 @contextlib.contextmanager
 def _told(connection: Connection) -> Iterator[None]:
-    """Send an error to the trainer, which raises the error."""
+    """Send an exception of the block to the trainer, which raises it again."""
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Builds a vLLM engine from the [engine.vllm] section: checks, servers, weight transfer."""
+"""Build a vLLM engine from the [engine.vllm] section: checks, servers and weight transfer."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def vllm_engine(
 ) -> VllmEngine:
     """Start the servers, or connect to running servers, and return the engine.
 
-    If `cuda` is true, servers use the GPUs that start at index `first_gpu`. If `first_gpu` is None,
-    the first GPU is the configured one.
+    If `cuda` is true, servers use consecutive GPUs from index `first_gpu` on. If `first_gpu` is
+    None, the first GPU is engine.vllm.first_gpu.
     """
     section = config.engine.vllm
     _check_adapter(model)
@@ -90,7 +90,8 @@ def _uses_nccl(config: Config, model: LanguageModel) -> bool:
     wanted = config.engine.vllm.transfer
     if wanted == "nccl" and model.device.type != "cuda":
         raise ConfigError(
-            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set it to 'file'"
+            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set "
+            "engine.vllm.transfer = 'file'"
         )
     return wanted == "nccl"
 
@@ -117,7 +118,7 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
 def _started(
     config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
 ) -> list[Replica]:
-    """Start servers on the GPUs that start at index `first_gpu`, or on the CPU if it is None."""
+    """Start servers on consecutive GPUs from `first_gpu` on, or on the CPU if it is None."""
     section = config.engine.vllm
     settings = _settings(config, model, cuda=first_gpu is not None)
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
@@ -155,8 +156,8 @@ def _gpus(first: int, section: Vllm) -> str:
     if len(own) < section.tensor_parallel:
         last = first + section.tensor_parallel - 1
         raise ConfigError(
-            f"config: engine.vllm needs GPUs {first} to {last}, but there are only {len(names)} "
-            "GPUs; lower engine.vllm.servers or engine.vllm.first_gpu"
+            f"config: engine.vllm needs the GPUs {first} to {last}, but this machine has only "
+            f"{len(names)} GPUs; lower engine.vllm.servers or engine.vllm.first_gpu"
         )
     return ",".join(own)
 

@@ -1,4 +1,4 @@
-"""Checks of vLLM before a model is loaded: installation, versions, addresses, memory."""
+"""Check vLLM before a model is loaded: installation, versions, addresses and memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _weights_bytes(path: str) -> int:
 
 
 def available_memory(table: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes of main memory that new processes can get.
+    """Return the CPU memory in bytes that new processes can allocate.
 
     The available memory includes the file cache, because Linux frees its file cache on demand.
     """
@@ -108,8 +108,8 @@ def check_version(version: str, name: str) -> None:
     if not OLDEST <= found < NEWEST:
         low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
         raise EngineError(
-            f"engine: {name} has version {printable(version)[:40]}; Covey needs vLLM >= {low} and "
-            f"< {high}"
+            f"engine: {name} has version {printable(version)[:40]}, but Covey needs vLLM >= {low} "
+            f"and < {high}"
         )
 
 

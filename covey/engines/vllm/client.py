@@ -69,7 +69,7 @@ class Client:
             connection.close()
 
     def healthy(self) -> bool:
-        """Whether the server reports that it is healthy."""
+        """Return whether the server reports that it is healthy."""
         asking = Client(self.url, HEALTH_SECONDS)
         try:
             asking.text("GET", "/health")
@@ -149,7 +149,9 @@ class Client:
 
     def error(self, problem: str) -> EngineError:
         """Return an error about this server."""
-        return EngineError(f"engine: the vLLM server {self.url} {printable(problem)}")
+        return EngineError(
+            f"engine: the vLLM server {self.url} cannot be used: it {printable(problem)}"
+        )
 
     def text(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Call an endpoint whose reply is not JSON."""
@@ -166,7 +168,7 @@ class Client:
         return data.get(name) if isinstance(data, dict) else None
 
     def configuration(self) -> dict[str, Any]:
-        """Return the server's vLLM configuration, as nested tables."""
+        """Return the server's vLLM configuration as nested dictionaries."""
         data = self._field(self.get("/server_info?config_format=json"), "vllm_config")
         if not isinstance(data, dict):
             raise self.error(

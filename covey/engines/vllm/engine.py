@@ -2,7 +2,7 @@
 
 Requests and completions are token ids. All requests of a prompt go to the same server, which
 prefills the prompt once. A server that dies is restarted, gets the current weights, and is checked
-by a probe. The server's requests are then sent again with the same seeds, so the step loses no
+by a probe. Requests of a dead server are sent again with the same seeds, so the step loses no
 completions.
 """
 
@@ -57,7 +57,7 @@ class Replica:
     """The number of times that the server was restarted, by Covey or by the user."""
     alive: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """A lock that is taken while the server is being repaired."""
+    """A thread holds this lock while it repairs the server."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class VllmEngine:
     """A function that removes the files that were written for the servers."""
     vllm_version: str
     restarts: int
-    """The number of restarts of a server before the run fails."""
+    """Maximum number of restarts of a server; one more failure ends the run."""
     patience: float
     """The seconds to wait for a server that starts or restarts."""
     sleeps: bool = False
@@ -114,7 +114,7 @@ class VllmEngine:
         self.release()
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Send the weights to all servers, clear their caches, and check them by a probe."""
+        """Send the weights to all servers, clear their caches, and check each server by a probe."""
         if version == self.version:
             return
         self._wake()
@@ -292,7 +292,7 @@ def wait_for(client: Client, problem: str, patience: float) -> None:
 
 
 def request_seed(request: Request) -> int:
-    """Return the seed of a request: 63 bits of a hash of its random-number address."""
+    """Return the seed of a request: 63 bits of a hash of `request.address`."""
     text = "\0".join(str(part) for part in request.address)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -302,8 +302,8 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
     distribution = sampling.distribution
     if distribution.min_p > 0.0 and distribution.top_p < 1.0:
         raise ConfigError(
-            "config: with vLLM, set only one of rollout.min_p and rollout.top_p, because vLLM "
-            "applies them in another order than the native engine"
+            "config: with vLLM, set either rollout.min_p or rollout.top_p, but not both, because "
+            "vLLM applies them in another order than the native engine"
         )
     special = special_tokens(model, sampling.stop_strings)
     texts = [text for text in sampling.stop_strings if not _is_special(model, text)]

@@ -1,7 +1,7 @@
 """vLLM without a server: this process drives vLLM's engine on the trainer's own GPU.
 
-`LocalClient` has the interface of a server's client, so callers treat both alike. The scheduler and
-workers of vLLM run in separate processes. Between rollouts vLLM sleeps: its weights are in main
+`LocalClient` has the same interface as `Client`, so callers need no special case. The scheduler and
+workers of vLLM run in separate processes. Between rollouts, vLLM sleeps: its weights move to CPU
 memory, and its KV cache is freed for the trainer.
 """
 
@@ -71,7 +71,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
         )
     except Exception as error:
         line = " ".join(str(error).split())[:300]
-        raise EngineError(f"engine: vLLM does not start in this process: {line}") from None
+        raise EngineError(f"engine: vLLM failed to start in this process: {line}") from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class LocalClient(Client):
     adapters: dict[str, Any] = field(default_factory=dict)
 
     def close(self) -> None:
-        """End vLLM's processes, and delete its engine, which would print a traceback at exit."""
+        """Stop vLLM's processes, and delete its engine to avoid a traceback at exit."""
         if self.llm is None:
             return
         self.llm.shutdown()
@@ -96,7 +96,7 @@ class LocalClient(Client):
         gc.collect()  # tasks of the loop and the engine refer to each other
 
     def healthy(self) -> bool:
-        """Whether vLLM's processes are alive."""
+        """Return whether vLLM's processes are alive."""
         return self.llm is not None and not self.llm.errored
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:

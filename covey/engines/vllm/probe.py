@@ -78,7 +78,7 @@ def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch
 
 
 def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) -> None:
-    """Raise an error if a restarted server's result differs from that of an earlier probe."""
+    """Raise an error if a restarted server's log-probs differ from those of an earlier probe."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
     # Rounding can change a sampled token. The tokens after it cannot be compared.

@@ -1,9 +1,9 @@
 """The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
 
-A tied head is sent as a separate weight. If the head stayed tied, vLLM's CPU build, which packs the
-head on loading, would keep the packed copy of old weights. Attention heads narrower than 32
-dimensions, which vLLM rejects, are padded with zeros. The padding does not change the results of a
-head.
+A tied head is sent as a separate weight. The CPU build of vLLM packs the head when it loads the
+model. With a tied head, vLLM would keep the packed copy of old weights. Attention heads narrower
+than 32 dimensions, which vLLM rejects, are padded with zeros. The padding does not change the
+results of a head.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|b
 class HeadPadding:
     """Zero-padding of attention heads from `width` to `padded` dimensions.
 
-    RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). In a padded
-    head, which is `times` as wide, dimension times * i has the same frequency as dimension i of the
+    RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). A padded
+    head is `times` as wide, so its dimension times * i has the frequency of dimension i in the
     original head. Attention divides by the square root of the padded width, so queries are
     multiplied by the square root of `times`.
     """
@@ -86,7 +86,7 @@ class HeadPadding:
         return padded
 
     def _places(self, kind: str, device: torch.device) -> torch.Tensor:
-        """Return, for each dimension of a head, its index in the padded head."""
+        """Return the index of each dimension of a head in the padded head."""
         if kind in "vo":
             return torch.arange(self.width, device=device)
         half = torch.arange(self.width // 2, device=device) * self.times

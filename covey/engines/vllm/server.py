@@ -1,4 +1,4 @@
-"""A vLLM server in a separate process: command line, start, log, end."""
+"""A vLLM server in a separate process: command line, start, log and stop."""
 
 from __future__ import annotations
 
@@ -154,10 +154,13 @@ class ServerProcess:
             time.sleep(POLL_SECONDS)
 
     def _failed(self, failure: str) -> EngineError:
-        return EngineError(f"engine: the vLLM server {failure}: {self.last_line()}; see {self.log}")
+        return EngineError(
+            f"engine: the vLLM server could not be started, because it {failure}: "
+            f"{self.last_line()}; see {self.log}"
+        )
 
     def last_line(self) -> str:
-        """Return the last line of the log with an error, or the last line if there is no error."""
+        """Return the last error line of the log, or the last line if there is no error line."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         wrong = [line for line in lines if "Error" in line and "Traceback" not in line]

@@ -1,4 +1,4 @@
-"""Sends weights to vLLM servers: through a file, by NCCL between GPUs, or as a LoRA adapter."""
+"""Send weights to vLLM servers: through a file, by NCCL between GPUs, or as a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class AdapterSync:
     base: Sync
     """The sync that sends the frozen weights, once to each server."""
     loaded: dict[str, int] = field(default_factory=dict)
-    """Server address -> version of the adapter on the server."""
+    """The version of the adapter on each server, by server address."""
     based: bool = False
 
     def prepare(self, named: Named, version: int) -> None:

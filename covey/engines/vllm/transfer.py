@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Initial settings of the transfer engine: none, because the engine needs no settings."""
+    """Initial settings of the transfer engine, which needs no settings."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ class Game(Protocol):
     """One game in progress; its public methods are the tools of the policy."""
 
     SIZES: ClassVar[tuple[int, int, int]]
-    """The smallest, the default and the largest size."""
+    """The smallest, the default and the largest size of the game."""
     rules: str
     most_actions: int
     """Maximum number of actions; good play needs fewer."""

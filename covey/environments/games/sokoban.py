@@ -73,7 +73,7 @@ class Sokoban:
 
     @property
     def state(self) -> Any:
-        """The player and the boxes."""
+        """The positions of the player and the boxes."""
         return [self._player, sorted(self._boxes)]
 
     @property

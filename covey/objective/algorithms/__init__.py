@@ -1,9 +1,9 @@
 """The registry of algorithms: each algorithm is a function that composes an objective from pieces.
 
 The function's docstring gives the formula, its source and our departures from the source. The
-decorator `takes` names the options. To add an algorithm, write the function, add its name to this
-registry, add a test with a worked number under tests/objective, and run `make docs` to write its
-page.
+decorator `takes` names the options of an algorithm. To add an algorithm, write the function, add
+its name to this registry, add a test with a worked number under tests/objective, and run `make
+docs` to write its page.
 """
 
 from collections.abc import Callable, Mapping

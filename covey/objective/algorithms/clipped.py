@@ -1,4 +1,4 @@
-"""Algorithms that clip the ratio of each token; they differ in advantage and aggregation."""
+"""Algorithms that clip the ratio of each token, and differ in advantage and aggregation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the largest number of tokens of a completion. In a run, the default of
-    `length` is rollout.max_tokens; in Python, `length` must be given. Instead of dividing by a
+    `length` is rollout.max_tokens. In Python, `length` must be given. Instead of dividing by a
     constant length, some libraries divide by the padded width of the batch, which changes from
     batch to batch.
 
@@ -72,10 +72,9 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    `dapo` implements the loss of DAPO: its clip range and its aggregation. The other parts of DAPO
-    are not part of the loss and work with any algorithm: dynamic sampling
+    `dapo` implements the loss of DAPO: its clip range and its aggregation. Dynamic sampling
     (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
-    punishment (length_penalty.name = "soft").
+    punishment (length_penalty.name = "soft") are separate settings, which work with any algorithm.
 
     Where paper and released code differ: equation 8 of the paper takes the token mean inside each
     prompt's group (`aggregation = "group_mean_token_mean"`). The authors' released code, like
@@ -91,13 +90,13 @@ def dapo(
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def lite_ppo() -> Objective:
-    """Lite PPO, arXiv 2508.08221: the mean of the group, the standard deviation of the batch.
+    """Lite PPO, arXiv 2508.08221: baseline of the group, standard deviation of the batch.
 
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The standard deviation is over all completions of a training step, for any number of optimizer
-    steps.
+    The standard deviation is over all completions of a training step, not of a single optimizer
+    step.
     """
     return Objective(
         advantage=advantage.standardized_by_batch,
@@ -114,9 +113,9 @@ def opo() -> Objective:
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The baseline weights each completion by its length, so every token has the same weight. OPO's
-    baseline minimises the variance of the gradient if the squared norm of a completion's gradient
-    grows with its length.
+    The baseline of OPO is the mean reward of a group, weighted by completion length, so every token
+    counts equally. This baseline minimises the variance of the gradient if the squared norm of a
+    completion's gradient grows with its length.
 
     Departure: the paper takes one optimizer step per batch, so that a clip would have no effect.
     Covey's `opo` has a clip for runs with several optimizer steps per batch.
@@ -137,8 +136,9 @@ def reinforce_pp() -> Objective:
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Because the baseline is the mean of the batch, most completions of an easy prompt are
-    reinforced, and few completions of a hard prompt; `reinforce_pp_baseline` removes this effect.
+    Because the baseline is the mean of the batch, `reinforce_pp` reinforces most completions of an
+    easy prompt and few completions of a hard prompt. `reinforce_pp_baseline` subtracts the mean of
+    each group instead of the mean of the batch.
     """
     return Objective(
         advantage=advantage.returns_whitened,
@@ -160,10 +160,10 @@ def reinforce_pp_baseline() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
-    ms-swift over completions. Covey computes the standard deviation over completions, so that the
-    mean of the centered rewards C stays 0 and does not depend on lengths. With `weighting =
-    "token"`, the standard deviation is over tokens. The KL estimator in the loss is k2, as the
-    paper recommends.
+    ms-swift over completions. Covey computes the standard deviation over completions. So the mean
+    of the centered rewards C stays 0 and does not depend on lengths. With `weighting = "token"`,
+    the standard deviation is over tokens. The KL estimator in the loss is k2, as the paper
+    recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

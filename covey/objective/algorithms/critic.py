@@ -20,21 +20,21 @@ def ppo() -> Objective:
         critic  = 1/T sum_i sum_t 1/2 max((V - U)^2, (clip(V, V_old +- value_clip) - U)^2)
 
     The reward r_t of token t is -beta (old_logp - ref_logp)_t, plus the rollout's reward at the
-    last trained token. V_t is the critic's value before token t, computed at the start of the step;
-    the value after the last token is 0. The critic's target U is A + V before whitening, computed
-    with `value_lam` instead of lam. The critic is a separate model with its own optimizer, set in
-    the configuration section [critic].
+    last trained token. V_t is the critic's value before token t, computed at the start of the step.
+    The value after the last token is 0. The critic's target U is A + V, where A is not whitened and
+    is computed with `value_lam` instead of lam. The critic is a separate model with its own
+    optimizer, set in the configuration section [critic].
 
     PPO does not compare the completions of a group, so a prompt may have any number of completions.
 
-    Choices: value_lam is 1, so that the critic's targets are the returns, as in VC-PPO (arXiv
-    2503.01491); TRL and verl use lam for advantages and targets. The KL penalty is k1 in the
-    reward, as in RLHF. The value after a truncated completion is 0 too. A completion that could not
-    be scored counts in no loss and in no denominator.
+    Choices: value_lam is 1, so the critic's targets are the returns, as in VC-PPO (arXiv
+    2503.01491). TRL and verl use lam for both advantages and targets. The KL penalty is k1 in the
+    reward, as in RLHF. The value after the last token is 0 for truncated completions too. A
+    completion that could not be scored counts in no loss and in no denominator.
 
     Worth knowing: if the critic's value is always 0, lam is 1 and whitening is off, the advantage
-    is the reward. If the critic's value is the mean reward of the group, the advantage is that of
-    Dr.GRPO.
+    is the reward. If the critic's value is the mean reward of the group, the advantage is the
+    advantage of Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

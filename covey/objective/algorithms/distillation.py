@@ -16,11 +16,11 @@ def opd(*, task: float = 0.0) -> Objective:
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
 
-    With discount 0, each token is penalised only for its own KL, given its prefix. On policy, the
-    gradient with discount 0 equals that of a k2 penalty to the teacher in the loss. With discount
-    1, the gradient is the exact gradient of the KL of whole completions, and has more variance.
-    GRPO's advantage is added with the weight `task`; with `task = 0`, `opd` needs no rewards and no
-    groups.
+    With discount 0, each token is penalised only for its own KL, given its prefix. On policy and
+    with discount 0, the gradient equals the gradient of a k2 penalty to the teacher in the loss.
+    With discount 1, the gradient is the exact gradient of the KL of whole completions, and has more
+    variance. GRPO's advantage is added with the weight `task`. With `task = 0`, `opd` needs no
+    rewards and no groups.
 
     The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
@@ -29,8 +29,8 @@ def opd(*, task: float = 0.0) -> Objective:
     log-probability.
 
     Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries use
-    the log-probability of the sampler or of the current policy; on policy, all three
-    log-probabilities are the same.
+    the log-probability of the sampler or of the current policy. On policy, the old policy, the
+    sampler and the current policy give the same log-probabilities.
     """
     return Objective(
         advantage=distill.towards_teacher,
@@ -49,11 +49,11 @@ def sdpo(*, task: float = 0.0) -> Objective:
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t sg(min(r, max_weight)) A_t logp,  r = exp(logp - old_logp)
 
-    The teacher is the policy itself, with privileged text in its prompt: another, correct
-    completion of the same group, the reward's feedback on the completion, or a column of the data.
-    The teacher's log-probabilities show whether the policy would still choose each sampled token if
-    its prompt contained the privileged text. The setting `teacher.policy` chooses the teacher's
-    weights.
+    The teacher is the policy itself, with privileged text in its prompt. Privileged text is
+    another, correct completion of the same group, the reward's feedback on the completion, or a
+    column of the data. The teacher's log-probabilities show whether the policy would still choose
+    each sampled token if its prompt contained the privileged text. The setting `teacher.policy`
+    chooses the teacher's weights.
 
     With `task = 0`, completions without privileged text are not trained on, and their tokens are
     not counted in T, as in the authors' code. With `task` above 0, completions without privileged

@@ -20,20 +20,21 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
         loss   = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
-    The weights in part_weights multiply advantages, not rewards: half the weight is half the
-    influence, whatever the part's scale. `gate` is the index of a part; all other parts count only
-    for completions where the gate part reaches `gate_at` (equation 8). In a run, `parts` names the
-    parts that count and their order. Without `parts`, all parts count with weight 1, even scores
-    that only describe a completion, which many reward functions report.
+    The weights in part_weights multiply advantages, not rewards, so the scale of a part does not
+    change its influence. `gate` is the index of the part of the reward that gates the other parts.
+    All other parts count only for completions whose gate part is at least `gate_at` (equation 8).
+    In a configuration, `parts` lists the names of the parts that count, in the order of
+    part_weights. Without `parts`, every number that the reward function reports counts with weight
+    1, even a number that is not meant as a reward.
 
-    Choices: the mean and standard deviation of the summed advantage a are over completions, as in
-    the paper and in TRL. In verl, the mean and standard deviation of the summed advantage are over
-    tokens, so that long completions count more. If a part of the reward of a completion could not
-    be computed, the completion is left out of all statistics.
+    Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
+    TRL. In verl, the summed advantages are standardized over tokens, so long completions count
+    more. If one part of a completion's reward could not be computed, no statistic includes the
+    completion.
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
-    `gdpo` refuses a KL penalty in the reward, because the KL is not a part of the reward; use a KL
-    penalty in the loss.
+    `gdpo` refuses a KL penalty in the reward, because `gdpo` normalises only numbers that the
+    reward function reports. Use a KL penalty in the loss.
     """
     return Objective(
         advantage=advantage.parts_standardized,
@@ -53,10 +54,10 @@ def maxrl() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     A group's weight is 1 / (pass rate). With binary rewards and groups of G completions, the
-    gradient is an unbiased estimate of the gradient of log(pass rate), expanded to order G - 1.
-    With `all_wrong = "minus_one"`, completions in groups without success get an advantage of -1.
-    With `all_wrong = "minus_one"`, the expansion of log(pass rate) has order G instead of G - 1,
-    but the gradient has much more noise.
+    expected gradient is the gradient of log(pass rate), expanded to order G - 1. With `all_wrong =
+    "minus_one"`, completions in groups without success get an advantage of -1. With `all_wrong =
+    "minus_one"`, the expansion of log(pass rate) has order G instead of G - 1, but the gradient has
+    much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The authors' code
     takes the mean over tokens, which makes the estimate biased. With `maxrl`, rewards must not be
@@ -85,10 +86,10 @@ def pkpo() -> Objective:
     adds to the best of k - 1 other completions. With the baseline `centred`, the advantages of a
     group add up to 0. The baseline `loo` is the paper's equation 29.
 
-    Choices: Covey does not divide by a standard deviation, and divides by a constant length,
-    because otherwise the gradient would be biased. If all rewards of a group are equal, advantages
-    are 0. With the baselines `loo1` and `centred`, advantages of 0 for equal rewards follow from
-    the formula; with the baseline `loo`, setting these advantages to 0 causes a bias.
+    Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
+    by a standard deviation. If all rewards of a group are equal, advantages are 0. With the
+    baselines `loo1` and `centred`, the formula itself gives advantages of 0 for equal rewards. With
+    the baseline `loo`, setting the advantages of equal rewards to 0 causes a bias.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
@@ -109,14 +110,14 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper; TRL counted only the
-    kept completions. Completions that are not kept need no forward pass
-    (filter.skip_zero_gradient). The defaults of ddof (1) and eps are those of `grpo`; the paper has
-    ddof 0. Keeping half the group (4 of 8) is a good default.
+    The token count T includes all completions, as in equation 2 of the paper. TRL counted only the
+    tokens of kept completions. Completions that are not kept need no forward pass
+    (filter.skip_zero_gradient). The defaults of ddof and eps are the same as in `grpo`: ddof is 1,
+    whereas the paper uses 0. Keeping half the group (4 of 8) is a good default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
-    be wrong; such a group has no gradient. If `keep` is at least the group size, `gfpo` is `grpo`
-    with a token mean.
+    be wrong, and then the group has no gradient. If `keep` is at least the group size, `gfpo`
+    equals `grpo` with a mean over tokens.
     """
     return Objective(
         advantage=keep.kept_standardized,
@@ -134,11 +135,11 @@ def scalerl() -> Objective:
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
-    A mixed group is a group with different rewards. The other parts of the ScaleRL recipe are not
-    part of the loss. In the ScaleRL recipe, groups with equal rewards are dropped and not replaced
-    (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
-    float32 in both the engine and the trainer. The paper does not say over which completions the
-    standard deviation is computed; Covey computes it over mixed groups.
+    A mixed group is a group whose rewards are not all equal. Outside the loss, the ScaleRL recipe
+    drops groups with equal rewards without replacing them (filter.drop_flat), and stops drawing
+    solved prompts (curriculum). The recipe also runs the LM head in float32 in the engine and in
+    the trainer. The paper does not say over which completions the standard deviation is computed.
+    Covey computes the standard deviation over mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

@@ -26,12 +26,13 @@ def bapo() -> Objective:
     surrogate. The clip bounds are computed once per optimizer step, over all micro-batches and
     ranks, which costs one more forward pass.
 
-    Choices: only tokens with a gradient count in `share`. In the paper's equation 8 as printed
-    (`measure = "value"`), the ratio of a clipped token is replaced by its clip bound. With equation
-    8, raising c_low lowers `share`, contrary to the paper's text. The authors' code raises c_low
-    first, and computes the bounds per micro-batch.
+    Choices: `share` counts only tokens that have a gradient, not clipped tokens. The option
+    `measure = "value"` follows the paper's equation 8 as printed: it replaces the ratio of a
+    clipped token by the clip bound. With `measure = "value"`, raising c_low lowers `share`,
+    although the paper's text says the opposite. The authors' code raises c_low first, and computes
+    the bounds per micro-batch.
 
-    Worth knowing: on policy nothing is clipped, and `bapo` is `grpo` with a token mean.
+    Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -45,19 +46,19 @@ def bapo() -> Objective:
 
 @takes("tau", "beta", "kl", "ddof", "eps")
 def m2po() -> Objective:
-    """Second-Moment trust Policy Optimization, arXiv 2510.01161: a bound on mean (log r)^2.
+    """Second-Moment trust Policy Optimization, arXiv 2510.01161: bounds the mean of (log r)^2.
 
         H    = tokens with A > 0 and r > 1, or A < 0 and r < 1
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
-    The token count T includes dropped tokens. `m2po` drops a few outlier tokens; all other tokens
-    have unclipped importance weights. The outliers are chosen over a whole optimizer step, which
-    costs one more forward pass. The authors' code chooses the outliers per micro-batch, also clips,
-    and bounds a different mean.
+    The token count T includes dropped tokens. `m2po` drops a few outlier tokens, and gives all
+    other tokens unclipped importance weights. The outliers are chosen over a whole optimizer step,
+    which costs one more forward pass. The authors' code chooses the outliers per micro-batch, also
+    clips ratios, and bounds a different mean.
 
-    Worth knowing: on policy no token is dropped, and `m2po` is `grpo` with a token mean and without
-    a clip.
+    Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
+    and without a clip.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -76,15 +77,15 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
-    The behaviour policy is the policy that generated the token; its version may differ from token
-    to token. The proximal policy is the trainer's policy at the start of the batch, the same for
-    every token. So the clip range is centred on the proximal policy, and the importance weight w
-    corrects for stale tokens. With one optimizer step per batch, the ratio r is 1, and only the
-    weight w has an effect.
+    The behaviour policy is the policy that generated the token. The version of the behaviour policy
+    may differ from token to token. The proximal policy is the trainer's policy at the start of the
+    batch, the same for every token. So the clip range is centred on the proximal policy, and the
+    importance weight w corrects for stale tokens. With one optimizer step per batch, the ratio r is
+    1, and only the weight w has an effect.
 
-    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper;
-    `objective.correction` offers other treatments. AReaL's code now leaves the importance weight
-    out by default.
+    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. The
+    option `objective.correction` offers other corrections. AReaL's code now leaves the importance
+    weight out by default.
     """
     return Objective(
         advantage=advantage.group_standardized,

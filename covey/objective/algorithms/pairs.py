@@ -24,17 +24,18 @@ def _of_pairs(surrogate: Callable[..., Gain]) -> Objective:
 
 @takes("beta", "average")
 def dpo() -> Objective:
-    """Direct Preference Optimization, arXiv 2305.18290; online DPO if groups are sampled.
+    """Direct Preference Optimization, arXiv 2305.18290, or online DPO if groups are sampled.
 
         D    = sum_t (logp - ref_logp)[chosen] - sum_t (logp - ref_logp)[rejected]
         loss = - 1/pairs sum log sigmoid(beta D)
 
     The chosen completion is the completion with the highest reward in its group, and the rejected
     completion has the lowest reward. If several completions have the highest reward, the shortest
-    of them is chosen; if several have the lowest reward, the shortest of them is rejected. Among
-    equally short completions, the earliest is taken. Completions of a group that are neither chosen
-    nor rejected are not trained on. A group with equal rewards has no pair; the metric `pairs/ties`
-    counts these groups. The configuration section [preferences] reads pairs from a file.
+    of them is chosen. If several completions have the lowest reward, the shortest of them is
+    rejected. Among equally short completions, the earliest is taken. Completions of a group that
+    are neither chosen nor rejected are not trained on. A group with equal rewards has no pair, and
+    the metric `pairs/ties` counts such groups. The configuration section [preferences] reads pairs
+    from a file.
 
     The two completions of a pair may be in different micro-batches or ranks. So one more forward
     pass first computes the margin D of all pairs of the optimizer step.
@@ -57,12 +58,12 @@ def ipo() -> Objective:
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
-    `ipo` chooses pairs as `dpo` does. Unlike in `dpo`, the margin D has a target of 1 / (2 beta),
-    and the loss reduces a larger margin. So even a policy that separates every pair stays near the
-    reference.
+    `ipo` chooses pairs as `dpo` does. The loss of `ipo` moves the margin D towards 1 / (2 beta),
+    while the loss of `dpo` increases D without limit. So even a policy that separates every pair
+    stays near the reference.
 
-    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer; TRL's
-    developers had asked the authors of IPO. The paper's formula and OpenRLHF use sums over tokens,
-    as Covey does with `average = false`.
+    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer, whose
+    developers asked the authors of IPO. The paper's formula and OpenRLHF use sums over tokens, as
+    Covey does with `average = false`.
     """
     return _of_pairs(pairs.squared)

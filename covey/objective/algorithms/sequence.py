@@ -20,9 +20,9 @@ def gspo() -> Objective:
 
     Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so it changes
     far less than the ratio of a token. A clip range of 0.2, which fits token ratios, has no effect
-    on s. With one optimizer step per rollout batch, s is 1 and the gradient equals GRPO's. GSPO's
-    loss is a mean over completions. With a mean over tokens, which several libraries call GSPO, the
-    algorithm would be `luspo` up to a constant.
+    on the ratio s of a completion. With one optimizer step per rollout batch, the ratio s is 1 and
+    the gradient equals the gradient of GRPO. GSPO's loss is a mean over completions. A mean over
+    tokens, which several libraries call GSPO, would give the loss of `luspo` times a constant.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -39,9 +39,9 @@ def gspo_token() -> Objective:
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
         loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
 
-    The loss and the gradient of `gspo_token` equal those of `gspo` if all tokens of a completion
-    have the same advantage. Use `gspo_token` if tokens have their own advantages, as with
-    `top_entropy`.
+    `gspo_token` has the same loss and the same gradient as `gspo` if all tokens of a completion
+    have the same advantage. Use `gspo_token` if tokens have their own advantages, for example with
+    the option `top_entropy`.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -57,7 +57,7 @@ def luspo() -> Objective:
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    GSPO's division by the completion's length favours short correct completions; `luspo` does not
+    GSPO's division by the completion's length favours short correct completions. `luspo` does not
     divide by the length.
     """
     return Objective(
@@ -97,9 +97,9 @@ def rloo() -> Objective:
 
     RLOO treats a completion as one action. So the ratio of a completion is the product of its token
     ratios, and the gradient of each token has weight 1/N (N completions), whatever the length. The
-    paper takes one optimizer step per batch, where the ratio is 1; the clip for several optimizer
-    steps comes from TRL. For long completions the product of ratios soon leaves the clip range, so
-    take few optimizer steps.
+    paper takes one optimizer step per batch, where the ratio is 1. The clip, which has an effect
+    with several optimizer steps, comes from TRL. For long completions the product of ratios soon
+    leaves the clip range, so take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,
@@ -134,16 +134,16 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
         w_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
 
-    Choices: the paper prints the ratio w of a completion as an arithmetic mean of token ratios
-    (equation 8, `mean = "arithmetic"`) and as a geometric mean (algorithm 1), which is Covey's
-    default. The paper's equations sum entropies over the group; the paper's runs sum them over the
-    batch (`scope`). A clip range of 0.2 and 0.28 has practically no effect on a geometric mean of
-    ratios. In 1/H, the entropy H is at least entropy_floor. A completion is correct if the reward
-    function calls it a success.
+    Choices: the paper defines the ratio w of a completion in two ways. Equation 8 takes the
+    arithmetic mean of token ratios (`mean = "arithmetic"`). Algorithm 1 takes the geometric mean,
+    which is Covey's default. The paper's equations sum entropies over the group. The paper's runs
+    sum entropies over the batch (`scope = "batch"`). Clip bounds of 0.2 and 0.28 have practically
+    no effect on a geometric mean of ratios. In the factor 1/H, an entropy H below entropy_floor is
+    replaced by entropy_floor. A completion is correct if the reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    The paper's runs use dynamic sampling, which drops groups without correct or without wrong
-    completions.
+    The paper's runs use dynamic sampling, which drops groups whose completions are all correct or
+    all wrong.
     """
     return Objective(
         advantage=shaping.entropy_shaped_sequences,

@@ -30,21 +30,23 @@ def gtpo() -> Objective:
         A       = (rp - mean rp) / (std rp + eps), and the same for rn
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    d_t and h_t are the numbers of correct and of wrong completions that reach position t. Do not
-    confuse `gtpo` with `gtpo_trajectory`, an algorithm with the same initials.
+    d_t is the number of correct completions that reach position t, and h_t is the number of wrong
+    completions that reach position t. Do not confuse `gtpo` with `gtpo_trajectory`, an algorithm
+    with the same initials.
 
-    Choices: mean and standard deviation are over all tokens of the batch; the shaped reward rp is 0
-    for tokens of wrong completions, and rn is 0 for tokens of correct completions. In another
-    reading of the paper (`norm = "polarity"`), tokens of correct completions and tokens of wrong
-    completions have separate means and standard deviations. With `norm = "polarity"`, alpha1 and
-    alpha2 cancel, and about half the tokens of correct completions get a negative advantage. Sums
-    of entropies are over the group, as in the paper's equations; the paper's runs summed over the
-    batch (`scope`). In 1/H, the entropy H is at least entropy_floor. A completion is correct if the
-    reward function calls it a success.
+    Choices: the mean and standard deviation of a shaped reward are over all tokens of the batch.
+    The shaped reward rp is 0 for tokens of wrong completions, and rn is 0 for tokens of correct
+    completions. The option `norm = "polarity"` follows another interpretation of the paper: tokens
+    of correct completions and tokens of wrong completions have separate means and standard
+    deviations. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of
+    correct completions get a negative advantage. Sums of entropies are over the group, as in the
+    paper's equations. The paper's runs sum entropies over the batch (`scope = "batch"`). In the
+    factor 1/H, an entropy H below entropy_floor is replaced by entropy_floor. A completion is
+    correct if the reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    The paper's runs use dynamic sampling, which drops groups without correct or without wrong
-    completions.
+    The paper's runs use dynamic sampling, which drops groups whose completions are all correct or
+    all wrong.
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
@@ -64,14 +66,15 @@ def gtpo_trajectory() -> Objective:
 
     H_i is the mean entropy of the completion. A conflict token occurs at the same position in a
     good and in a bad completion of the group, within a common prefix or a common suffix. The factor
-    delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. A conflict
-    token in both a prefix and a suffix gets the factor twice; the delta of all other tokens is 1.
-    So bad completions do not lower the probability of the format that all completions share.
-    `gtpo_trajectory` has no ratio, no clip and no reference.
+    delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. If a
+    conflict token is in both a common prefix and a common suffix, the factor is applied twice.
+    Tokens without a conflict have a delta of 1. So bad completions do not lower the probability of
+    the format that all completions share. `gtpo_trajectory` has no ratio, no clip and no reference.
 
-    Departures: the entropy H_i is computed once, when the batch is collected, and not in every
-    optimizer step, so that the advantage is a constant of the batch. In a group with equal rewards,
-    advantages are 0; in the authors' code they are -entropy_cost H_i.
+    Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
+    not change between optimizer steps. The authors' code computes H_i in every optimizer step. In a
+    group with equal rewards, advantages are 0. For equal rewards, the authors' code gives
+    advantages of -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,

@@ -11,7 +11,7 @@ from covey.objective.loss import Objective
     "gamma", "step_weight", "normalize", "clip_low", "clip_high", "beta", "kl", "ddof", "eps"
 )  # fmt: skip
 def gigpo() -> Objective:
-    """Group-in-Group Policy Optimization, arXiv 2505.10978: turns in equal states are compared too.
+    """Group-in-Group Policy Optimization, arXiv 2505.10978: also compares turns in equal states.
 
         A_E  = (R_i - mean_g R) / (std_g R + eps)
         U_k  = sum_{j>=k} gamma^(j-k) r_j,  r_last includes R minus the sum of turn rewards
@@ -22,8 +22,8 @@ def gigpo() -> Objective:
     Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
     state that occurs only once does not change the advantage, so without repeated states `gigpo` is
     GRPO. With `normalize = "mean"`, advantages are not divided by a standard deviation. The mean
-    and standard deviation of the episode advantage A_E are over rollouts; in the authors' code they
-    are over turns, so that long episodes count more.
+    and standard deviation of the episode advantage A_E are over rollouts. In the authors' code, the
+    mean and standard deviation of A_E are over turns, so long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

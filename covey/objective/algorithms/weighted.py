@@ -15,11 +15,11 @@ def cispo() -> Objective:
 
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
-    With `cispo`, no token loses its gradient; only the importance weight of a token is bounded.
-    Covey's bounds min_weight and max_weight are absolute numbers, because libraries disagree: the
-    upper bound is 1 + eps_high in the paper and verl, but eps_high itself in TRL. The paper does
-    not publish its upper bound; the default of 5 is taken from ScaleRL. CISPO's paper has no lower
-    bound.
+    With `cispo`, every token keeps its gradient, but the importance weight of a token is bounded.
+    Covey's bounds min_weight and max_weight are absolute numbers. Libraries define the upper bound
+    differently: as 1 + eps_high in the paper and in verl, but as eps_high in TRL. CISPO's paper
+    does not publish its upper bound. The default upper bound of 5 is taken from ScaleRL. CISPO's
+    paper has no lower bound.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -57,9 +57,9 @@ def gpg(
         loss = - 1/T sum_i sum_t A logp
 
     `gpg` has no ratio and no clip, so with several optimizer steps per batch, the change of the
-    policy is not limited. The factor alpha compensates for groups with equal rewards; if all groups
-    have equal rewards, all advantages are 0. To compute alpha, verl counts completions with
-    non-zero rewards, which gives a different factor.
+    policy is not limited. The factor alpha compensates for groups whose rewards are all equal. If
+    the rewards within every group are equal, all advantages are 0. To compute alpha, verl counts
+    completions with non-zero rewards, which gives a different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,

@@ -86,8 +86,8 @@ _TEN = ("10", "ten")
 def same_numeral(answer: str, target: str) -> bool | None:
     """Return whether two texts are the same numeral, or None if neither names a base.
 
-    If the target names a base, the answer may omit the base. For example, `42_8` is not
-    read as 42, and `0x2a` is not read as 0 times 2a.
+    If the target names a base, the answer may omit the base. For example, `42_8` is not parsed as
+    42, and `0x2a` is not parsed as 0 times 2a.
 
     >>> same_numeral("42_8", "42"), same_numeral("52", "52_8"), same_numeral("52", "52")
     (False, True, None)

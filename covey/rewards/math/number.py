@@ -59,9 +59,9 @@ def _plain_character(character: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Return the text in plain characters: apply NFKC, but keep superscripts and subscripts marked.
+    """Normalise a text with NFKC, but keep superscripts and subscripts distinguishable.
 
-    Each character is normalised alone, because NFKC of the whole text would turn `5²` into 52, and
+    Each character is normalised separately. NFKC of the whole text would turn `5²` into 52, and
     would take time quadratic in the number of combining marks.
 
     >>> normalise("x² = ½")

@@ -22,10 +22,11 @@ SAME, and different if it is above DIFFERENT. If a formula has decimals, which m
 values are different only if their relative difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. Floats could lose a summand below this fraction of the other
-summand; for example, 2^{-100} would be lost in 1 - 2^{-100}."""
+"""Minimum ratio of two summands. Floats could lose a summand that is much smaller than the other
+summand, such as 2^{-100} in 1 - 2^{-100}.
+"""
 MAX_DIGITS = 12
-"""Maximum digits of a number, so that neighbouring numbers are different floats."""
+"""Maximum digits of a number; with more digits, different numbers could be the same float."""
 
 Values = list[complex]
 """The values of an expression, one for each point."""
@@ -52,9 +53,9 @@ class _UnsupportedError(ValueError):
 def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if undecided.
 
-    Intervals and points are compared part by part, sets in any order. Equations are equal if one
-    equation is a multiple of the other. An equation such as `y = 2x` and an expression such as `2x`
-    are compared by value.
+    Intervals and points are compared part by part; sets are compared in any order. Equations are
+    equal if one equation is a multiple of the other. An equation such as `y = 2x` and an expression
+    such as `2x` are compared by value.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)
@@ -76,7 +77,7 @@ def same_numerically(answer: str, target: str) -> bool | None:
 
 
 def _same_set(answer: list[str], target: list[str]) -> bool | None:
-    """Return whether every element has an equal element in the other set; None if undecided."""
+    """Return whether two sets have equal elements; None if undecided."""
     left = list(answer)
     for wanted in target:
         equal = [same_numerically(element, wanted) for element in left]
@@ -230,7 +231,7 @@ class _Evaluator:
                 return total
 
     def implicit_factor(self) -> bool:
-        """Whether the next token is a factor without an operator before it."""
+        """Whether the next token is a factor of an implicit product, such as `x` in `2x`."""
         command = self.next[:1] == "\\" and self.next not in (*_TIMES, *_DIVIDED)
         return self.next in ("(", "{") or self.next[:1].isalpha() or command
 

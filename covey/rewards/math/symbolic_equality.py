@@ -34,7 +34,7 @@ _UNBOUNDED = re.compile(
 
 
 def require_math_verify(unsafe: bool) -> None:
-    """Raise ConfigError unless math-verify is installed and, unless `unsafe`, a sandbox exists."""
+    """Raise ConfigError if math-verify is missing, or if a sandbox is required but missing."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward: the comparison of formulas needs math-verify: pip install 'covey[tasks]', or "
@@ -58,7 +58,7 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 
 
 def _exponent(formula: str, at: int) -> str:
-    """Return the exponent that follows the `^` before `at`; append `^` if another power follows."""
+    """Return the exponent at index `at`, which follows `^`; append `^` if another power follows."""
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
     depth = 0
@@ -72,7 +72,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracketed text that ends before `at`, or an empty text."""
+    """Return the bracketed text that ends before index `at`, or an empty text."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):

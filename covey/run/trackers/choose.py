@@ -16,7 +16,8 @@ TRACKERS: Mapping[str, str] = MappingProxyType(
     {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "trackio": "TrackioTracker"}
 )
 """Class of each tracker, by the tracker's name. A tracker's module, Python package and pip extra
-all have its name."""
+have the same name as the tracker.
+"""
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -27,7 +28,7 @@ def check_trackers(names: Iterable[str]) -> None:
             raise ConfigError(f"config: trackers: {name!r} is not a tracker{hint}")
         if find_spec(name) is None:
             raise ConfigError(
-                f"config: trackers: {name!r} is not installed; pip install 'covey[{name}]'"
+                f"config: trackers: {name!r} is not installed: pip install 'covey[{name}]'"
             )
 
 

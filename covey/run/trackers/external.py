@@ -27,7 +27,9 @@ LONGEST = 4000
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
-"""Bytes of NAME.json, padded with spaces: a shorter text then leaves nothing of a longer one."""
+"""Size of NAME.json in bytes. The text is padded with spaces, so that a shorter text overwrites all
+of a longer text.
+"""
 
 
 class ExternalTracker(Tracker):

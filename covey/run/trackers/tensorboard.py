@@ -26,7 +26,7 @@ class TensorBoardTracker(ExternalTracker):
         self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars as one event, in the classic form that all readers of event files know."""
+        """Write scalars as one event, in the classic form that all event file readers support."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]

@@ -19,7 +19,7 @@ class WandbTracker(RememberingTracker):
     name = "wandb"
 
     def open(self, done: int) -> None:
-        """Start or continue the W&B run. Without a login, the error names the ways on."""
+        """Start or continue the W&B run. Without a login, an error says how to continue."""
         import wandb
 
         try:

@@ -1,4 +1,4 @@
-"""Rank and number of ranks of this process, from the variables that torchrun sets."""
+"""Read this process's rank and the number of ranks from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank of this process and number of ranks, both in the whole run and on this machine."""
+    """Rank of this process and number of ranks, in the whole run and on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -31,8 +31,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         if name not in numbers:
             other = next(iter(given))
             raise ConfigError(
-                f"ranks: {other} is set but {name} is not; start the ranks with torchrun, or unset "
-                f"{other} to train with one process"
+                f"ranks: the environment variable {other} is set, but {name} is not; start the "
+                f"ranks with torchrun, or unset {other} to train with one process"
             )
     rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
     local_rank, local_size = numbers.get("LOCAL_RANK", rank), numbers.get("LOCAL_WORLD_SIZE", size)
@@ -41,7 +41,10 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     if size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environment.get(name):
-                raise ConfigError(f"ranks: {name} is not set; start the ranks with torchrun")
+                raise ConfigError(
+                    f"ranks: the environment variable {name} is not set; start the ranks with "
+                    "torchrun"
+                )
     return Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 

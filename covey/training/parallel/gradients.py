@@ -1,10 +1,9 @@
-"""Sums gradients over ranks, once per optimizer step, before clipping.
+"""Sum gradients over ranks, once per optimizer step, before clipping.
 
-Large gradients are all-reduced in place, and small gradients are all-reduced in buckets. If
-autograd computes gradients one by one, the all-reduce of a bucket starts as soon as the last
-backward pass has computed all gradients of the bucket. So communication overlaps with the remaining
-backward pass. If CUDA graphs or fused passes compute gradients, every all-reduce starts after the
-pass.
+Large gradients are all-reduced in place, and small gradients are all-reduced in buckets. In the
+last backward pass of an optimizer step, the all-reduce of a bucket starts as soon as all gradients
+of the bucket are computed. So communication overlaps with the rest of the backward pass. If CUDA
+graphs or fused passes compute gradients, every all-reduce starts after the pass.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class GradientSums:
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
         """Return a bucket's gradients.
 
-        A parameter that no pass uses has no gradient on any rank.
+        Parameters that no pass uses have no gradient and are left out.
         """
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
@@ -117,9 +116,10 @@ class GradientSums:
 def sums_of(
     model: LanguageModel, optimizer: Optimizer, world: World
 ) -> GradientSums | GatheredSteps | None:
-    """Return what sums gradients at the end of an optimizer step; None if nothing has to.
+    """Return the object that sums gradients over ranks, or None if gradients need no sum.
 
-    The backward passes of a sharded model sum gradients, unless its weights stay gathered.
+    FSDP2 sums the gradients of a sharded model in the backward pass, unless the weights stay
+    gathered for a whole optimizer step.
     """
     if model.sharded:
         return gathered_steps(model, world)

@@ -1,4 +1,4 @@
-"""Join the process group of a run's ranks, and leave it."""
+"""Join and leave the process group of a run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from covey.training.parallel.world import World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""Seconds that a rank that failed before joining waits for rank 0 to report the failure."""
+"""A rank that fails before joining waits this many seconds for rank 0 to report the failure."""
 
 
 @contextmanager
 def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World]:
-    """Join the process group that the environment variables define, and leave it after the run.
+    """Join the process group that the environment variables define, and leave the group at exit.
 
     If one rank fails, all ranks end, and rank 0 prints one line with the reason.
     """
@@ -60,14 +60,14 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
 
 
 def check_alike(world: World, what: str, mine: str) -> None:
-    """Refuse ranks that differ in a text that must be equal on all ranks, such as settings."""
+    """Raise ConfigError if the text `mine`, such as the settings, differs between ranks."""
     all_of_them = world.gather(mine)
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
             difference = _difference(all_of_them[0], other) if what == "settings" else ""
             raise ConfigError(
-                f"ranks: rank {rank} has other {what} than rank 0{difference}; start every rank "
-                f"with the same {what}"
+                f"ranks: rank {rank} and rank 0 have different {what}{difference}; start every "
+                f"rank with the same {what}"
             )
 
 
@@ -119,16 +119,16 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
 
 
 def _distributed() -> Any:
-    """Return torch.distributed untyped, because type checkers do not know its stores."""
+    """Return torch.distributed as `Any`, because type checkers do not know its store classes."""
     import torch.distributed
 
     return torch.distributed
 
 
 def told_by_main(text: str, code: int) -> bool:
-    """Let rank 0 report why this rank failed before joining; return whether rank 0 does so.
+    """Ask rank 0 to report why this rank failed before joining; return whether rank 0 answers.
 
-    If several ranks fail in the same way, the user sees one line.
+    If several ranks fail in the same way, the user sees only one line.
     """
     try:
         here = place()
@@ -149,7 +149,7 @@ def told_by_main(text: str, code: int) -> bool:
 
 
 def _agent() -> bool:
-    """Whether torchrun hosts the torch.distributed store, and not rank 0."""
+    """Return whether torchrun, instead of rank 0, hosts the torch.distributed store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

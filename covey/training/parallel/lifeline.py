@@ -1,10 +1,10 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
 A collective call waits for all ranks, so it may take minutes to notice a failure. So every rank
-keeps a TCP connection to rank 0, which closes when the process ends, even after a crash. A rank
-that fails sends the reason before it ends, and rank 0 forwards the reason to the other ranks. The
-main thread of each rank raises the error at its next collective call. If the main thread makes no
-collective call within a few seconds, the watching thread ends the process.
+keeps a TCP connection to rank 0. The connection closes when the process ends, even after a crash. A
+rank that fails sends the reason before it ends, and rank 0 forwards the reason to the other ranks.
+The main thread of each rank raises the error at its next collective call. If the main thread makes
+no collective call within a few seconds, a background thread ends the process.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds that the main thread has to notice a lost rank, and the same time again to end."""
+"""Seconds that the main thread has to notice a lost rank, and that the process then has to end."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class RankError(CoveyError):
-    """Another rank has failed or died."""
+    """Raised if another rank has failed or died."""
 
 
 class Reported(CoveyError):
-    """A failure that another rank reports to the user, so that this rank prints nothing."""
+    """Raised for a failure that another rank reports, so that this rank prints nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Lifeline:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports a lost rank: rank 0 does, or rank 1 if rank 0 is lost."""
+        """Whether this rank prints the error: rank 0 usually does, and rank 1 if rank 0 is lost."""
         silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
         return self.rank == (1 if silent else 0)
 
@@ -94,7 +94,7 @@ class Lifeline:
             raise self.loss.error(self.reports)
 
     def fail(self, text: str, code: int = 1) -> None:
-        """Tell the other ranks that this rank has failed, and the reason."""
+        """Tell the other ranks why this rank has failed."""
         self.closing.set()
         self._send({"rank": self.rank, "text": text[: LINE_BYTES // 2], "code": code})
 
@@ -166,7 +166,7 @@ class Lifeline:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Open rank 0's socket; return it, and the address with a secret for the other ranks."""
+    """Open rank 0's socket; return the socket, and its port with a secret for the other ranks."""
     server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
     return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"
 

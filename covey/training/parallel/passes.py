@@ -20,13 +20,12 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """Whether the results of this pass count. The results do not count if the rows are
-    placeholders, because another rank computes the same rows. Placeholders give all ranks the same
-    number of passes; with sharded parameters, every pass involves all ranks."""
+    """False for a placeholder pass, whose results are discarded. Placeholder passes give all ranks
+    the same number of passes, because a pass through a sharded model involves all ranks."""
 
 
 def without_weight(rows: Batch) -> Batch:
-    """Return the rows with weight 0, as placeholders that add nothing to the gradient."""
+    """Return the rows with token weights 0, so that they add nothing to the gradient."""
     assert rows.weight is not None, "weights come from the whole step"
     return replace(rows, weight=torch.zeros_like(rows.weight))
 
@@ -64,7 +63,7 @@ def whole_batch(
     logp: Callable[[Batch], LogProbs],
     world: World = World(),  # noqa: B008 - without state
 ) -> LogProbs:
-    """Run `logp` over micro-batches, and return the rows in their original order."""
+    """Run `logp` on micro-batches, and return the rows in their original order."""
     return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
 
 

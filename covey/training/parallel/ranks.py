@@ -1,7 +1,6 @@
 """Several ranks over torch.distributed.
 
-Waiting for other ranks never blocks the interpreter, so that this rank handles signals and notices
-the failure of another rank (lifeline.py).
+While a rank waits for other ranks, it still handles signals and notices failed ranks (lifeline.py).
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Ranks(World):
         return summary_of(Measured.joined(self.gather(meter.measured())))
 
     def agree(self, stop: StopSignal) -> bool:
-        """Return whether any rank has received a signal, with the same result on all ranks."""
+        """Return on every rank whether any rank has received a stop signal."""
         received = [name for name in self.gather(stop.received) if name is not None]
         if received and stop.received is None:
             stop.received = received[0]

@@ -1,10 +1,11 @@
 """Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
 
-Each block of the model is gathered when a pass reaches it, and its gradients are reduced and
-sharded again in the backward pass. The sharded parameters are the optimizer's float32 masters; a
-model in bfloat16 computes in bfloat16. Embedding, head and final norm are gathered for a whole
-pass, so a pass must be one method call on the outermost module (`batch_logp`). If a single rank has
-all shards, fused passes run on weights that are gathered once per optimizer step (GatheredSteps).
+The weights of a block are gathered when a pass reaches the block. The backward pass reduces the
+gradients of the block over ranks, and shards them. The sharded parameters are the optimizer's
+float32 masters, even if the model computes in bfloat16. Embedding, head and final norm stay
+gathered during a whole pass. A pass must therefore be one method call on the root module
+(`batch_logp`). If a single rank has all shards, fused passes run on weights that are gathered once
+per optimizer step (GatheredSteps).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def shard_model(
 ) -> LanguageModel:
     """Return a sharded copy of a model. The original model keeps its full tensors.
 
-    With `offload`, the shards stay in main memory until a pass needs them.
+    With `offload`, the shards stay in CPU memory until a pass needs them.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -68,7 +69,7 @@ def shard_model(
 
 
 def _add_entries(model: LanguageModel) -> None:
-    """Let passes enter through methods that gather the weights: the model's, and its blocks'."""
+    """Add methods to the model and its blocks that gather the weights before a pass."""
     root = model.model
     _add_entry(root, ENTRY, entry_method)
     enter = getattr(root, ENTRY)
@@ -88,7 +89,7 @@ def _add_entries(model: LanguageModel) -> None:
 
 
 def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
-    """Add a method to a sharded module; a call gathers the weights, as a forward pass does."""
+    """Add a method to a sharded module that gathers the module's weights, as `forward` does."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     setattr(module, name, types.MethodType(method, module))
@@ -98,8 +99,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    With a single shard, gradients of whole weights take no more memory than sharded gradients. So
-    one gather and one reduction per optimizer step cost only the memory of the gathered weights.
+    With a single shard, gradients of gathered weights take no more memory than sharded gradients.
+    With a single shard, one gather per optimizer step costs only the memory of the gathered
+    weights.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -108,10 +110,10 @@ def _stays_gathered(model: LanguageModel) -> bool:
 
 
 class GatheredSteps:
-    """Weights that are gathered once per optimizer step; their gradients are summed once, too.
+    """Gathers the weights and sums the gradients once per optimizer step, not once per pass.
 
-    Passes run on the gathered weights without the hooks of FSDP2, and add the gradients of bfloat16
-    weights to float32 sums, as with an ordinary model.
+    Passes run on the gathered weights without FSDP2's hooks. Gradients of bfloat16 weights are
+    added to float32 sums, as in a model without shards.
     """
 
     def __init__(self, model: LanguageModel, world: World) -> None:
@@ -119,11 +121,11 @@ class GatheredSteps:
         self.parts = _sharded_parts(model.model)
         self.shards = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
         self.whole: dict[str, nn.Parameter] = {}
-        """The gathered weights, from the first pass on."""
+        """The gathered weights by name. Empty before the first pass."""
         self.fused: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Weights in fused storages, each with the memory into which FSDP2 gathers it."""
+        """Pairs of a fused weight and the tensor into which FSDP2 gathers the weight."""
         self.sums: dict[str, torch.Tensor] = {}
-        """The gradients of the shards, in the memory of the float32 sums."""
+        """Sharded gradients by name, in the memory of the float32 gradient sums."""
         setattr(model.model, ENTRY, self.logp)
 
     def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
@@ -142,7 +144,7 @@ class GatheredSteps:
             torch._foreach_copy_([new for new, _ in self.fused], [old for _, old in self.fused])
 
     def _prepare(self) -> None:
-        """Fuse weights that are gathered for the first time, and prepare their gradient sums."""
+        """Before the first pass, fuse the gathered weights and prepare their gradient sums."""
         every = dict(self.model.model.named_parameters())
         before = {name: parameter.data for name, parameter in every.items()}
         fuse_parameters(self.model.backbone)
@@ -153,7 +155,7 @@ class GatheredSteps:
         attach_grad_sinks((parameter, GradHolder(parameter)) for parameter in rounded)
 
     def expect(self) -> None:
-        """Do nothing: gradients are summed after the last pass."""
+        """Do nothing, because gradients are summed after the last pass."""
 
     def finish(self) -> None:
         """Sum the gradients over ranks, and free the gathered weights."""
@@ -168,7 +170,7 @@ class GatheredSteps:
             part.reshard()
 
     def _as_shard(self, name: str, holder: Any) -> torch.Tensor:
-        """Return a gradient as a sharded tensor; float32 sums always have the same memory."""
+        """Return a gradient as a sharded tensor; float32 sums use the same memory in every step."""
         grad: torch.Tensor = holder.grad
         if not isinstance(holder, GradHolder):
             return sharded_like(grad, self.shards[name])
@@ -186,15 +188,15 @@ def _sharded_parts(root: Any) -> list[Any]:
 
 
 def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
-    """Return what gathers weights once per optimizer step; None if every pass gathers them."""
+    """Return GatheredSteps if the weights stay gathered for a whole optimizer step, or None."""
     return GatheredSteps(model, world) if _stays_gathered(model) else None
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     """Return the device mesh.
 
-    All ranks together, or each set of `shard_ranks` ranks, divide one copy of the model among them.
-    If there are fewer than `shard_ranks` ranks, all ranks divide one copy.
+    Each set of `shard_ranks` ranks shards one copy of the model. If `shard_ranks` is 0 or exceeds
+    the number of ranks, all ranks shard a single copy.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -211,19 +213,19 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
 
 
 def _copied_modules(root: Any) -> Any:
-    """Copy a model's modules without their tensors."""
+    """Copy a model's modules; the copy shares the tensors of the original."""
     tensors = [*root.parameters(), *root.buffers()]
     return copy.deepcopy(root, {id(tensor): tensor for tensor in tensors})
 
 
 def _blocks(root: Any) -> list[nn.Module]:
-    """Return the blocks of a model: its longest list of modules of the same class."""
+    """Return the blocks of a model: its largest list of modules of the same class."""
     lists = [m for m in root.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     alike = [m for m in lists if len({type(block) for block in m}) == 1]
     if not alike:
         raise ModelError(
-            "model: parallel.strategy = 'fsdp' needs a list of equal blocks, which this model does "
-            "not have; set parallel.strategy = 'ddp'"
+            "model: parallel.strategy = 'fsdp' needs a model with a list of equal blocks, which "
+            "this model does not have; set parallel.strategy = 'ddp'"
         )
     largest: nn.ModuleList = max(alike, key=lambda m: sum(p.numel() for p in m.parameters()))
     return list(largest)
@@ -243,6 +245,6 @@ def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
 
 
 def _twin(root: Any, copied: Any, module: nn.Module) -> Any:
-    """Return the copied module with the same name as an original module."""
+    """Return the module of `copied` that has the same name as `module` has in `root`."""
     name = next(name for name, each in root.named_modules() if each is module)
     return copied.get_submodule(name)

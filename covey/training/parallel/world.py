@@ -1,4 +1,4 @@
-"""The world: the interface through which the rest of covey uses the ranks of a run.
+"""The interface through which the rest of covey uses the ranks of a run.
 
 Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
 the passes through the model are divided among ranks. So ranks communicate only to gather rollouts
@@ -36,7 +36,7 @@ class World:
         return list(items)
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Gather the ranks' results for the items that `share` divided, in their original order."""
+        """Gather the results of all ranks, in the order that the items had before `share`."""
         return list(done)
 
     def gather(self, item: _T) -> list[_T]:
@@ -55,7 +55,7 @@ class World:
         return summary(meter)
 
     def agree(self, stop: StopSignal) -> bool:
-        """Return whether any rank has received a signal, with the same result on all ranks."""
+        """Return on every rank whether any rank has received a stop signal."""
         return stop.received is not None
 
     def barrier(self) -> None:

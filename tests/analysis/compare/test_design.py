@@ -123,14 +123,14 @@ def test_a_single_arm_is_compared_with_the_common_configuration() -> None:
     ],
 )  # fmt: skip
 def test_no_arm_can_change_how_it_is_measured(setting: str) -> None:
-    with pytest.raises(ConfigError, match="all arms must be measured in the same way"):
+    with pytest.raises(ConfigError, match="must be the same for all arms"):
         planned("grpo", arms=(f"other: {setting}",))
 
 
 def test_a_mistake_in_an_arm_is_found_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.learning_rte is not a setting"):
         planned("grpo", arms=("other: optimizer.learning_rte=1",))
-    with pytest.raises(ConfigError, match=r"'grpoo' is not known; did you mean 'grpo'"):
+    with pytest.raises(ConfigError, match=r"'grpoo' is not a known algorithm; did you mean 'grpo'"):
         planned("grpoo")
     with pytest.raises(ConfigError, match="two arms are called 'grpo'"):
         planned("grpo", arms=("grpo: optimizer.learning_rate=0",))

@@ -85,10 +85,10 @@ def test_replay_prints_families_and_cosines(
         (
             ["--step", "1", "--rollout", "1", "--replay", "all"],
             2,
-            "cannot be combined with --replay",
+            "--rollout and --replay cannot be combined",
         ),
         (["--step", "1", "--replay", "grop"], 2, "did you mean 'grpo'"),
-        (["--step", "1", "--replay", "grpo", "--set", "beta"], 2, "--set takes key=value"),
+        (["--step", "1", "--replay", "grpo", "--set", "beta"], 2, "write an option as key=value"),
         (["--step", "1", "--set", "beta=0"], 2, "--replay"),
         (["--step", "1", "--replay", ","], 2, "--replay"),
     ],

@@ -159,5 +159,5 @@ def test_missing_and_empty_steps_are_errors(recorded_run: RunFolder, tmp_path: P
     file = run.path / "rollouts/000001.jsonl"
     rows = [json.loads(line) | {"advantage": None} for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(RunError, match="step 1 trained on no rollout"):
+    with pytest.raises(RunError, match="step 1 did not train on any rollout"):
         explain_step(policy_before(run, 1), read_step(run, 1))

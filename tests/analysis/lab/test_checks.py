@@ -167,7 +167,7 @@ def test_completions_are_read_from_files(tmp_path: Path) -> None:
     assert first.prompt.info == {"level": 3}
     assert (second.prompt.id, second.prompt.task, second.prompt.info) == ("p/1", "t", {"a": 1})
     assert third.correct is True
-    with pytest.raises(DataError, match="completion 1 has no label 'correct'"):
+    with pytest.raises(DataError, match="completion 1 has no label; add the field 'correct'"):
         read_labelled(file)
 
 
@@ -178,7 +178,7 @@ def test_completions_are_read_from_files(tmp_path: Path) -> None:
         ("{", "answers.jsonl:1 is not JSON"),
         ('{"text": "x"}\n[1]', "answers.jsonl:2 must be a JSON object, not list"),
         ('{"answer": "x"}', "answers.jsonl:1 has no completion text"),
-        ('{"text": "x", "correct": 1}', "correct must be true or false, not 1"),
+        ('{"text": "x", "correct": 1}', "'correct' must be true or false, not 1"),
     ],
 )
 def test_bad_files_are_named_by_line(tmp_path: Path, text: str, message: str) -> None:

@@ -26,7 +26,7 @@ def test_solutions_are_measured_although_prompts_cannot_be_rendered() -> None:
     found = measure(job)
     assert found["solutions"] == [5]
     assert "prompts" not in found
-    assert "a prompt has 0 turns" in found["problem"]
+    assert "a prompt has 0 messages" in found["problem"]
 
 
 def test_a_job_without_a_tokenizer_is_a_problem() -> None:

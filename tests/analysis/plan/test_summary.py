@@ -222,7 +222,7 @@ def test_the_token_limit_holds_for_a_run_that_drops_every_group(
     )  # fmt: skip
     words = [word for setting in settings for word in ("--set", setting)]
     assert run(["train", "--run", str(tmp_path / "run"), *words]) != 0
-    assert "most steps have no group to train on" in capsys.readouterr().err
+    assert "most training steps have no group to train on" in capsys.readouterr().err
     last = RunFolder.open(tmp_path / "run").steps()[-1]
     plan = plan_of(*settings)
     assert (last["step"], last["tokens"]) == (21, 168)

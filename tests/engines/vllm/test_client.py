@@ -130,7 +130,7 @@ def test_versions_of_vllm(version: str, good: bool) -> None:
     if good:
         check_version(version, "vLLM")
         return
-    with pytest.raises(EngineError, match=rf"has version {version}; Covey needs vLLM >= 0.27"):
+    with pytest.raises(EngineError, match=rf"has version {version}, but Covey needs vLLM >= 0.27"):
         check_version(version, "vLLM")
 
 
@@ -142,7 +142,7 @@ def checked(**replies: Any) -> None:
 
 def test_a_server_is_checked_before_a_model_is_loaded() -> None:
     checked()
-    with pytest.raises(EngineError, match=r"has version 0.20.0; Covey needs"):
+    with pytest.raises(EngineError, match=r"has version 0.20.0, but Covey needs"):
         checked(**{"/version": {"version": "0.20.0"}})
     with pytest.raises(EngineError, match=r"is not a vLLM server"):
         checked(**{"/version": {"name": "nginx"}})
