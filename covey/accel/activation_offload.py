@@ -98,7 +98,10 @@ class ActivationOffload:
         return values
 
     def _load(self, kept: _Kept) -> torch.Tensor:
-        """Return the activation on the device; it is complete after the event `loaded`."""
+        """Return the activation on the device.
+
+        Its values are complete after the event `loaded`.
+        """
         if kept.values is None:
             kept.values = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
             kept.loaded = self._copy(kept.host, kept.values, kept.device)

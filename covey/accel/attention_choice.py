@@ -6,8 +6,8 @@ over rows of equal length. A kernel that fails, or whose results differ from fla
 not used. Short rows always use flash attention, because CUDA graphs need it and save more time than
 a faster kernel would. With torch's deterministic algorithms, only flash attention 2 is used.
 
-In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
-the head size.
+The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
+heads) and D (head size).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from covey.accel.attention_kernels import FLASH, KERNELS, Inputs, Kept, attend
 from covey.accel.varlen_attention import Bounds, VarlenRows
 
 LONG = 2048
-"""Rows count as long if their mean length is at least this many tokens."""
+"""The rows of a micro-batch are called long if their mean length is at least this many tokens."""
 TOKENS = 16_384
 """Number of tokens in a measurement, in rows of equal length."""
 TOLERANCE = 0.02
-"""Maximum relative difference of results. Kernels round differently, by less than 1 % of a result's
-norm."""
+"""Maximum relative difference between the results of two kernels. Because of rounding, correct
+kernels differ by less than 1 % of the norm of the result."""
 REPEATS = 3
 FLASH3 = "FlashAttention 3"
 
@@ -77,14 +77,17 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether the rows between these bounds are long on average."""
+    """Return whether the mean row length is at least LONG, given the offsets of the rows' keys."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 
 def chosen(
     device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, size: int, longest: int
 ) -> str:
-    """Return the fastest kernel for long rows; the first call of a shape class measures kernels."""
+    """Return the fastest kernel for long rows.
+
+    The first call for a shape class measures all kernels; later calls use the measured result.
+    """
     if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
         return FLASH
     length = 1 << (longest - 1).bit_length()
@@ -132,7 +135,7 @@ def measured(shape: ShapeClass) -> Choice:
 
 
 def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
-    """Measure FlashAttention 3 after its activation; return whether it is correct and faster."""
+    """Measure FlashAttention 3, which must be active; return whether it is correct and faster."""
     try:
         right = rows.agree(rows.results(FLASH), expected)
         seconds[FLASH3] = _seconds(partial(rows.results, FLASH))

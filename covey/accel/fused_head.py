@@ -5,7 +5,7 @@ apart. The gradient of logits is rounded for the two matrix products that use it
 gradient is summed over chunks in float32. The backward pass recomputes the logits of all chunks but
 the last, which are still in memory. So if all logits fit into one chunk, nothing is recomputed.
 
-In tensor shapes, M counts chosen tokens, D is the hidden size and V is the vocabulary size.
+The dimensions in tensor shapes are M (chosen tokens), D (hidden size) and V (vocabulary size).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class _Weights:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All weights, then all biases, then LoRA weights, which autograd receives as inputs."""
+        """Inputs of the autograd function: all weights, then all biases, then all LoRA weights."""
         return [*self.weights, *self.biases, *self.low_rank.parameters]
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,10 @@ class _Weights:
         return result
 
     def input_grad(self, grad: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient of the input; `inner` is `low_rank.inner_grad(grad)`."""
+        """Return the gradient of the layers' input.
+
+        `inner` is the result of `low_rank.inner_grad`.
+        """
         back = grad @ self.weight
         self.low_rank.add_input_grad(back, inner)
         return back
@@ -112,7 +115,10 @@ class _Weights:
         values: torch.Tensor,
         inner: torch.Tensor | None,
     ) -> list[torch.Tensor | None]:
-        """Return gradients of parameters; None for gradients not needed or added to a GradSink."""
+        """Return the gradients of `parameters`.
+
+        The result is None for a gradient that is not needed or was added to a GradSink.
+        """
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[:count]):

@@ -102,7 +102,7 @@ class GradSink:
         """Start a new gradient sum; the caller must fill the returned tensor.
 
         The new sum reuses the memory of the last sum. A second buffer would double the memory of
-        gradients, and a CUDA graph always writes to the same address.
+        gradients. A CUDA graph also requires that the address of the sum never changes.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.
@@ -116,7 +116,10 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """Return the gradient sum if it was cleared; the caller must set the sum to zero."""
+        """Return the gradient sum if an optimizer step cleared it, or else None.
+
+        The caller must set the returned tensor to zero.
+        """
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 

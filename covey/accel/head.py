@@ -1,7 +1,7 @@
 """Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
 
-In tensor shapes, M counts chosen tokens, D is the hidden size and V is the vocabulary size. Logits
-exist for one chunk of tokens at a time. The backward pass recomputes the logits.
+The dimensions in tensor shapes are M (chosen tokens), D (hidden size) and V (vocabulary size).
+Logits exist for one chunk of tokens at a time. The backward pass recomputes the logits.
 """
 
 from __future__ import annotations

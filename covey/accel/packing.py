@@ -3,8 +3,8 @@
 The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
 computes the layout because reading a length from the device would wait for all queued work.
 
-In tensor shapes, B counts rows, P prompt tokens, T completion tokens, N packed tokens and R key
-positions.
+The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
+tokens) and R (key positions).
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class _RowIndex:
         return (self.prompt + self.length).where(self.queries > 0, 0)
 
     def spans(self, row: torch.Tensor, position: torch.Tensor) -> list[torch.Tensor]:
-        """Return the fields of VarlenRows in order, for the rows that have queries."""
+        """Return the fields of VarlenRows as a list, computed over the rows that have queries."""
         keys, kept = self.keys(), self.queries > 0
         holder = row_of_each(keys)
         place = torch.arange(len(holder)) - (keys.cumsum(0) - keys)[holder]

@@ -93,7 +93,10 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
 def _pieces(
     rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
 ) -> list[tuple[int, list[int]]]:
-    """Split a prompt's rows into pieces within the limit; return each piece and its token count."""
+    """Split the rows of a prompt into pieces of at most `micro_batch_tokens` tokens.
+
+    Return the number of tokens and the rows of each piece.
+    """
     pieces: list[tuple[int, list[int]]] = []
     for row in rows:
         if not pieces or pieces[-1][0] + lengths[row] > micro_batch_tokens:

@@ -72,7 +72,7 @@ def adapter_base(path: str) -> str | None:
 
 
 def missing_folder_note(path: str) -> str:
-    """Return a note for error messages that there is no local folder of this name either."""
+    """Return text for error messages: "there is no folder of that name either"."""
     if Path(path).exists():
         return ""
     return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"

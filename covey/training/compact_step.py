@@ -76,7 +76,10 @@ def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seed: int, number: int, step: int) -> tuple[int, int]:
-    """Return the two 31-bit keys that seed the random bits of a step over one storage."""
+    """Return two 31-bit keys, from which the random bits of an optimizer step are computed.
+
+    `number` is the index of the storage whose parameters are updated.
+    """
     digest = hashlib.blake2b(f"{seed}/{number}/{step}".encode(), digest_size=8).digest()
     first, second = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     return first >> 1, second >> 1
@@ -106,8 +109,8 @@ def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
     `random` has a number from 0 to 2 ** 16 - 1 for each value. Each number is added to the lower 16
-    bits of its value, and then the lower bits are dropped. Larger lower bits carry more often, so
-    values are rounded up with the right probability.
+    bits of its value, and then the lower bits are dropped. The sum carries into the upper bits with
+    a probability proportional to the lower bits, which is the right probability of rounding up.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -126,8 +129,8 @@ def adamw(
     """Take an AdamW step in place on flat tensors.
 
     Moments are bfloat16 numbers, stored as int16 bits. With `low`, weights are two int16 halves;
-    without `low`, weights are float32. The step uses the moments before rounding. Element i uses
-    the random bits of number `first_index` + i.
+    without `low`, weights are float32. The step uses the moments before rounding. The random bits
+    of element i are those with index `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

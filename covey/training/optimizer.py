@@ -149,7 +149,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _share_rows(self) -> None:
-        """Let this rank's rows refer to the weights and gradients of the sharded masters."""
+        """Make the tensors in `_rows` views of this rank's rows of the sharded masters."""
         for name, rows in self._rows.items():
             master = self._masters[name]
             if rows is not master:

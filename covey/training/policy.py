@@ -37,7 +37,8 @@ class Policy:
     whole: LanguageModel | None = None
     """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None
-    """The object that sums gradients over ranks. The value is None if gradients need no sum."""
+    """The object that sums gradients over ranks. The value is None if no gradients need to be
+    summed."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trained weights by name, to update an engine's copy of the model.

@@ -243,7 +243,7 @@ def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
 def optimize(
     learner: Learner, batch: Batch, step: int, watch: Watch | None = None
 ) -> dict[str, float]:
-    """Take every optimizer step on a filled batch, and return the metrics of the training step."""
+    """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
     objective, critic, meter = learner.objective, learner.critic, Meter()
     facts = RowFacts.of(batch, skip=learner.skips_rows, whole_groups=objective.pairs)
     more: dict[str, float] = facts.pair_counts() if objective.pairs else {}
@@ -336,12 +336,12 @@ def backward_passes(
 
 
 def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
-    """Fill in the fields that are computed over one optimizer step."""
+    """Fill in the fields whose values depend on all rows of an optimizer step."""
     return _with_marks(learner, with_weight(learner.objective, mini, totals), Meter())
 
 
 def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
-    """Mark tokens for the objective, by the log-probs of all rows of an optimizer step."""
+    """Fill in the objective's marks, which depend on the log-probs of a whole optimizer step."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():
@@ -376,8 +376,8 @@ def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
 def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
     """Return the mean KL of a step; NaN if all tokens are masked or a value was not finite.
 
-    If the KL is part of the reward, the mean comes from the batch, because the metrics may lack
-    rows that the row filter left out.
+    If the KL is part of the reward, the mean is computed over the batch. The metrics would not
+    include rows that the row filter left out.
     """
     if batch.token_penalty is None or not batch.mask.any():
         return metrics.get("objective/kl_avg", math.nan)

@@ -4,7 +4,7 @@ In a decode step of a small model, launching a separate SwiGLU kernel and moving
 memory takes as long as the matrix product. This kernel computes matching columns of gate and up in
 one Triton program. Gate and up are rounded as if they were stored.
 
-In tensor shapes, N counts tokens, D is the hidden size and M is the MLP size.
+The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The residual stream is float32; the RMSNorm has the dtype of the next matrix product. The kernel
 computes in float32 and rounds its result once.
 
-In tensor shapes, N counts tokens and D is the hidden size. A Triton program processes several rows,
-so that short rows use all of its threads.
+The dimensions in tensor shapes are N (tokens) and D (hidden size). A Triton program processes
+several rows, so that short rows use all of its threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from covey.accel.kernels.early_start import early_start
 from covey.accel.unrecorded import call
 
 PROGRAMS = 512
-"""Number of Triton programs in the backward pass; each sums the gain's gradient over its rows."""
+"""Number of Triton programs in the backward pass. Each program sums the gradient of the gain over
+the rows that it processes."""
 TILE = 2048
 """The number of elements that a Triton program processes at once."""
 

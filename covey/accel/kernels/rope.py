@@ -4,8 +4,8 @@ Each packed token has one query. The keys and values of a row are consecutive in
 and values of a prompt are copied to every row that shares the prompt. Gradients are summed in
 float32, in a fixed order.
 
-In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
-the head size.
+The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
+heads) and D (head size).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Softmax over positions that one Triton program reads in tiles, or several programs in parts."""
+"""Running softmax of one Triton program over tiles, and its sum over several Triton programs."""
 
 from __future__ import annotations
 

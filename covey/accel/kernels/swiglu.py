@@ -1,7 +1,7 @@
 """SwiGLU: one kernel for silu(gate) * up and one kernel for its gradient.
 
-In tensor shapes, N counts tokens and M is the MLP size. Gate and up are columns of one matrix
-product [N, 2 M], or two matrix products.
+The dimensions in tensor shapes are N (tokens) and M (MLP size). The inputs `gate` and `up` are
+either the two halves of the columns of one matrix product [N, 2 M], or two matrix products.
 """
 
 from __future__ import annotations
