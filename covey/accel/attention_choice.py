@@ -66,8 +66,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D].
 
-    If `kept` is an empty list, the result is stored in the list. If `kept` contains a result, that
-    result is taken out and returned.
+    If `kept` is an empty list, the output is also stored in the list. If `kept` contains an output
+    of an earlier call, that output is removed from the list and returned.
     """
     name = FLASH
     if window is None and spans.bounds is not None and has_long_rows(spans.bounds.key):

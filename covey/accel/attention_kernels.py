@@ -1,11 +1,12 @@
 """Kernels for attention over packed rows: torch's flash attention and cuDNN's.
 
-Attention is causal and aligned at the end of a row (varlen_attention.py). Flash attention processes
-all rows in one call and supports rows with fewer queries than keys. The causal mask of cuDNN is
-aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's queries, if
-these queries belong to another row. The results of copied queries are discarded, and their gradient
-is zero. With cuDNN, one call processes all rows of similar length. The cuDNN operator for rows of
-different lengths is not used, because in torch 2.11 it reads invalid addresses.
+Attention is causal, and the causal mask is aligned at the end of a row (varlen_attention.py). Flash
+attention processes all rows in one call and supports rows with fewer queries than keys. The causal
+mask of cuDNN is aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's
+queries, if these queries belong to another row. The results of copied queries are discarded, and
+their gradient is zero. With cuDNN, one call processes all rows of similar length. The cuDNN
+operator for rows of different lengths is not used, because in torch 2.11 it reads invalid
+addresses.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
@@ -134,7 +135,7 @@ class _Row(NamedTuple):
 
     @property
     def missing(self) -> int:
-        """Number of tokens at the start of the row whose queries belong to another row."""
+        """Number of tokens at the start of this row that have their query in another row."""
         return _length(self.key) - _length(self.query)
 
     @property
@@ -177,7 +178,8 @@ def _query_rows(
     """Copy queries, or tensors of the same shape [N, H, D], into padded rows [rows, H, S, D].
 
     `tokens` has the index of the packed token at each key position. If `tokens` is given, queries
-    that belong to another row are copied from that row. If `tokens` is None, they are zero.
+    that belong to another row are copied from that row. If `tokens` is None, these queries are
+    zero.
     """
     if not any(row.missing for row in rows):
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
@@ -229,7 +231,7 @@ def _cudnn_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
 
 
 def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row]) -> None:
-    """Write the results [rows, H, S, D] of all queries to their packed tokens [N, H, D]."""
+    """Write the results [rows, H, S, D] of all queries to the places of their tokens [N, H, D]."""
     for row, values in zip(rows, padded.transpose(1, 2), strict=True):
         target[row.query] = values[row.missing : _length(row.key)]
 

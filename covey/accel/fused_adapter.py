@@ -106,7 +106,7 @@ class LowRankProducts:
             result[:, columns].addmm_(reduced, part.second.t())
 
     def inner_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient with respect to A x of all layers, [N, all ranks]."""
+        """Return the gradient with respect to A x of all layers, [N, sum of all adapter ranks]."""
         if not self._parts:
             return None
         ranks = [len(a) for a in self._first]

@@ -117,7 +117,8 @@ def _layer(
     """Return the residual stream after attention, and the output of the MLP.
 
     A checkpointed layer stores the output of attention in `kept`, so that the recomputation of the
-    layer need not repeat attention. No other tensor of the same size takes as long to compute.
+    layer need not repeat attention. The output of attention takes longer to compute than any other
+    tensor of the same size.
     """
     weight_and_eps = gain(layer.input_layernorm)
     if delta is None:

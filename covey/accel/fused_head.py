@@ -21,7 +21,8 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Rows of a tensor core tile; larger chunks have a multiple of this number of rows."""
+"""Number of rows of a tile on tensor cores. The number of rows of a larger chunk is a multiple of
+this number."""
 
 
 def fused_token_logp(

@@ -43,7 +43,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
 def swiglu_linear(
     gates: Sequence[torch.Tensor], activation: nn.Module, down: nn.Module
 ) -> torch.Tensor:
-    """Return down(activation(gate) * up); gate and up are one fused tensor or two tensors."""
+    """Return down(activation(gate) * up); `gate` and `up` are one fused tensor or two tensors."""
     result: torch.Tensor
     if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
@@ -168,7 +168,10 @@ class _Product(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """SwiGLU for autograd; saves only gate and up, and recomputes silu(gate) * up in backward."""
+    """SwiGLU for autograd.
+
+    The forward pass saves only `gate` and `up`, and the backward pass recomputes silu(gate) * up.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights: _Weights, count: int, *tensors: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def token_logp(
     megabytes: float,
     kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
+    """Return log-probability [M] of `tokens` [M] and entropy [M] (nats), predicted from `hidden`.
 
     The distribution has the given `temperature`, and is restricted to the kept sets (top-k, top-p)
     if there are any. Log-probability and entropy are differentiable. Logits of tokens that

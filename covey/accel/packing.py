@@ -219,7 +219,7 @@ class _RowIndex:
     prompt: torch.Tensor
     """Prompt tokens."""
     length: torch.Tensor
-    """Number of completion tokens in the model's input, which are all but the last."""
+    """Number of completion tokens in the model's input: all completion tokens except the last."""
     number: torch.Tensor
     """Index of the row's prompt."""
     queries: torch.Tensor

@@ -103,7 +103,7 @@ def matches(
 
 
 def parity_rows(vocabulary: int) -> HostRows:
-    """Return rows for a parity check: three completions of different lengths of one prompt."""
+    """Return rows for a parity check: one prompt with three completions of different lengths."""
     prompt, lengths = torch.arange(2, 6) % vocabulary, torch.tensor([3, 1, 5])
     mask = torch.arange(5) < lengths[:, None]
     return HostRows(

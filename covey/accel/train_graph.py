@@ -8,7 +8,7 @@ parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
 capture. The second micro-batch runs on the bucket's own buffers, so that all kernels are compiled.
-For the third micro-batch, its passes are captured as graphs. Later micro-batches of the captured
+The passes of the third micro-batch are captured as graphs. Later micro-batches of the captured
 size, or slightly smaller, replay the graph. Micro-batches of long rows run eagerly if that is
 faster (attention_choice.py). Without a CUDA device, passes run on the bucket's buffers and are not
 captured.

@@ -2,9 +2,9 @@
 
 Every packed token has one query, in the row to which the token belongs. The queries of a shared
 prompt belong to the first row that uses the prompt. A row has a key for every token, so the keys of
-a shared prompt appear in several rows. Attention is causal and aligned at the end of a row. The
-last query of a row sees all keys of the row, and the second-to-last query sees all keys but the
-last.
+a shared prompt appear in several rows. Attention is causal, and the causal mask is aligned at the
+end of a row. The last query of a row sees all keys of the row, and the second-to-last query sees
+all keys but the last.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), K (key-value heads) and D
 (head size).
@@ -22,7 +22,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyIndex(NamedTuple):
-    """Indices that copy keys and values of packed tokens to each row that shares a prompt."""
+    """Indices for copying the keys and values of packed tokens to each row that shares a prompt."""
 
     tokens: torch.Tensor
     """[R] int32: the index of the packed token at each key position."""

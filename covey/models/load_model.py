@@ -174,8 +174,8 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Find the scale and soft cap that reproduce the model's own logits.
 
     Architectures use different names for the scale and the soft cap, and some multiply where others
-    divide. A wrong guess would silently train on wrong probabilities, so every guess is compared
-    with the model.
+    divide. After a wrong guess, training would silently use wrong probabilities. So the logits of
+    every guess are compared with the model's logits.
     """
     config = model.config
     scales = [1.0]

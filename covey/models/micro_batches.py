@@ -65,8 +65,8 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     """Return the row indices of each micro-batch. Micro-batches have similar sizes, of at most
     `micro_batch_tokens` packed tokens.
 
-    Rows that share a prompt stay together if the limit allows, so that a pass computes the prompt
-    only once. A single row may exceed the limit, because a row cannot be split.
+    Rows that share a prompt stay together if the limit allows, so that the prompt goes through the
+    model only once. A single row may exceed the limit, because a row cannot be split.
     """
     host = host_rows(batch)
     number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()

@@ -199,8 +199,8 @@ class Collector:
         """Generate and score `sampling.group_size` rollouts of every prompt.
 
         Each rollout is scored as soon as it ends, so scoring and generation overlap. The returned
-        groups are in the order of the prompts, not in the order in which they end. `share` is the
-        fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
+        groups are in the order of the prompts, not in the order in which generation ends. `share`
+        is the fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
         """
         if self.ranks is None or self.ranks.size == 1:
             return self._collect(prompts, sampling, step, share)

@@ -89,7 +89,7 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """The name of each prompt's task, for one block of prompts of a mixture of tasks.
+        """If the task is a mixture, the task name of each prompt in one block of prompts.
 
         The tuple is empty if the task is not a mixture.
         """
@@ -141,7 +141,7 @@ class PromptChoice:
         return tuple(drawn)
 
     def add(self, groups: Sequence[Group], picks: Sequence[int]) -> None:
-        """Add the results of a step. `picks` are the indices of its prompts.
+        """Add the results of a step. `picks` are the indices of the step's prompts.
 
         Completions without a score are ignored.
         """

@@ -34,7 +34,7 @@ def select(
     most: int | None = None,
     fewest: int = 2,
 ) -> Selected:
-    """Drop whole groups, never single rollouts, because statistics are over groups.
+    """Drop whole groups, never single rollouts, because advantages depend on whole groups.
 
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
     rollouts are correct. The rule of `dynamic` compares success, not reward, because a length

@@ -27,8 +27,7 @@ class Ticket(NamedTuple):
     step: int
     """Number of the step, from 1."""
     version: int
-    """Version of the weights that generate the rollouts: the number of optimizer steps taken
-    before."""
+    """Version of the weights that generate the rollouts, counted in optimizer steps."""
     share: float
     """The fraction of the run that is done, 0 to 1. Reward weights may depend on the progress of
     the run."""

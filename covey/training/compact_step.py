@@ -4,8 +4,9 @@ A float32 weight is stored in two halves of 16 bits. The upper half is the neare
 with which the model computes. The lower half is the difference between the weight's bits and the
 upper half, so the two halves together are exact. Moments are stored in bfloat16 with stochastic
 rounding, which is correct on average. Rounding to nearest would freeze the second moment. With
-beta2 = 0.999 a step reduces the moment by at most a thousandth, while neighbouring bfloat16 numbers
-differ by 1/256 to 1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
+beta2 = 0.999, a step reduces the moment by at most a thousandth of its value, while neighbouring
+bfloat16 numbers differ by 1/256 to 1/128 of their value. The Triton kernel is in
+covey/accel/kernels/adamw.py.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return the trackers of a run: JSONL files, `trackers`, and those of the configuration."""
+    """Return the trackers of a run: JSONL files, `trackers`, and the configured trackers."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 

@@ -29,8 +29,9 @@ class RowFacts:
     tokens: torch.Tensor
     """Number of trained tokens in the row."""
     useful: torch.Tensor
-    """Whether the row goes through the forward pass. Without the row filter, all rows do. With the
-    row filter, the rows of a rollout do if any of its trained tokens has a nonzero advantage."""
+    """Whether the row goes through the forward pass. Without the row filter, the value is true for
+    all rows. With the row filter, it is true for a rollout's rows if any trained token of the
+    rollout has a nonzero advantage."""
     one_row_each: bool
     """Whether every rollout is one row."""
     whole_groups: bool = False

@@ -77,7 +77,7 @@ class StepSettings:
 
     @property
     def off_policy(self) -> bool:
-        """Whether some optimizer step starts from weights that did not sample the rollouts."""
+        """Whether some optimizer step starts from weights that differ from the sampling weights."""
         return self.stale or self.mini_batches * self.epochs > 1
 
 

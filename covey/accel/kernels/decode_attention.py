@@ -6,9 +6,9 @@ the time. Therefore one kernel computes everything between the QKV product and t
 A matrix product on tensor cores has at least 16 rows. A Triton program fills the rows with the
 query heads of several slots that share a prompt, and reads the prompt once for all slots. Then the
 program reads the completion of one slot after another, and masks the rows of the other slots. If
-there are few slots with long completions, several Triton programs process the positions of one
-slot, in one part each. One Triton program per slot adds up the results of all parts. The result of
-a slot never depends on other slots.
+there are few slots with long completions, the positions of a slot are split into parts, and one
+Triton program processes each part. One Triton program per slot adds up the results of all parts.
+The result of a slot never depends on other slots.
 
 The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K
 (key-value heads), C (positions), B (pages), T (pages per slot) and D (head size).
@@ -28,18 +28,19 @@ from covey.accel.kernels.float8_cache import as_stored, units_of
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
-"""Minimum rows of a tensor core product; query heads that share keys are padded to this number."""
+"""Minimum number of rows of a matrix product on tensor cores. The query heads that share a key head
+are padded to this number."""
 LEAST = tl.constexpr(-1e30)
 """Initial value of a running maximum, finite so that differences are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions per iteration, warps and stages of a Triton program. If few Triton programs run, large
-tiles are faster, because each program then has many loads in flight. If many Triton programs run,
-small tiles are faster. In float32 the compiler unrolls products, and would need four seconds to
-compile larger tiles."""
+"""Settings of a Triton program: positions per iteration, number of warps, number of stages. If few
+Triton programs run, large tiles are faster, because each program then has many loads in flight. If
+many Triton programs run, small tiles are faster. In float32 the compiler unrolls products, and
+would need four seconds to compile larger tiles."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
-"""The fastest tiles on an H200. The keys are minimum numbers of Triton programs, for head size 64.
-"""
+"""The fastest tiles on an H200. The keys of this dictionary are minimum numbers of Triton programs,
+for head size 64."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
 """Maximum number of bytes of keys and values that a Triton program loads at the same time. The
 first limit is for one stage; the second is for all stages together, on Hopper and later GPUs. Large
@@ -110,8 +111,8 @@ def _rotated(
 ):
     """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
-    The two halves of the heads are returned separately. They are rounded once, to the type of the
-    cache and of the products.
+    The two halves of the heads are returned separately. The results are rounded once, to the type
+    of the cache and of the matrix products.
     """
     half = tl.arange(0, size // 2)
     first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)
@@ -291,7 +292,7 @@ def _decode_attention(
 
 
 def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
-    """Return positions per iteration, warps and stages of a Triton program."""
+    """Return a Triton program's positions per iteration, number of warps and number of stages."""
     block, warps, stages = WIDE if programs < FEW_PROGRAMS else NARROW
     if kind == torch.float32:
         block, warps, stages = EXACT
@@ -301,8 +302,8 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
     """Return the fastest tiling, which depends only on tensor shapes and the device.
 
-    `hopper` says whether the GPU is a Hopper or later. By default, this depends on the device of
-    the cache.
+    `hopper` says whether the GPU is a Hopper or later. The default depends on the device of the
+    cache.
     """
     _, key_heads, page, head = cache.keys.shape
     hopper = starts_early(cache.keys.device) if hopper is None else hopper

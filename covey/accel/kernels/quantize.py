@@ -289,7 +289,10 @@ def add_norm_quantized(
 
 
 def silu_mul_quantized(gate_up: Product) -> Quantized:
-    """Return silu(gate) * up [N, D], quantized; `gate_up` [N, 2 D] has gate and up as columns."""
+    """Return silu(gate) * up [N, D], quantized.
+
+    `gate` and `up` are the two halves of the columns of `gate_up` [N, 2 D].
+    """
     count, size = len(gate_up.values), gate_up.values.shape[1] // 2
     out = Quantized.empty(count, size, gate_up.values.device)
     block = 1 << (size.bit_length() - 1)

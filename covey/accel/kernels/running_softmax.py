@@ -1,4 +1,4 @@
-"""Running softmax of one Triton program over tiles, and its sum over several Triton programs."""
+"""Running softmax over tiles, and its combination over several Triton programs."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def silu_mul_backward(
     up: torch.Tensor,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradients of gate and up in one tensor [N, 2 M]; also write silu(gate) * up.
+    """Return the gradients of `gate` and `up` in one tensor [N, 2 M]; also write silu(gate) * up.
 
     The weight's gradient needs silu(gate) * up. This kernel recomputes silu(gate) * up at no extra
     cost, so the forward pass does not save it. The kernel may overwrite the incoming gradient with

@@ -63,7 +63,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Sum buckets during the next backward pass, which is the last pass of the step."""
+        """Sum buckets over ranks during the next backward pass, which is the last of the step."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True

@@ -4,7 +4,7 @@ The weights of a block are gathered when a pass reaches the block. The backward 
 gradients of the block over ranks, and shards them. The sharded parameters are the optimizer's
 float32 masters, even if the model computes in bfloat16. The weights of embedding, head and final
 norm stay gathered during a whole pass. A pass must therefore be one method call on the root module
-(`batch_logp`). If a single rank has all shards, fused passes run on weights that are gathered once
+(`batch_logp`). If the model has only one shard, fused passes run on weights that are gathered once
 per optimizer step (GatheredSteps).
 """
 
@@ -99,9 +99,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    The weights stay gathered only if every rank has all shards of a copy of the model. Then the
-    gradients of gathered weights take no more memory than sharded gradients, and only the gathered
-    weights take additional memory.
+    The weights stay gathered only if the model has a single shard. Then the gradients of gathered
+    weights take no more memory than sharded gradients, and only the gathered weights take
+    additional memory.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
