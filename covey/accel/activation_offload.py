@@ -138,7 +138,7 @@ def _wait(device: torch.device, event: torch.cuda.Event | None) -> None:
 
 
 def checkpoint_layers(model: Any, *, offload: bool) -> None:
-    """Turn on gradient checkpointing; with `offload`, store the inputs of layers in CPU memory."""
+    """Turn on gradient checkpointing; if `offload` is true, store layer inputs in CPU memory."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if not offload:
         return

@@ -16,7 +16,7 @@ from torch import nn
 from covey.accel.kernels.matmul import add_matmul, matmul
 
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
-"""Names of linear layers in Llama-like models that have the same input."""
+"""Names of linear layers that have the same input, in Llama-like models."""
 
 
 @torch.no_grad()
@@ -188,7 +188,7 @@ def _give_sink(run: Sequence[tuple[nn.Parameter, HoldsGrad]]) -> None:
 
 
 def set_grad_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Set the hook that receives a parameter's gradient; replaces an earlier optimizer's hook."""
+    """Set the hook that receives a parameter's gradient; remove an earlier optimizer's hook."""
     if (former := getattr(parameter, "grad_hook", None)) is not None:
         former.remove()
     handle = parameter.register_post_accumulate_grad_hook(hook)

@@ -88,7 +88,7 @@ class GradientSums:
             torch._foreach_zero_(cleared)
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the parameters' gradients.
+        """Add gradients of the parameters to the sums.
 
         A gradient is None if it was already added to a GradSink or does not exist.
         """
@@ -247,7 +247,7 @@ class TrainGraphs:
         """
 
     def run(self, host: HostRows) -> GraphResult | None:
-        """Run a micro-batch, with gradient if enabled; return None if it must run eagerly."""
+        """Run a micro-batch, with gradients if these are on; return None if it must run eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None

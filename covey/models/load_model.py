@@ -60,8 +60,8 @@ def load_language_model(
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
 
-    With `offload_activations`, the inputs of checkpointed layers are stored in CPU memory. With
-    `four_bit`, the weights of linear layers are stored in 4 bits and cannot be trained.
+    If `offload_activations` is true, the inputs of checkpointed layers are stored in CPU memory. If
+    `four_bit` is true, the weights of linear layers are stored in 4 bits and cannot be trained.
     """
     where = device_of(device)
     wanted = _dtype(dtype, where)

@@ -52,7 +52,7 @@ def check_model_path(path: str) -> None:
 
 
 def prepare_hub(path: str) -> bool:
-    """Return whether a path must be a hub name while the hub cannot be reached."""
+    """Return whether a path can only be a model name of the hub, and the hub cannot be reached."""
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     return bool(path) and "\0" not in path and not known and offline_if_unreachable()
 

@@ -22,7 +22,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     """Gather full tensors, and copy them to CPU memory.
 
-    A rank with `keep` false takes part in the gathering, but returns {}.
+    A rank whose `keep` is false takes part in the gathering, but returns {}.
 
     Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
     """

@@ -47,7 +47,7 @@ class RenderProcess:
         self._owner = 0
 
     def render(self, request: Mapping[str, Any]) -> str:
-        """Render one conversation; raises jinja2.TemplateError if the template refuses it."""
+        """Render one conversation; raise jinja2.TemplateError if the template refuses it."""
         # Values that are not JSON, such as a token with properties, reach the template as text.
         data = json.dumps(request, default=str).encode()
         with self._lock:

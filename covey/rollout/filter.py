@@ -18,8 +18,8 @@ class Selected:
     stale: int = 0
     """Number of groups dropped because a rollout was sampled too many optimizer steps ago."""
     uniform: int = 0
-    """Number of groups dropped because all rollouts were correct or all were incorrect; with
-    `drop_flat`, because all rewards were equal."""
+    """Number of groups dropped because their rollouts were all correct or all incorrect, or because
+    all their rewards were equal (`drop_flat`)."""
     surplus: int = 0
     """Number of groups dropped because the step did not need them."""
 

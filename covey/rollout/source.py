@@ -48,7 +48,7 @@ class StepRollouts:
     rounds: int
     """Number of sampling rounds; dynamic sampling may need more than one."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, shown when the step is trained."""
+    """Notes for the user, shown when the training step begins."""
     engine_waited: float = 0.0
     """Seconds that the engine waited for training before it generated the rollouts."""
 

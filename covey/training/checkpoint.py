@@ -148,8 +148,8 @@ def save_policy(
 ) -> None:
     """Write policy, optimizer and `state` into an existing folder.
 
-    If the policy is sharded, all ranks must call this function, but only the rank with `writes`
-    writes files. The state of a sharded optimizer must already be in the folder.
+    If the policy is sharded, all ranks must call this function, but only a rank whose `writes` is
+    true creates files. The state of a sharded optimizer must already be in the folder.
     """
     try:
         if policy.model.adapter is None:
@@ -182,7 +182,7 @@ def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return the model's weights in the optimizer's precision.
 
-    A rank with `keep` false takes part in gathering sharded weights, but returns {}.
+    A rank whose `keep` is false takes part in gathering sharded weights, but returns {}.
     """
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
     # A tied weight has two names, but only one master copy.

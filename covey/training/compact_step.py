@@ -129,9 +129,9 @@ def adamw(
 ) -> None:
     """Take an AdamW step in place on flat tensors.
 
-    Moments are bfloat16 numbers, stored as int16 bits. With `low`, weights are two int16 halves;
-    without `low`, weights are float32. The step uses the moments before rounding. The random bits
-    of element i are those with index `first_index` + i.
+    Moments are bfloat16 numbers, stored as int16 bits. If `low` is given, `weight` and `low` are
+    the two int16 halves of the weights. If `low` is None, `weight` is float32. The step uses the
+    moments before rounding. The random bits of element i are those with index `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

@@ -144,7 +144,7 @@ class _Loop:
             self.watch.report(self.log, stop)
 
     def _trained(self, before: Used) -> bool:
-        """Mark the current step as trained; return whether it is the last step of the run."""
+        """Mark the current step as complete; return whether it is the last step of the run."""
         budget, every = self.trainer.budget, self.trainer.evaluate_every
         now = self.state.used(self.trainer.parts.policy)
         last = budget.over(now)

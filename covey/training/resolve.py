@@ -44,9 +44,10 @@ recomputed."""
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
     """Fill in the default options of the task, reward, length penalty and objective.
 
-    All names are checked first, before anything imports torch. Without `imports`, no user code is
-    loaded, and the options of user code stay as given. `passed` lists the sections (task, reward)
-    whose objects were passed from Python, so that the names in these sections are not looked up.
+    All names are checked first, before anything imports torch. If `imports` is false, no user code
+    is loaded, and the options of user code stay as given. `passed` lists the sections (task,
+    reward) whose objects were passed from Python, so that the names in these sections are not
+    looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)

@@ -36,7 +36,7 @@ from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Batch, Group
 
 EARLY = 3
-"""Up to this step of a run, an empty replay buffer is normal."""
+"""An empty replay buffer is normal up to this step of a run."""
 
 
 @dataclass(slots=True)

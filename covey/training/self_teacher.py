@@ -20,7 +20,7 @@ from covey.types import Batch
 def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
     """Fill in teacher_logp.
 
-    Rows without a teacher prompt get old_logp, so that the teacher has no effect on them.
+    In rows without a teacher prompt, teacher_logp is old_logp, so the teacher has no effect there.
     """
     assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
     teacher = batch.old_logp.float().clone()

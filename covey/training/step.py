@@ -106,7 +106,7 @@ class Learner:
 
         The row filter is off if a KL or entropy term has a gradient.
 
-        Pairwise objectives always use the row filter, because most of their rows are in no pair.
+        Pairwise objectives always use the row filter, because most rows belong to no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate

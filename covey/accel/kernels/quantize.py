@@ -32,7 +32,7 @@ LARGEST = torch.finfo(FLOAT8).max
 LEAST = 1e-30
 """Lower limit of a row's maximum, so that a row of zeros has a positive scale."""
 TILE = 4096
-"""Number of elements per Triton program; a longer row has its own program."""
+"""Number of elements per Triton program. A row with more elements gets a program of its own."""
 
 
 class Quantized(NamedTuple):

@@ -182,8 +182,8 @@ def apply_rope(
     """Return queries [N, H, D], keys and values [R, K, D], with RoPE applied to queries and keys.
 
     `products` has one QKV product [N, (H + 2 K) * D], or three products. `rope` contains cosine and
-    sine [N, D / 2] in float32. `shape` is (H, K, D). Without `shared`, every token has exactly one
-    key position.
+    sine [N, D / 2] in float32. `shape` is (H, K, D). If `shared` is None, every token has exactly
+    one key position.
     """
     query: torch.Tensor
     key: torch.Tensor

@@ -39,7 +39,7 @@ def shard_model(
 ) -> LanguageModel:
     """Return a sharded copy of a model. The original model keeps its full tensors.
 
-    With `offload`, the shards stay in CPU memory until a pass needs them.
+    If `offload` is true, the shards stay in CPU memory until a pass needs them.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
