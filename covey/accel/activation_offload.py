@@ -66,7 +66,7 @@ class ActivationOffload:
             return checkpoint(function, *arguments, **options)
 
     def join(self) -> None:
-        """Make the device wait for the last copy, which is required at the end of a CUDA graph."""
+        """Make the device wait for the last copy. A CUDA graph requires this at its end."""
         last = self._last()
         if last is not None and last.values is not None:  # else backward has taken it
             _wait(last.device, last.saved)

@@ -63,7 +63,10 @@ def adapted(module: Any) -> Adapted | None:
 
 
 class LowRankProducts:
-    """The LoRA weights of layers with the same input, whose outputs are columns of one tensor."""
+    """The LoRA weights of layers that have the same input.
+
+    The outputs of these layers are columns of one tensor.
+    """
 
     def __init__(self, layers: Sequence[Adapted]) -> None:
         self._parts: list[tuple[slice, LowRank]] = []

@@ -4,8 +4,8 @@ The fused forward pass uses the weights of the model. Only the operations betwee
 products, and the order in which LoRA matrices are multiplied, differ from the model's own code. The
 residual stream is float32, as in the decoder. Norms take the residual stream as input, and their
 outputs have the dtype of the weights. The results of matrix products are added to the residual
-stream. Layers with the same input are computed as one product if their parameters are fused. The
-gradient of a weight is added to a float32 sum if the optimizer attached a GradSink.
+stream. One matrix product computes all layers that have the same input, if their parameters are
+fused. The gradient of a weight is added to a float32 sum if the optimizer attached a GradSink.
 
 The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
 size).

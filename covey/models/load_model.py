@@ -208,9 +208,10 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
     Return two flags. The first says whether packed rows give the same hidden states as the model's
-    own attention, and the second says whether flash attention does. The check runs three rows of
-    different lengths. The check is necessary because a model's configuration does not say whether
-    its attention is standard, or whether its other layers process each token separately.
+    own attention, and the second says whether flash attention does. The check runs the model on
+    three rows of different lengths. The check is necessary because a model's configuration does not
+    say whether its attention is standard, or whether its other layers process each token
+    separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")

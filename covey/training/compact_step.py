@@ -1,12 +1,12 @@
-"""AdamW step on a compact state, in torch operations. The Triton kernel gives the same results.
+"""AdamW step on a compact state, in torch operations.
 
 A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16 number,
 with which the model computes. The lower half is the difference between the weight's bits and the
 upper half, so the two halves together are exact. Moments are stored in bfloat16 with stochastic
 rounding, which is correct on average. Rounding to nearest would freeze the second moment. With
 beta2 = 0.999, a step reduces the moment by at most a thousandth of its value, while neighbouring
-bfloat16 numbers differ by 1/256 to 1/128 of their value. The Triton kernel is in
-covey/accel/kernels/adamw.py.
+bfloat16 numbers differ by 1/256 to 1/128 of their value. The Triton kernel in
+covey/accel/kernels/adamw.py gives the same results as this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 1 << 17
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step that are the same for all elements, in the order of kernel arguments."""
+    """Scalars of an optimizer step, equal for all elements, in the order of kernel arguments."""
 
     clip: float
     """Factor by which the step multiplies gradients, so that clipping needs no separate pass."""

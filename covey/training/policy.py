@@ -20,13 +20,13 @@ from covey.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """A model with its optimizer, which computes log-probabilities."""
+    """A model that computes log-probabilities, together with its optimizer."""
 
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature. Training uses the same temperature, so sampling and training have
-    the same distribution."""
+    """The sampling temperature. Training also uses this temperature, so that the policy has the
+    same distribution in sampling and in training."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""

@@ -49,7 +49,7 @@ class Reinforcement:
     replay: ReplayBuffer = field(init=False)
     seconds: float | None = None
     """Total seconds of all steps so far, read from the records of the run. Checkpoints contain no
-    times, so that equal runs have equal checkpoints."""
+    times, so that two runs with the same settings have identical checkpoints."""
 
     @property
     def budget(self) -> Budget:

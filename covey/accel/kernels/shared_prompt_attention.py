@@ -38,8 +38,8 @@ def _attend(
 ):  # fmt: skip
     """Compute attention to positions `low` to `count` - 1; position 0 is stored at `begin`.
 
-    If positions are stored in pages of `page` positions, `begin` is a row in page 0, and the same
-    rows of consecutive pages are `stride` rows apart.
+    If positions are stored in pages of `page` positions, page number p begins at row `begin` + p *
+    `stride`.
     """
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):

@@ -28,7 +28,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the run folder and prints output."""
+        """Whether this rank writes to the run folder and prints output."""
         return self.rank == 0
 
     def share(self, items: Sequence[_T]) -> list[_T]:
