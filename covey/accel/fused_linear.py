@@ -23,7 +23,7 @@ from covey.accel.unrecorded import call
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return a linear layer, or the linear layer inside an adapter or a trained copy."""
+    """Return the linear layer itself; of an adapter or a trained copy, return the layer inside."""
     found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found

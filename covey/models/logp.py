@@ -45,8 +45,8 @@ def entry_method(
 def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The layout of the batch, packed or padded, changes only rounding errors. The layout "auto" is
-    packed if the model supports packing.
+    The results of the packed and the padded layout differ only by rounding errors. The layout
+    "auto" is packed if the model supports packing.
     """
     if not model.sharded:
         return _batch_logp(model, batch, **options)
