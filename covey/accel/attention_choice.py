@@ -7,8 +7,8 @@ long rows, all kernels are measured. For short rows, only kernels that can be pa
 are measured, because CUDA graphs save more time than a faster kernel would. With torch's
 deterministic algorithms, only flash attention 2 is used.
 
-In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
-the head size.
+The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
+heads) and D (head size).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NUMBERS = 2**24
 SHORTEST = 128
 """Rows of up to this many tokens are one class."""
 TOLERANCE = 0.02
-"""Maximum relative difference of results. Kernels round differently, by less than 1 % of a result's
-norm."""
+"""Maximum relative difference between the results of two kernels. Because of rounding, correct
+kernels differ by less than 1 % of the norm of the result."""
 REPEATS = 3
 CYCLES = 10_000_000
 """Before each measurement the device is kept busy for so long, a few milliseconds. Meanwhile the
@@ -75,8 +75,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D].
 
-    If `kept` is an empty list, the result is stored in the list. If `kept` contains a result, that
-    result is taken out and returned.
+    If `kept` is an empty list, the output is also stored in the list. If `kept` contains an output
+    of an earlier call, that output is removed from the list and returned.
     """
     name = FLASH
     if window is None:
@@ -87,7 +87,7 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether the rows between these bounds are long on average."""
+    """Return whether the mean row length is at least LONG, given the offsets of the rows' keys."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 
@@ -159,7 +159,7 @@ def measured(shape: ShapeClass) -> Choice:
 
 
 def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
-    """Measure FlashAttention 3 after its activation; return whether it is correct and faster."""
+    """Measure FlashAttention 3, which must be active; return whether it is correct and faster."""
     try:
         right = rows.agree(rows.results(FLASH), expected)
         seconds[FLASH3] = _seconds(partial(rows.results, FLASH))

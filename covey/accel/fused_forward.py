@@ -1,13 +1,14 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the model's own weights. Only the code between the matrix products, and
-the order of a LoRA adapter's products, differ from the model's code. The residual stream is
-float32, as in the decoder. Norms take the residual stream as input, and their outputs have the
-dtype of the weights. The results of matrix products are added to the residual stream. Layers with
-the same input are computed as one product if their parameters are fused. The gradient of a weight
-is added to a float32 sum if the optimizer attached a GradSink.
+The fused forward pass uses the weights of the model. Only the operations between the matrix
+products, and the order in which LoRA matrices are multiplied, differ from the model's own code. The
+residual stream is float32, as in the decoder. Norms take the residual stream as input, and their
+outputs have the dtype of the weights. The results of matrix products are added to the residual
+stream. One matrix product computes all layers that have the same input, if their parameters are
+fused. The gradient of a weight is added to a float32 sum if the optimizer attached a GradSink.
 
-In tensor shapes, N counts packed tokens, H heads and K key-value heads, and D is the head size.
+The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
+size).
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
 """A function that receives the rotated keys and the values [N, K, D] of each layer, in order."""
 
 LAYER_ENTRY = "covey_layer"
-"""Name of a method of a sharded model's layers. The method gathers the layer's weights, runs
-`fused_layer` and frees the weights."""
+"""Name of the method that is added to every layer of a sharded model. The method gathers the
+layer's weights, runs `fused_layer` and frees the weights."""
 
 
 class _Place(NamedTuple):
-    """Data about the packed tokens that every layer needs."""
+    """Data that every layer needs about the packed tokens."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
@@ -179,7 +180,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize each head of queries and keys in float32, because RoPE rounds the result."""
+    """Normalize each head of queries and keys; return float32, which RoPE rounds later."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -203,7 +204,7 @@ def _unshared(
 
 
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts: for a checkpointed layer's forward pass and for its recomputation."""
+    """Return one context for a checkpointed layer's forward pass and one for its recomputation."""
     return nullcontext(), skip_swiglu_output()
 
 

@@ -3,8 +3,8 @@
 The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
 computes the layout because reading a length from the device would wait for all queued work.
 
-In tensor shapes, B counts rows, P prompt tokens, T completion tokens, N packed tokens and R key
-positions.
+The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
+tokens) and R (key positions).
 """
 
 from __future__ import annotations

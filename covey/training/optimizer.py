@@ -158,7 +158,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _share_rows(self) -> None:
-        """Let this rank's rows refer to the weights and gradients of the sharded masters."""
+        """Let each tensor in `_rows` be a view of this rank's rows of its sharded master."""
         for name, rows in self._rows.items():
             master = self._masters[name]
             if rows is not master:

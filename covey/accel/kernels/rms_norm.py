@@ -3,8 +3,8 @@
 The residual stream is float32; the RMSNorm has the dtype of the next matrix product. The kernel
 computes in float32 and rounds its result once.
 
-In tensor shapes, N counts tokens and D is the hidden size. A Triton program processes several rows,
-so that short rows use all of its threads.
+The dimensions in tensor shapes are N (tokens) and D (hidden size). A Triton program processes
+several rows, so that short rows use all of its threads.
 """
 
 from __future__ import annotations

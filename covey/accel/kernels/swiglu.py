@@ -1,7 +1,7 @@
 """SwiGLU: one kernel for silu(gate) * up and one kernel for its gradient.
 
-In tensor shapes, N counts tokens and M is the MLP size. Gate and up are columns of one matrix
-product [N, 2 M], or two matrix products.
+The dimensions in tensor shapes are N (tokens) and M (MLP size). The inputs `gate` and `up` are
+either the two halves of the columns of one matrix product [N, 2 M], or two matrix products.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def silu_mul_backward(
     up: torch.Tensor,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradients of gate and up in one tensor [N, 2 M]; also write silu(gate) * up.
+    """Return the gradients of `gate` and `up` in one tensor [N, 2 M]; also write silu(gate) * up.
 
     The weight's gradient needs silu(gate) * up. This kernel recomputes silu(gate) * up at no extra
     cost, so the forward pass does not save it. The kernel may overwrite the incoming gradient with
