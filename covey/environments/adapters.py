@@ -33,7 +33,7 @@ def is_contract(kind: Callable[..., Any]) -> bool:
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class with Covey's interface unchanged; wrap a TRL-style class in an adapter.
+    """Return a class unchanged if it has Covey's interface; wrap a TRL-style class in an adapter.
 
     A function that returns environments is not checked.
     """

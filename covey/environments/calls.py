@@ -105,9 +105,11 @@ class CallFormat:
     """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """A function that parses calls, given the text after the thinking and the tools' names."""
+    """A function that parses the tool calls. Its arguments are the text after the thinking and the
+    names of the tools."""
     stops: Callable[[Sequence[str]], list[str]]
-    """A function that returns the texts that end a call, given the tools' names."""
+    """A function that takes the names of the tools, and returns the texts at which generation stops
+    after a tool call."""
     instruction: str
     """Instructions for models whose chat template does not support tools; {tools} are schemas."""
 

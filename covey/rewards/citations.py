@@ -143,7 +143,9 @@ def _shape(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citations(Reward):
-    """The number of different sources after the thinking, divided by `minimum`; at most 1.
+    """The number of different sources that the text after the thinking cites, divided by `minimum`.
+
+    The reward is at most 1.
 
     Sources are URLs, DOIs, arXiv numbers, and entries in a list of sources that a mark such as [1]
     cites. A repeated source counts once.

@@ -50,9 +50,10 @@ def repetition(text: str, above: float = 0.0) -> float:
 
     The result is the larger of the fractions of repeated sentences and repeated phrases. The
     fraction of repeated sentences counts only if there are more than 3 sentences. The fraction of
-    repeated phrases of 6 words or signs counts only if there are at least 24 words. Counting
-    phrases also detects padding that has no punctuation or has varying sentence ends. Phrases are
-    not counted if repeated tokens are so few that the fraction cannot exceed `above`.
+    repeated phrases of 6 words or signs counts only if there are at least 24 words. The fraction of
+    repeated phrases also detects padding without punctuation, and padding in which only the ends of
+    the sentences differ. To save time, phrases are not counted if the text repeats so few tokens
+    that the result cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)

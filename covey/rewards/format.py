@@ -29,7 +29,8 @@ class ThinkAnswerForm(Reward):
     think: str = "think"
     answer: str = "answer"
     prefilled: bool = False
-    """Whether the prompt ends with the opening thinking tag, so the completion starts inside it."""
+    """Whether the prompt ends with the opening thinking tag. The completion then starts with
+    thinking."""
 
     def __post_init__(self) -> None:
         for name in (self.think, self.answer):
@@ -84,7 +85,9 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """The format reward 0.4 think + 0.4 tool + 0.2 tidy: thinking, then tool calls or an answer.
+    """A reward for the format of thinking followed by tool calls or by an answer.
+
+    The reward is 0.4 think + 0.4 tool + 0.2 tidy.
 
     | part | value |
     |---|---|
@@ -150,7 +153,7 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    The published code accepts tags in any order; in this reward the closing tag must come second.
+    The published code also accepts a closing tag before its opening tag. This reward does not.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

@@ -1,7 +1,7 @@
 """The 25 verifiable instructions of IFEval (arXiv 2311.07911), each as a check of a text.
 
-An instruction has a name and arguments, as in google/IFEval. The names and arguments in
-open-instruct's data are accepted for the same instructions.
+An instruction has a name and arguments, as in google/IFEval. The names and arguments by which
+open-instruct's data refers to these instructions are accepted too.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "punctuation:no_comma": _no_comma,
     }
 )
-"""The checks of the published instructions, by name."""
+"""The check of each instruction, by the name of the instruction in IFEval."""
 
 OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {

@@ -83,7 +83,10 @@ def language_of(text: str) -> str | None:
 
 
 def _script(text: str) -> str | None:
-    """Return the script of most letters; None without letters or for an unsupported script."""
+    """Return the script to which most letters of a text belong.
+
+    The result is None if the text has no letters or the script is not supported.
+    """
     counts = Counter(_script_of(sign) for sign in text if sign.isalpha())
     # Japanese mixes kana with Han characters.
     if counts["kana"] and counts["other"]:

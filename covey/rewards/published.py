@@ -1,12 +1,12 @@
 """Rewards of published implementations, with their published values.
 
-Bugs of the originals are fixed, and each docstring names the fixes. Expressions are evaluated with
-limits instead of `eval`, signs are parsed, numbers are compared exactly, and no completion raises
-an error.
+Bugs of the published implementations are fixed, and the docstring of each reward names the fixes.
+Expressions are evaluated with limits instead of `eval`, signs are parsed, numbers are compared
+exactly, and no completion raises an error.
 
-Known hacks of the published rewards still work, because published results were trained with these
-rewards. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
-runs, use the reward `think_answer` or a template.
+Known hacks of the published rewards are not fixed, because published models were trained with these
+rewards. The docstring of each reward lists the hacks of `covey rewards lab` that work on the
+reward. For your own runs, use the reward `think_answer` or a template.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = Fraction(1, 100_000)
 
 
 def gamed_by(reward: object) -> tuple[str, ...]:
-    """Return the lab's hacks that work on a published reward, according to its docstring.
+    """Return the names of the hacks that work on a published reward, from its docstring.
 
     >>> gamed_by(NanoAha)[-1], gamed_by(str)
     ('correct then wrong', ())
@@ -118,7 +118,7 @@ def _solves(equation: str, numbers: list[int], target: Fraction) -> bool:
 
 
 def _countdown_answer(text: str) -> str | None:
-    """Return the answer of a text `<think>..</think>`, a newline and `<answer>..</answer>`."""
+    """Return the answer if the text is one `<think>` part, a newline and one `<answer>` part."""
     found = split_tags(text, ("think", "answer"))
     if found is None or found[0] not in (["", "\n", ""], ["", "\n", "\n"]):
         return None

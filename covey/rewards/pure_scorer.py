@@ -3,8 +3,9 @@
 The scorer's bytecode is inspected before the scorer runs. The inspection includes `score_answer`,
 each method and function that it refers to, and the functions, lambdas and comprehensions inside
 them. A scorer is pure if everything that it uses is on the lists of this module. The lists contain
-instructions, builtins, functions of `math` and `json`, patterns of `re`, and names of methods.
-Anything that is not on a list makes a scorer impure, and an impure scorer runs in the sandbox.
+bytecode instructions, builtins, functions of `math` and `json`, regex patterns, and names of
+methods. Anything that is not on a list makes a scorer impure, and an impure scorer runs in the
+sandbox.
 
 A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
 scorer does not combine `range` with whole numbers that it reads from text. A pure scorer keeps no
@@ -76,7 +77,8 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Pairs of functions that let a number in the text decide how long the scorer runs."""
+"""Pairs of functions that a pure scorer may not combine. With such a pair, a number in the text
+could decide how long the scorer runs."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -168,7 +170,10 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses. Raises ImpureError if the value is not on the lists."""
+        """Check a value that a scorer uses.
+
+        Raises ImpureError if the value is not on the lists of allowed values.
+        """
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:

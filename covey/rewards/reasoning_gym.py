@@ -64,7 +64,10 @@ class ReasoningGym:
 
     @property
     def max_seconds(self) -> float:
-        """Time limit of two scorings: of the answer and, if correct, of an impossible answer."""
+        """The time limit for scoring two texts: the answer, and an impossible answer.
+
+        The impossible answer is scored only if the answer is correct.
+        """
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -101,7 +104,10 @@ class ReasoningGym:
 
 @lru_cache(maxsize=4096)
 def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
-    """Return the cached score; many completions of a group give the same answer."""
+    """Return the score of an answer.
+
+    Scores are cached, because many completions of a group give the same answer.
+    """
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 

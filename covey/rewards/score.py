@@ -64,7 +64,7 @@ class Reward(Protocol):
 
     @property
     def quick(self) -> bool:
-        """Whether scoring any text takes at most milliseconds, and needs no time limit."""
+        """Whether every text is scored within milliseconds, so that scoring needs no time limit."""
         return True
 
     @property

@@ -61,7 +61,7 @@ def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Count the first two positional parameters with Covey's parameter names or the name `_`."""
+    """Of the first two positional parameters, count those that are named as in `OWN`, or `_`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
     return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))

@@ -1,4 +1,4 @@
-"""Rewards that need a target, and their score for a prompt without a target."""
+"""The base class of rewards that need a target, with a score for prompts that have no target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TargetReward(Reward):
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
         """Return the score of a completion of a prompt without a target.
 
-        Raises ValueError or SkippedError if `without_target` gives the completion no score. A
+        Raises ValueError if `without_target` is `error`, and SkippedError if it is `none`. A
         completion of a prompt without a target is not a success.
         """
         value = self.without_target

@@ -81,7 +81,8 @@ def letter_similarity(answer: str, target: str) -> float:
     """Return 2 L / (sum of both lengths), where L is the longest common subsequence's length.
 
     The result is 1 minus the fraction of letters that must be deleted or inserted. The length L is
-    computed row by row; the bits of one integer represent a row (Hyyrö 2004).
+    computed with a table, one row after the other. The bits of one integer store a row (Hyyrö
+    2004).
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154

@@ -44,7 +44,9 @@ def same_answer(answer: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswer(TargetReward):
-    """The reward `correct` for a correct answer in the right format, plus `format` for the format.
+    """The default reward, for a correct answer in the right format.
+
+    A correct answer in the right format earns `correct`, and the right format alone earns `format`.
 
     The format is a gate: without the format, no answer counts as correct. With `robust`, a correct
     answer counts less if the thinking is padding or is not language; see `robust_factor`.

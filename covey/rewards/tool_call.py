@@ -98,7 +98,10 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether names occur literally in the text; Python would normalise full-width letters."""
+    """Whether the names in a call are written literally in the text.
+
+    Python's parser replaces other forms of letters, such as full-width letters, by normal letters.
+    """
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
     return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
 

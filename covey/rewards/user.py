@@ -156,7 +156,7 @@ class UserFunction(_GroupReward):
         return f"the data has no column of this name; the columns are {columns}"
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
-        """Return the keyword arguments that the function takes."""
+        """Return those columns and options for which the function has a parameter."""
         given = {**self._columns(prompt, texts, call), **self.options}
         parameters = inspect.signature(self.function).parameters
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -164,7 +164,7 @@ class UserFunction(_GroupReward):
         return {name: value for name, value in given.items() if name in parameters}
 
     def _columns(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
-        """Return the keyword arguments of TRL's call: one list per column."""
+        """Return the keyword arguments that TRL would pass: one list per column."""
         completions: list[Any] = list(texts)
         messages: Any = prompt.text
         if self.conversational:
@@ -249,7 +249,8 @@ class WeightedFunctions(_GroupReward):
     functions: Mapping[str, UserFunction]
     weights: Mapping[str, float]
     skips_none: bool = False
-    """Whether, as in TRL, a function that returns None is ignored for that completion."""
+    """Whether a function is left out of the sum for a completion for which it returns None, as in
+    TRL."""
 
     takes_call: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)

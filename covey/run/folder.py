@@ -261,7 +261,7 @@ class RunFolder:
     def new_checkpoint(self, step: int) -> Iterator[Path]:
         """Yield a folder to fill.
 
-        When the block ends, the complete folder becomes the checkpoint of `step`.
+        When the `with` block ends, the complete folder becomes the checkpoint of `step`.
         """
         with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
             yield folder

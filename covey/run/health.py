@@ -21,7 +21,8 @@ from covey.run.history import History
 REPEAT = 50
 """A finding that persists is logged again after this many steps."""
 SILENCE, SILENT_SECONDS = 10, 60.0
-"""A run is stalled if it logs nothing for the duration of 10 steps and at least 60 seconds."""
+"""A run counts as stalled if it logs no step for 10 times the median time of a step, and for at
+least 60 seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

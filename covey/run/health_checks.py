@@ -23,8 +23,8 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps that the check reads. A finding says that the problem began at the first step
-    that the check reads."""
+    """Number of steps whose metrics the check uses. A finding names the first step that the check
+    uses as the start of the problem."""
     why: str
     """The reason why the problem matters."""
     change: tuple[tuple[str, Any], ...]

@@ -1,8 +1,11 @@
-"""Symptoms in the metrics of a run: functions that describe a problem in the last steps, or None.
+"""Symptoms of problems in the metrics of a run.
 
-The limits are the healthy ranges in the metrics registry, if the metric has one. Rewards of healthy
-runs are noisy too. A change of the reward therefore counts only if it is large compared with the
-noise of the same run.
+Each public function looks for one problem in the last steps. Each function returns a text that
+describes the problem, or None if there is no problem.
+
+If the metrics registry has a healthy range for a metric, values outside this range are a symptom.
+Rewards of healthy runs are noisy too. A change of the reward therefore counts only if it is large
+compared with the noise of the same run.
 """
 
 from __future__ import annotations
@@ -93,7 +96,7 @@ def ratio_drift(history: History) -> str | None:
 
 
 def no_signal(history: History) -> str | None:
-    """Find groups whose rewards are all equal, although the task is not learned yet."""
+    """Find many groups in which all rewards are the same, although the task is not learned yet."""
     return None if history.mean(SUCCESS, 10) > 0.9 else _uniform_groups(history)
 
 
@@ -163,8 +166,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall of a reward part needs less evidence than the rise of the reward, because chance would
-    have to cause both.
+    A rise counts from 5 standard errors on. A fall counts from 3 standard errors on, because chance
+    rarely causes a rise and a fall at the same time.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -179,9 +182,9 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the change of a metric from its old mean to its mean over the last steps.
+    """Return the mean of a metric over the last steps minus its earlier mean, `old`.
 
-    The change is 0 unless it is more than `errors` standard errors.
+    A change of less than `errors` standard errors counts as 0.
     """
     values = history.last(name, 2 * BLOCK)
     if not values:

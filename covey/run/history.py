@@ -52,8 +52,9 @@ class History:
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
-        """Return a metric's values in `count` steps, which end `before` steps ago; [] if
-        incomplete.
+        """Return a metric's values in `count` steps, the last of which was `before` steps ago.
+
+        The result is [] if a value is missing.
         """
         stop = len(self.rows) - before
         if stop < count:

@@ -35,8 +35,8 @@ RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
 """Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders with one file or folder per step, and the suffix of their names. Only Covey 0.1 had the
-folder "review"."""
+"""Folders that contain one file or folder per step. Each value is the suffix of the names of the
+files or folders. Only Covey 0.1 had the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _last_recorded(run: RunFolder) -> int:
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
     """Return the newest undamaged checkpoint; if `before` is given, the newest before that step.
 
-    Commands that only read a run pass a `note`, which reports damaged checkpoints.
+    If `note` is given, it is called with a message about each damaged checkpoint.
     """
     for step, folder in reversed(run.checkpoints()):
         if before is None or step < before:
@@ -167,7 +167,7 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 
 
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
-    """Return three texts of a file as bytes: all lines, the lines that stay, the lines to move.
+    """Return the whole content of a file, the lines to keep and the lines to move, as bytes.
 
     Lines up to step `keep` and unreadable lines stay. An unfinished last line is moved, like the
     lines of later steps.

@@ -66,7 +66,7 @@ class Entry(NamedTuple):
     """The beginning of the prompt. The field `target` is shortened in the same way."""
     target: str
     text: int
-    """Hash of the text: completions with the same hash are the same."""
+    """Hash of the text; completions with the same hash have the same text."""
     reward: float | None
     success: bool | None
     finish: str
@@ -84,7 +84,7 @@ class RolloutIndex:
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0
-    """Fraction of the file that has been read."""
+    """The fraction of the file that has been indexed so far."""
     _offset: int = 0
     _lines: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -162,7 +162,10 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return lines with `words` in prompt, target or text, and whether the search is done."""
+        """Return the numbers of the lines that contain `words` in their prompt, target or text.
+
+        Also return whether the whole file was searched within the given seconds.
+        """
         until = time.monotonic() + seconds
         found: set[int] = set()
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.

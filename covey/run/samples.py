@@ -58,7 +58,7 @@ def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
 
 
 def quoted(text: str) -> list[str]:
-    """Return text as an indented Markdown block; no content of the text can end the block."""
+    """Return text as an indented Markdown block, so that Markdown in the text has no effect."""
     return [f"    {printable(line)}" for line in text.splitlines()] or ["    (nothing)"]
 
 

@@ -80,7 +80,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 class Watch:
-    """The pipes of a child, which feed its input and store its outputs up to the limit."""
+    """Writes the input of a child process to a pipe, and reads its outputs up to a size limit."""
 
     def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
         (reads, self.stdin), *outputs = pipes
@@ -222,7 +222,8 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 def held_by(process: str) -> tuple[int, int]:
     """Return a process's memory in bytes and the number of sockets; (0, 0) if it has ended.
 
-    All running threads of a process report the same numbers, and ended threads report none.
+    The numbers are read from any thread that still runs, because /proc shows the same numbers for
+    all running threads of a process, and none for ended threads.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -234,7 +235,10 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return a column of numbers from lines that begin with `starts`; [] if the file is gone."""
+    """Return the integers in a column of the lines that begin with `starts`.
+
+    The result is [] if the file is gone.
+    """
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -245,7 +249,8 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 def empty(place: str) -> None:
     """Remove the files of a case before the next case.
 
-    Nested directories are moved up first, because paths to deep directories can be too long to use.
+    Nested directories are first moved to the top directory, because the path of a deeply nested
+    directory can be too long to use.
     """
     moved = 0
     try:
@@ -260,7 +265,7 @@ def empty(place: str) -> None:
 
 
 def remove_files(folder: str) -> list[str]:
-    """Remove the files of a directory; return its subdirectories, after making them accessible."""
+    """Remove the files of a directory, and return its subdirectories, which are made accessible."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -273,7 +278,10 @@ def remove_files(folder: str) -> list[str]:
 
 
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
-    """Run a case in this process and exit like the interpreter, without its slow cleanup."""
+    """Run a case in this process, and exit with the same exit code as Python would.
+
+    The slow cleanup of the interpreter is skipped.
+    """
     code = 0
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:

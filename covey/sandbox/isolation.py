@@ -35,8 +35,8 @@ ENVIRONMENT = {
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
-"""Device files in the sandbox. /dev/zero is missing, because its shared mappings are memory that no
-limit counts."""
+"""Device files in the sandbox. /dev/zero is missing, because a shared mapping of it uses memory
+that no limit counts."""
 _LAST_PIECE = 64 << 10
 """Maximum bytes that a socket may store beyond the size of its buffer."""
 _ENTER = """
@@ -75,8 +75,8 @@ def command(file_bytes: int) -> list[str]:
 def entering(group: Path | None) -> list[str]:
     """Return a command prefix that enters a cgroup before the command starts.
 
-    The prefix also makes the sandbox the first choice of the OOM killer. Programs cannot change
-    their OOM priority, because /proc is read-only in the sandbox.
+    The command prefix also makes the sandbox the first process that the OOM killer ends. Programs
+    cannot change their OOM priority, because /proc is read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 

@@ -37,7 +37,7 @@ PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""Extra seconds in which the harness may end all processes itself."""
+"""Extra seconds for the harness to end all processes before the harness itself is killed."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )

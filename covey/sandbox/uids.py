@@ -30,7 +30,10 @@ _FOLDERS = ("/run", "/tmp")
 
 @contextlib.contextmanager
 def leased() -> Iterator[int | None]:
-    """Yield a user id that no other sandbox has at the same time, or None without user ids."""
+    """Yield a user id that no other sandbox has at the same time.
+
+    Yield None if this process cannot change its user.
+    """
     taken = take()
     if taken is None:
         yield None

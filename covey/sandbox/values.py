@@ -1,8 +1,8 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
 A program's result is untrusted JSON. The comparison follows the structure of the expected value, so
-its work is limited by the size of the expected value. The comparison uses no Python object of the
-program.
+its work is limited by the size of the expected value. No Python object is ever created from the
+program's own classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
 """Tolerances for an expected float: relative, and absolute if 0 is expected.
 
-An absolute tolerance for values other than 0 would accept 0 for every small number.
+If the absolute tolerance applied to all expected values, the result 0 would be accepted for every
+very small expected value.
 """
 _MOST_BITS = 4096
 """Maximum bits of a numerator or denominator, because reducing a fraction takes quadratic time."""
@@ -37,7 +38,9 @@ def read_expected(text: str) -> object:
 
 
 def matches(expected: object, reply: bytes) -> bool:
-    """Return whether the value of a call, as JSON from its process, equals the expected value.
+    """Return whether the value of a call equals the expected value.
+
+    The value of the call is JSON that the process of the program wrote.
 
     Values are equal as in Python, so a list does not equal a tuple. A number equals an expected
     float within a relative tolerance of 1e-6; it equals 0.0 within 1e-12. A numpy array equals the
@@ -90,7 +93,10 @@ def _same_dict(expected: dict[Any, Any], reply: list[Any]) -> bool:
 
 
 def _key(reply: Any) -> Any:
-    """Return a hashable value. Raises ValueError for a value that cannot be hashed."""
+    """Return the hashable Python value that a part of the JSON describes.
+
+    Raises ValueError for a value that cannot be hashed.
+    """
     if isinstance(reply, list) and reply[:1] == ["tuple"]:
         return tuple(map(_key, reply[1:]))
     if isinstance(reply, list) and reply[:1] == ["set"]:

@@ -28,7 +28,7 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class InlineScorer:
-    """Scores in this process while the caller waits, without a time limit."""
+    """A scorer that runs the reward in this process, without a time limit. The caller waits."""
 
     reward: Reward
     identity: str = ""

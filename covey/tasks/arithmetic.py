@@ -29,7 +29,7 @@ Smaller digits are excluded because they rarely cause a carry, which is the hard
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """One step of a problem, which has a number `left`, an operator and a number `right`."""
+    """One sum of a problem: the number `left`, an operator and the number `right`."""
 
     left: int
     operator: str
@@ -76,7 +76,7 @@ def chain(random: Random, operations: int, held_out: bool) -> list[Sum]:
 
 
 def prompt_text(sums: Sequence[Sum]) -> str:
-    """Return the text of a problem in the prompt."""
+    """Return the text of the prompt that states a problem."""
     tail = "".join(f"{s.operator}{s.right}" for s in sums)
     return f"{sums[0].left:02d}{tail}?"
 

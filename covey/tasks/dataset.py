@@ -47,8 +47,8 @@ class DatasetTask:
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """Choose held-out prompts by a hash of the row's index, independently of other rows.
 
-        Prompts with equal text are in the same split. If one split would be empty, the split of
-        each row is chosen separately.
+        Prompts with equal text are in the same split. If all prompts would be held out because of
+        this, prompts with equal text may be in different splits.
         """
         if self.evaluation is not None or not self.share:
             return self.prompts, self.evaluation or []
@@ -85,7 +85,7 @@ def dataset_task(
 
 
 def with_share(task: Any, options: Mapping[str, Any]) -> Any:
-    """Return a task passed from Python with the held-out share that [task] sets."""
+    """Return a task passed from Python, with the held-out share that the section [task] sets."""
     if not isinstance(task, DatasetTask) or SHARE not in options:
         return task
     share = options[SHARE]
@@ -111,7 +111,7 @@ def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
 
 
 def _with_target(numbered: NumberedRow | tuple[int, str, Mapping[str, Any]]) -> NumberedRow:
-    """Add an empty target to a row without a target, because a reward may not need targets."""
+    """Add an empty target to a row that has no target, because some rewards need no target."""
     number, where, row = numbered
     if not isinstance(row, Mapping):
         what = row if isinstance(row, str) else f"is not a dict but {type(row).__name__}"

@@ -39,9 +39,10 @@ HELD_OUT_SHARE = 0.25
 MAX_SIZE = 10_000_000
 FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
-"""Number of seeds to try.
+"""Maximum number of seeds that are tried until a problem belongs to the requested split.
 
-Two seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are below 2**32.
+Consecutive seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are
+below 2**32.
 """
 
 EXAMPLES = {
@@ -118,7 +119,7 @@ def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
 def plain(value: Any) -> Any:
     """Copy plain Python data; convert numpy's numbers and strings to Python types.
 
-    Raises TypeError for data of any other type.
+    Raises TypeError for data that is not plain.
     """
     if value is None or isinstance(value, bool):
         return value

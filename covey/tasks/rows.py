@@ -23,7 +23,8 @@ _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
-"""The index of a row, its location for error messages, and the row itself or an error text."""
+"""The index of a row, its location for error messages, and the row. If the row cannot be read, an
+error text takes the place of the row."""
 
 
 class BadRow(Exception):
@@ -43,10 +44,11 @@ class RowReader:
     prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
     `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
     answer; the default is `target` or `answer`. Columns without another meaning are kept in `info`.
-    `columns` maps columns to other names in `info`, and every column in this mapping is kept.
-    `system`, if given, is the system message, unless the row's messages have one. The text
-    `instruction` is appended to each prompt. `only` maps a column to the values that its rows may
-    have. Rows with another value in a column of `only` are left out, and do not count as bad rows.
+    `columns` maps a column to the name that it gets in `info`. Every column in this mapping is kept
+    in `info`. `system`, if given, is the system message, unless the row's messages have one. The
+    text `instruction` is appended to each prompt. `only` maps a column to the values that its rows
+    may have. Rows with another value in a column of `only` are left out, and do not count as bad
+    rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out and listed in
     `bad_rows` by split.

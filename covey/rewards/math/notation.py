@@ -50,7 +50,7 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 def exact_decimals(text: str) -> str:
-    r"""Return a text with fractions in place of repeating decimals.
+    r"""Replace the repeating decimals in a text by fractions.
 
     Repeating digits are marked by a bar, a dot or brackets, or occur three times before an
     ellipsis.

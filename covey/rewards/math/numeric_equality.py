@@ -1,9 +1,9 @@
 r"""Equality of two formulas by evaluation at a few points, 100 times faster than algebra.
 
-Two expressions that agree at three arbitrary points, one of them negative, are equal. Two
-expressions that differ at all points are not equal. Other cases are undecided: agreement at only
-some points, a value that cannot be computed, or syntax that this module does not parse
-(inequalities, matrices, words).
+Two expressions count as equal if their values agree at three arbitrary points, one of them
+negative. Two expressions count as different if their values differ at all three points. Other cases
+are undecided: agreement at only some points, a value that cannot be computed, or syntax that this
+module does not parse (inequalities, matrices, words).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SAME, and different if it is above DIFFERENT. If a formula has decimals, which m
 values are different only if their relative difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. Floats could lose a summand that is much smaller than the other
-summand, such as 2^{-100} in 1 - 2^{-100}.
+"""Minimum ratio of the smaller to the larger summand. Floats could lose a summand that is much
+smaller than the other summand, such as 2^{-100} in 1 - 2^{-100}.
 """
 MAX_DIGITS = 12
 """Maximum digits of a number; with more digits, different numbers could be the same float."""

@@ -19,7 +19,8 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""Maximum digits of a power of a number, because sympy would factor the power under a root."""
+"""Maximum number of digits of a power such as 3^1000. If the power is under a root, sympy factors
+it, which can take very long."""
 MAX_DEGREE = 100
 """Maximum degree of a polynomial in a division, whose time is quadratic in the degree."""
 
@@ -58,7 +59,10 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 
 
 def _exponent(formula: str, at: int) -> str:
-    """Return the exponent at index `at`, which follows `^`; append `^` if another power follows."""
+    """Return the exponent that starts at index `at`, after a `^`.
+
+    If another power or a factorial follows the exponent, `^` is appended.
+    """
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
     depth = 0

@@ -140,7 +140,7 @@ class ConsoleTracker(Tracker):
 
 
 class LiveTracker(ConsoleTracker):
-    """Shows a progress bar with the numbers of the last step while the run trains."""
+    """During training, shows a progress bar with the numbers of the last step."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         super().__init__(run, console)

@@ -56,7 +56,10 @@ class ExternalTracker(Tracker):
         """
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether an event of a step is new, and was not already logged before a resume."""
+        """Return whether an event of a step is new.
+
+        After a resume, an event may already be logged.
+        """
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -94,7 +97,7 @@ class RememberingTracker(ExternalTracker):
     name: str
     """The name of the tracker and of its package."""
     session: Any = None
-    """The package's run, which `open` starts or continues."""
+    """The run in the tracking package. `open` starts this run or continues it."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -111,7 +114,7 @@ class RememberingTracker(ExternalTracker):
             return {}
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether this event of a step was never logged, and record it as logged."""
+        """Return whether an event of a step is not logged yet. Record that it is logged now."""
         if step <= self.known.get(event, -1):
             return False
         self.known[event] = step
@@ -120,8 +123,8 @@ class RememberingTracker(ExternalTracker):
     def remember(self) -> None:
         """Save the numbers of the last logged steps, after each log entry.
 
-        One write replaces the text in place. A rename over an older file would be slow, because
-        some file systems then wait for the disk.
+        The old content of the file is overwritten in place by a single write. A rename over an
+        older file would be slow, because some file systems then wait for the disk.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -131,7 +134,7 @@ class RememberingTracker(ExternalTracker):
             os.close(handle)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step; the package adds its evaluation to the same row."""
+        """Log the numbers of a step or of its evaluation. The package puts both into one row."""
         self.session.log(dict(values), step=step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
@@ -152,7 +155,7 @@ class RememberingTracker(ExternalTracker):
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row, except its step; an estimate counts with its value."""
+    """Return the finite numbers of a row except `step`. For an estimate, return only its value."""
     values = {n: v.get("value") if isinstance(v, Mapping) else v for n, v in row.items()}
     values.pop("step", None)
     return {name: value for name, value in values.items() if is_number(value)}
