@@ -65,7 +65,7 @@ def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
 
 
 def tag_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Parse tool calls of the form `<name>argument</name>`, for each tool's name."""
+    """Parse tool calls of the form `<name>argument</name>`, where `name` is the name of a tool."""
     if not tools:
         return []
     names = "|".join(map(re.escape, tools))
@@ -105,8 +105,8 @@ class CallFormat:
     """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """A function that parses the tool calls. Its arguments are the text after the thinking and the
-    names of the tools."""
+    """A function that takes the text after the thinking and the names of the tools, and returns the
+    parsed tool calls."""
     stops: Callable[[Sequence[str]], list[str]]
     """A function that takes the names of the tools, and returns the texts at which generation stops
     after a tool call."""

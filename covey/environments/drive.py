@@ -70,7 +70,7 @@ Settle = Callable[[Awaitable[Any]], Any]
 
 @dataclass(slots=True)
 class Driver:
-    """Runs one environment, in a thread that may block."""
+    """Runs one environment. Its methods may block, so they are called in a separate thread."""
 
     factory: Factory
     settle: Settle

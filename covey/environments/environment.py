@@ -54,8 +54,8 @@ class Step:
     """The reward of this turn."""
     done: bool = False
     state: Any = None
-    """Data that identifies the state after this step, for advantages that compare equal states. If
-    the value is None, the messages identify the state.
+    """Data that identifies the state after this step. Some advantages compare steps that start from
+    equal states. If `state` is None, the messages identify the state.
     """
 
 

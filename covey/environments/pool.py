@@ -59,7 +59,8 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Keys of commands that ran when the process died, which are retried one at a time."""
+    """Keys of the episodes whose commands were running when the process died. These commands are
+    retried one at a time."""
 
 
 class ProcessHost:

@@ -145,7 +145,7 @@ class Search(ToolEnvironment):
 
 
 def _snippet(text: str, query: str, most: int) -> str:
-    """Return the text around the longest query word in a document, on one line."""
+    """Return a part of a document as one line, around the longest query word that it contains."""
     flat = " ".join(text.split())
     folded = flat.casefold()
     places = [folded.find(word) for word in sorted(words(query), key=len)]

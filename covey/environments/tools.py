@@ -1,4 +1,6 @@
-"""Tools of the policy: methods of a class, whose type hints and docstrings give the schemas.
+"""The tools of the policy, which are methods of a class.
+
+The type hints and docstrings of the methods give the JSON schemas of the tools.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:

@@ -29,7 +29,8 @@ prove little."""
 LOW, HIGH = 3.0, 4.1
 """Mean levels of letter pairs: a text below LOW is noise, and a text above HIGH is language."""
 WINDOW, WINDOWS = 4096, 5
-"""A text longer than WINDOWS windows of WINDOW characters is sampled in evenly spaced windows."""
+"""A longer text is not measured as a whole, but in WINDOWS evenly spaced parts of WINDOW
+characters."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
@@ -204,7 +205,7 @@ def _levels(word: str) -> list[int]:
 def _sum_of_levels(word: str) -> tuple[float, int]:
     """Return the sum of the levels of a word's letter pairs, and the number of pairs.
 
-    Each rare pair lowers the sum by RARE_COSTS.
+    Each rare letter pair lowers the sum by RARE_COSTS.
     """
     total, pairs = 0.0, 0
     for levels in map(_levels, _pieces(word)):
@@ -232,9 +233,9 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Whether a word often changes between upper and lower case, or between letters and digits.
+    """Whether a word often changes between upper and lower case or between letters and digits.
 
-    Encoded data, such as base64, looks like this.
+    Such changes are typical of encoded data, such as base64.
     """
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)

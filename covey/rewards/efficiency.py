@@ -1,4 +1,4 @@
-"""The efficiency reward: few tool calls, edits and turns, few words and no repetition."""
+"""The efficiency reward, which penalises tool calls, edits, turns, words and repetition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""In a long text, only this many characters at the beginning and at the end count."""
+"""Of a long text, only this many characters at the beginning and at the end are used."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")

@@ -57,7 +57,7 @@ class ThinkAnswerForm(Reward):
 
 
 def is_call(text: str) -> bool:
-    """Whether a text looks like a tool call, `name(arguments)`, or a JSON object with a name.
+    """Whether a text looks like a tool call: either `name(arguments)` or a JSON object with a name.
 
     >>> is_call("search('tea')"), is_call('{"name": "search"}'), is_call("search")
     (True, True, False)
@@ -85,7 +85,7 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """A reward for the format of thinking followed by tool calls or by an answer.
+    """A format reward for completions that consist of thinking, then tool calls or an answer.
 
     The reward is 0.4 think + 0.4 tool + 0.2 tidy.
 
@@ -153,7 +153,7 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    The published code also accepts a closing tag before its opening tag. This reward does not.
+    The published code also accepts a closing tag before its opening tag, and this reward does not.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

@@ -78,7 +78,7 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 
 
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
-    """Return the score of an answer that has passed `readable`, from 0 to 1."""
+    """Return the score of an answer, from 0 to 1. The answer must be a result of `readable`."""
     try:
         given = float(dataset.score_answer(answer, entry))
     except Exception:  # scorers raise different errors for an answer in an unexpected form

@@ -268,7 +268,7 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""The name of each instruction in open-instruct, and its argument names that differ from IFEval."""
+"""Name of an instruction in open-instruct -> (name in IFEval, names of arguments that differ)."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:

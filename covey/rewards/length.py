@@ -36,7 +36,7 @@ class Soft:
     limit: int
     """Maximum completion length; by default rollout.max_tokens."""
     cache: int
-    """Number of tokens before the limit over which the penalty grows; the default is limit / 5."""
+    """The penalty starts this many tokens before the limit; the default is limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:

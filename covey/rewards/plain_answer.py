@@ -19,7 +19,7 @@ MAX_DEPTH = 300
 """Maximum depth of a formula's syntax tree; a sum of n terms has a depth of n."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
-"""Maximum size, in bits, of every intermediate number and of the degree of a power."""
+"""Maximum size, in bits, of every intermediate number and of every exponent."""
 
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",
@@ -108,7 +108,7 @@ class _Sum:
     operators: tuple[type[ast.operator], ...] = SUMS
 
     def bits(self, node: ast.expr, depth: int) -> int:
-        """Return an upper bound on the bits of the value.
+        """Return an upper bound on the number of bits of the value.
 
         Raises NotPlainError for a node that is not allowed.
         """

@@ -218,7 +218,8 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The published pattern drops the minus sign, so that -5 counts as 5, and cuts `1,000` to 0.
+    The regex in the published code reads -5 as 5, and the end of `1,000` as 0. This reward does
+    not.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; numbers, target last; target
@@ -253,10 +254,11 @@ class OpenInstruct(Reward):
     | false | `verification_reward` for a correct answer in the format; nothing for the format |
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
-    If the format is wrong, the whole text is searched for the answer. The published code tests
-    whether the format reward equals 1, so that every score is 0 if the format reward has another
-    value. This reward tests whether the format is correct. The published number pattern drops the
-    minus sign of whole numbers; this reward keeps the sign.
+    If the format is wrong, the whole text is searched for the answer. The published code takes a
+    format reward of exactly 1 as the sign of a correct format. With any other value of
+    `r1_style_format_reward`, every score in the published code is 0. This reward tests the format
+    itself. The regex in the published code drops the minus sign of whole numbers; this reward keeps
+    the sign.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;

@@ -53,8 +53,8 @@ FUNCTIONS = (
 )  # fmt: skip
 """Not `Fraction`:
 
-`Fraction("1e999999999")` never ends. A `Decimal` is allowed, because it stores the exponent
-separately.
+`Fraction("1e999999999")` never ends. A `Decimal` is allowed, because `Decimal("1e999999999")`
+stores the exponent as a small integer.
 """
 
 METHODS = _words(
@@ -77,8 +77,8 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Pairs of functions that a pure scorer may not combine. With such a pair, a number in the text
-could decide how long the scorer runs."""
+"""Pairs of functions that a pure scorer may not combine. With both functions of a pair, a scorer
+could run as long as a number in the text says."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -120,7 +120,7 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """Raised if a scorer uses something that is not on the lists."""
+    """Raised if a scorer uses something that is not on the lists of this module."""
 
 
 def is_pure(dataset: Any) -> bool:
@@ -249,7 +249,7 @@ def _looked_up(following: Iterator[dis.Instruction]) -> str:
 
 
 def _check_step(step: dis.Instruction, loops: set[int]) -> None:
-    """Raise ImpureError unless the instruction is known and refers to no name."""
+    """Raise ImpureError if a bytecode instruction is unknown or refers to a name."""
     if step.opname == "BINARY_OP":
         known = step.argrepr == "[]" or step.argrepr.rstrip("=") in OPERATORS
     elif step.opname == "FORMAT_VALUE":

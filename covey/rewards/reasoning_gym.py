@@ -43,12 +43,12 @@ _SCORER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym:
-    """The score of the dataset, from 0 to 1; a score of 1 is a success.
+    """The score that the dataset's own scorer gives, from 0 to 1; a score of 1 is a success.
 
     Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
-    `<answer>` after the thinking; without the tag, it is all text after the thinking. If the
-    dataset evaluates the answer, an answer that is not plain data or arithmetic scores 0. An answer
-    on which the scorer times out or crashes also scores 0.
+    `<answer>` after the thinking; without the tag, it is all text after the thinking. If the scorer
+    of the dataset evaluates the answer as code, an answer that is not plain data or arithmetic
+    scores 0. An answer on which the scorer times out or crashes also scores 0.
     """
 
     unsafe: bool = False
@@ -64,9 +64,10 @@ class ReasoningGym:
 
     @property
     def max_seconds(self) -> float:
-        """The time limit for scoring two texts: the answer, and an impossible answer.
+        """The time limit for scoring two texts: the answer and a nonsense answer.
 
-        The impossible answer is scored only if the answer is correct.
+        After a correct answer, a nonsense answer is scored too, to detect a scorer that accepts
+        everything.
         """
         return 2 * LONGEST
 

@@ -29,9 +29,9 @@ Test = Callable[[re.Match[str]], bool]
 """A function that returns whether a match counts in its context."""
 
 SENTENCE = 200
-"""Number of characters before a command that may belong to the same sentence."""
+"""Number of characters before a dangerous command in which a warning is searched."""
 MAX_WARNINGS = 1000
-"""Maximum number of warnings in a text; further warnings count as commands."""
+"""Maximum number of warnings in a text. In further warnings, dangerous commands are penalised."""
 
 _NEGATION = re.compile(
     r"\b(?:never|avoid(?:ing)?|refuse(?:s|d)? to|instead of|rather than|forbidden to|prohibited to|"

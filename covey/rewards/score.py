@@ -32,7 +32,7 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Planned number of optimizer steps before the training step. In evaluations, the value is
+    """Planned number of optimizer steps before the training step. In evaluations, this field is
     None, and rewards are computed as at the end of the run.
     """
     max_steps: int = 0
@@ -43,7 +43,7 @@ NO_CALL = Call()
 
 
 class SkippedError(Exception):
-    """Raised by a reward that gives a completion no reward on purpose.
+    """Raised by a reward to leave a completion without a reward on purpose.
 
     A skipped completion does not count as a failure.
     """

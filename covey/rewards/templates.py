@@ -68,7 +68,7 @@ def code(
     max_rounds: int = 5,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for programs, by the fraction of tests passed in a sandbox.
+    """Reward mix for programs. Accuracy is the fraction of tests that the program passes.
 
     The option `unsafe` runs programs without the sandbox. In an environment, `efficiency` expects
     at most `expected_edits` edits and `max_rounds` turns.

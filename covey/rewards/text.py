@@ -68,7 +68,9 @@ def count_words(text: str) -> int:
 
 
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Split a text at tags that each occur once, in the given order; return (outside, contents).
+    """Return the texts outside the given tags, and the contents of the tags.
+
+    Each tag must occur exactly once, in the given order.
 
     The result is None if a tag is missing, repeated, nested or out of order.
 

@@ -46,10 +46,11 @@ def same_answer(answer: str, target: str) -> bool:
 class ThinkAnswer(TargetReward):
     """The default reward, for a correct answer in the right format.
 
-    A correct answer in the right format earns `correct`, and the right format alone earns `format`.
+    The right format earns `format` points, and a correct answer in the right format earns `correct`
+    more points.
 
-    The format is a gate: without the format, no answer counts as correct. With `robust`, a correct
-    answer counts less if the thinking is padding or is not language; see `robust_factor`.
+    An answer counts as correct only if the format is right. With `robust`, a correct answer counts
+    less if the thinking is padding or is not language; see `robust_factor`.
     """
 
     correct: float = 0.9

@@ -165,13 +165,13 @@ def target_call(prompt: Prompt) -> Call | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(TargetReward):
-    """The score `tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
+    """The correct tool earns `tool` points, and correct arguments earn the rest, up to 1.
 
-    Arguments count only with the correct tool. If arguments counted alone, `{}` would earn half the
-    reward for any tool without arguments. Exactly one tool call is expected. Several calls, or a
-    call that cannot be parsed, score 0, so that calling every tool earns no reward. With `partial`,
-    the score of the arguments is the fraction of correct arguments among all given or expected
-    arguments. Without `partial`, all arguments must be correct.
+    Arguments earn points only if the tool is correct. If arguments earned points alone, `{}` would
+    earn half the reward for any tool without arguments. Exactly one tool call is expected. Several
+    calls, or a call that cannot be parsed, score 0, so that calling every tool earns no reward.
+    With `partial`, the score of the arguments is the fraction of correct arguments among all given
+    or expected arguments. Without `partial`, all arguments must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
     Positional arguments get the names in `prompt.info["parameters"]`, in order; without this list

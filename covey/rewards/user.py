@@ -249,8 +249,8 @@ class WeightedFunctions(_GroupReward):
     functions: Mapping[str, UserFunction]
     weights: Mapping[str, float]
     skips_none: bool = False
-    """Whether a function is left out of the sum for a completion for which it returns None, as in
-    TRL."""
+    """If true, a function that returns None for a completion is left out of this completion's sum,
+    as in TRL."""
 
     takes_call: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
@@ -292,7 +292,7 @@ def with_none(reward: Reward, none: str) -> Reward:
 
 
 def own_name(reward: Reward) -> str:
-    """Return the name of a reward passed from Python, which consists of its functions' names."""
+    """Return the name of a reward that was passed from Python: the names of its functions."""
     if isinstance(reward, WeightedFunctions):
         return "+".join(reward.functions)
     return type(reward).__name__
@@ -309,10 +309,11 @@ def function_reward(
     *,
     conversational: bool = False,
 ) -> Reward:
-    """Make a reward of TRL-style functions: one function, a list, or a dict of function to weight.
+    """Make a reward of TRL-style functions: one function, a list, or a dict {function: weight}.
 
-    With `conversational`, completions are lists of messages, as in TRL for prompts of messages. An
-    object that is already a reward (it has bounds, quick and version) is returned unchanged.
+    With `conversational`, the functions get completions as lists of messages. TRL does the same if
+    prompts are lists of messages. An object that is already a reward (it has bounds, quick and
+    version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)

@@ -57,8 +57,8 @@ the old and new value of each changed setting.
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. If there are more edited settings, the note
-only gives their number.
+"""Maximum number of edited settings that a note names. For a larger number of edited settings, the
+note contains only the number.
 """
 
 
@@ -249,7 +249,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write to failure.txt the traceback of another process, whose error ended the run."""
+        """Write the traceback of another process, whose error ended the run, to failure.txt."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -287,7 +287,7 @@ class RunFolder:
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
-        """Remove all checkpoints except the newest `keep` and the checkpoint of the best step."""
+        """Remove all checkpoints except the `keep` newest and the checkpoint of the best step."""
         for step, folder in self.checkpoints()[:-keep]:
             if step != best:
                 shutil.rmtree(folder)

@@ -105,7 +105,10 @@ class Health:
 
 
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
-    """Yield the config lines to change; skip lines already set or not used by the algorithm."""
+    """Yield the lines of the configuration to change.
+
+    Settings that already have the value, or that the algorithm does not use, are left out.
+    """
     for key, wanted in check.change:
         section, _, name = key.partition(".")
         now = settings.get(section, {}).get(name)

@@ -23,8 +23,8 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps whose metrics the check uses. A finding names the first step that the check
-    uses as the start of the problem."""
+    """Number of steps whose metrics the check uses. In a finding, the problem starts at the first
+    of the steps that the check uses."""
     why: str
     """The reason why the problem matters."""
     change: tuple[tuple[str, Any], ...]

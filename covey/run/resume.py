@@ -35,8 +35,8 @@ RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
 """Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders that contain one file or folder per step. Each value is the suffix of the names of the
-files or folders. Only Covey 0.1 had the folder "review"."""
+"""Folders that contain one file or folder per step. Each value is the suffix of the file names,
+which is empty for folders. Only Covey 0.1 had the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,9 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return a line about a missing checkpoint, e.g. on an unmounted disk; None if all exist.
+    """Return a text about a checkpoint that was saved but is missing, or None if all exist.
+
+    A checkpoint may be missing because a disk is not mounted.
 
     checkpoints.jsonl lists the saved checkpoints. Without checkpoints.jsonl, other records show
     which checkpoints were saved.
@@ -169,8 +171,8 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
     """Return the whole content of a file, the lines to keep and the lines to move, as bytes.
 
-    Lines up to step `keep` and unreadable lines stay. An unfinished last line is moved, like the
-    lines of later steps.
+    Lines of steps up to `keep` and unreadable lines are kept. An unfinished last line is moved,
+    like the lines of later steps.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

@@ -50,7 +50,10 @@ class RewardChange:
 
 
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
-    """Compare the reward of a new run with the previous reward; record and return a difference."""
+    """Compare the reward of a new run with the reward of the previous run.
+
+    If the rewards differ, record and return the change.
+    """
     mine = run.environment(_ignore)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
@@ -180,7 +183,8 @@ def _pairs(
 ) -> Sequence[tuple[str, float, float, str]]:
     """Return the old and new value of each number that both evaluations have.
 
-    The last item of a tuple is a remark if the confidence intervals of the two values overlap.
+    The last item of each tuple is empty, or says that the confidence intervals of the values
+    overlap.
     """
     a, b = old["greedy"], new["greedy"]
     apart = b["low"] > a["high"] or b["high"] < a["low"]

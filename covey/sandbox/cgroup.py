@@ -133,8 +133,9 @@ def _is_limited(folder: Path) -> bool:
 def _enable_controllers(folder: Path) -> bool:
     """Delegate controllers to the children of a cgroup.
 
-    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. So
-    the processes of this cgroup move to a child cgroup, if all belong to our session.
+    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. The
+    processes of the cgroup are therefore moved to a child cgroup, if all of them belong to our
+    session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

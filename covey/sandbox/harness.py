@@ -1,9 +1,9 @@
 """The harness: the first process in the sandbox, which runs the program in one child per case.
 
-The harness is compiled outside the sandbox and sent into it with the job, so it cannot import
-covey. The harness imports only fast modules (hence `_json` and `_signal`), because every program
-gets its own sandbox. The harness never runs the program itself. The harness does not know the
-expected results, so no program can read expected results.
+The package covey is not in the sandbox. The compiled code of the harness is therefore sent into the
+sandbox with the job. The harness imports only fast modules (hence `_json` and `_signal`), because
+every program gets its own sandbox. The harness never runs the program itself. The harness does not
+know the expected results, so no program can read expected results.
 
 As process 1 of its namespace, the harness gets no signals from other processes of the namespace.
 When the harness ends, all processes of the namespace die.

@@ -113,7 +113,10 @@ def _harness_code() -> Any:
 def _started(
     job: dict[str, Any], limits: Limits, unsafe: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the harness with its job. On exit, all processes of the harness are dead."""
+    """Start the harness, and send it the program and the cases to run.
+
+    On exit, all processes of the harness are dead.
+    """
     with contextlib.ExitStack() as stack:
         place = isolation.PLACE
         prefix: list[str] = []

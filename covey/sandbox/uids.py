@@ -75,7 +75,7 @@ def span_here() -> range | None:
 
 
 def span_of(uid_map: str) -> range | None:
-    """Return the user ids for sandboxes, among the ids that a container maps.
+    """Return the range of user ids for sandboxes, given the content of /proc/self/uid_map.
 
     >>> span_of("0 0 4294967295").start, span_of("0 100000 65536"), span_of("0 1000 1")
     (1073741824, range(60000, 65000), None)

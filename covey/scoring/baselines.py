@@ -42,7 +42,7 @@ class Baseline:
 
     success: float
     reward: float | None = None
-    """Mean reward. The mean reward is None if the success rate is only the frequency of the target,
+    """Mean reward. The mean reward is None if the success rate was computed from the targets,
     without scoring."""
     answer: str = ""
     """The constant answer, if the baseline is a constant answer."""
@@ -132,7 +132,11 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 
 
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
-    """Return the most frequent target without scoring it; None if targets are not short answers."""
+    """Return the baseline of the most frequent target, without scoring.
+
+    The success rate is the frequency of this target. Return None if the targets are not short
+    answers.
+    """
     frequent = _frequent(prompts)
     if not frequent:
         return None
@@ -173,7 +177,7 @@ def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
 def _scored(
     scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str], answer: str = ""
 ) -> Baseline | None:
-    """Score one text for each prompt, and return the mean.
+    """Score one text for each prompt, and return the mean of the scores.
 
     Return None if no text could be scored.
     """

@@ -17,7 +17,7 @@ from covey.scoring.pool import Pool
 class _Done:
     """Finished results.
 
-    The class replaces a Future, whose locks would cost as much time as a quick reward.
+    A Future is not used, because its locks would take as much time as a quick reward.
     """
 
     results: list[ScoreResult]

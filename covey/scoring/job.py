@@ -18,7 +18,7 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One completion of a prompt, or a whole group for a reward that scores groups."""
+    """A scoring job: one completion, or a whole group if the reward scores whole groups."""
 
     prompt: Prompt
     texts: tuple[str, ...]
@@ -96,7 +96,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 def _takes_groups(reward: Any) -> bool:
     """Whether a reward scores a list of completions in one call.
 
-    For a reward class, the attribute `whole_groups` gives the result.
+    A reward class declares this with the attribute `whole_groups`.
     """
     return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 

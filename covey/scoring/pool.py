@@ -38,7 +38,7 @@ QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
 
 class Worker:
-    """The pool's handle of a worker process."""
+    """A worker process, as the pool sees it."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class Pool:
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
         """Handle the jobs of a dead process.
 
-        If the process was killed from outside, each job is scored again once before it fails.
+        If the process was killed from outside, each of its jobs is scored a second time.
         """
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:

@@ -95,7 +95,10 @@ def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> An
 
 
 def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the dataset and the entry of a prompt, in any process."""
+    """Return the dataset and the entry from which a prompt was made.
+
+    The function works in every process, because the dataset is created again if needed.
+    """
     origin = info.get("reasoning_gym")
     if origin is None:
         raise ValueError("the prompt has no info['reasoning_gym']: it comes from another task")
@@ -104,7 +107,7 @@ def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
-    """Generate an entry of a dataset, which is the same on every call."""
+    """Generate an entry of a dataset. Every call with the same arguments gives the same entry."""
     state = random.getstate()
     random.seed(f"{seed}/{index}")  # list_functions draws from the global generator
     try:

@@ -23,7 +23,7 @@ MOST_PROMPTS = 10**9
 
 
 class Task(Protocol):
-    """A task: two disjoint sequences of prompts, for training and held out for evaluation.
+    """A task: prompts for training, and other prompts that are held out for evaluation.
 
     Each prompt depends only on its index in the sequence. `info["solution"]`, which only some tasks
     have, is a correct answer: the text between the answer tags, the code or the tool call itself.
@@ -118,7 +118,8 @@ def hash_fraction(text: str) -> float:
 def bad_rows_of(task: Task) -> list[str]:
     """Return one line of text for each bad row that a task skipped.
 
-    Both splits may be read from the same rows. A line that both splits list is returned once.
+    Both splits may be read from the same rows. If a line is in the lists of both splits, it is
+    returned once.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
     return list(dict.fromkeys(line for lines in by_split.values() for line in lines))

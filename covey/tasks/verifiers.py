@@ -1,4 +1,4 @@
-"""The `verifiers` task: the dataset of an environment package in the style of verifiers."""
+"""The `verifiers` task: the dataset of an environment package of the `verifiers` library."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Maximum characters of a number, with markup; this bounds the size of integers."""
+"""Maximum number of characters of a number with its markup, which also limits the size of
+integers."""
 MAX_EXPONENT = 100
 
 CURRENCY = "$€£¥₹₩₽฿"

@@ -109,7 +109,7 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
 
 
 def _value(left: str, right: str) -> list[str]:
-    """Return the right side of `y = ...` as a list; [] if the left side is not a single letter."""
+    """Return [right] if the equation defines a single letter, such as `y = 2x`; otherwise []."""
     letter, value = left.strip(), right
     alone = len(letter) == 1 and letter.isascii() and letter.isalpha()
     return [value] if alone and letter not in value else []

@@ -10,7 +10,10 @@ from covey.run.trackers.external import COLUMNS, ExternalTracker
 
 
 class TensorBoardTracker(ExternalTracker):
-    """Writes scalars, which event files store in single precision, and completions as text."""
+    """Writes completions as text, and metrics as scalars.
+
+    Event files store scalars in single precision.
+    """
 
     writer: Any = None
 
