@@ -70,7 +70,10 @@ Settle = Callable[[Awaitable[Any]], Any]
 
 @dataclass(slots=True)
 class Driver:
-    """Runs one environment. Its methods may block, so they are called in a separate thread."""
+    """Runs one environment.
+
+    The environment's methods may block, so a Driver is used in a thread.
+    """
 
     factory: Factory
     settle: Settle

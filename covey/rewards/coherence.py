@@ -29,8 +29,7 @@ prove little."""
 LOW, HIGH = 3.0, 4.1
 """Mean levels of letter pairs: a text below LOW is noise, and a text above HIGH is language."""
 WINDOW, WINDOWS = 4096, 5
-"""A longer text is not measured as a whole, but in WINDOWS evenly spaced parts of WINDOW
-characters."""
+"""Of a long text, only WINDOWS evenly spaced parts of WINDOW characters are measured."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.

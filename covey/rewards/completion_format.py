@@ -11,8 +11,7 @@ THINKING = (
     "through it one step at a time, check each step against the question, and only after that "
     "write down the result."
 )
-"""A text for the thinking part. It says nothing about the problem, but is long enough for all
-formats."""
+"""A text for the thinking part that fits every problem and is long enough for all formats."""
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 

@@ -153,14 +153,14 @@ class Judge(Reward):
     out."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Time limit of one attempt, in seconds. It applies to the whole reply, and to every wait for
-    data from the server."""
+    """Time limit of one attempt, in seconds. The time limit applies to the whole reply, and to
+    every wait for data from the server."""
     total_seconds: float = 25.0
     """Time limit in seconds for all attempts together, including the waits between them."""
     retries: int = 3
     backoff: float = 0.5
     """Seconds to wait before the first retry. The wait is doubled for each further retry. If the
-    server sends Retry-After, its value is used instead."""
+    server sends the header Retry-After, the wait takes the time in this header."""
     requests_per_minute: int = 0
     """Maximum completions per minute, over all scoring processes of this machine; 0 means no
     limit."""

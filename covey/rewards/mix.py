@@ -33,13 +33,13 @@ class Mix(Reward):
     amount by which the reward exceeds its lower bound is multiplied by `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
-    weights. A correct completion scores in the upper half of the reward range. The weighted mean
-    decides where in the upper half. If the format of a correct completion is wrong, only the format
-    counts in the weighted mean. An incorrect completion scores in the lower half of the reward
-    range. The score of an incorrect completion is half of the weighted mean of accuracy, judges
-    and, if `gated`, the format. Reward parts other than accuracy, judges and format do not count
-    for an incorrect completion. A completion without a final answer, or a completion that is not
-    language, has the lowest reward.
+    weights. A correct completion scores in the upper half of the reward range. Correct completions
+    are ordered by the weighted mean within the upper half. If the format of a correct completion is
+    wrong, only the format counts in the weighted mean. An incorrect completion scores in the lower
+    half of the reward range. The score of an incorrect completion is half of the weighted mean of
+    accuracy, judges and, if `gated`, the format. Reward parts other than accuracy, judges and
+    format do not count for an incorrect completion. A completion without a final answer, or a
+    completion that is not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -193,7 +193,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the inner scores of each reward part that has several, named as in `format/think`."""
+    """Return the inner parts of reward parts that have some, under names such as `format/think`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()

@@ -56,7 +56,10 @@ class RateLimit:
         return waited
 
     def _take(self, tokens: int) -> float:
-        """Count a request and return 0, or return the seconds until it may be tried again."""
+        """Record a request if the limits allow it. Return the seconds to wait before another try.
+
+        The result is 0 if the request was recorded.
+        """
         # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(self._path(), flags, 0o600), "r+", encoding="utf-8") as file:

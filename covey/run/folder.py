@@ -57,8 +57,8 @@ the old and new value of each changed setting.
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. For a larger number of edited settings, the
-note contains only the number.
+"""Maximum number of edited settings that a note names. If more settings were edited, the note
+contains only the number of edited settings.
 """
 
 

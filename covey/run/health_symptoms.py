@@ -166,8 +166,9 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The reward counts as rising if it rises by more than 5 standard errors. For a falling part, 3
-    standard errors are enough, because chance rarely causes a rise and a fall at the same time.
+    The reward counts as rising if it rises by more than 5 standard errors. A reward part counts as
+    falling if it falls by more than 3 standard errors. The limit for a fall is lower, because
+    chance rarely causes a rise and a fall at the same time.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)

@@ -52,7 +52,7 @@ class RewardChange:
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
     """Compare the reward of a new run with the reward of the previous run.
 
-    If the rewards differ, record and return the change.
+    If the two rewards differ, record and return the change.
     """
     mine = run.environment(_ignore)
     previous = _previous(run, settings_of(run))

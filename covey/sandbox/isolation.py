@@ -150,7 +150,7 @@ def _packages(seen: list[str]) -> list[str]:
 def _parents(path: str) -> list[str]:
     """Return options that create the parent directories of a path, readable for all users.
 
-    By default, bubblewrap makes these directories unreadable for other users.
+    By default, bubblewrap makes parent directories unreadable for other users.
     """
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]

@@ -132,10 +132,10 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 
 
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
-    """Return the baseline of the most frequent target, without scoring.
+    """Return the baseline that always answers with the most frequent target, without scoring it.
 
-    The success rate is the frequency of this target. Return None if the targets are not short
-    answers.
+    The success rate of this baseline is the frequency of the target. Return None if the targets are
+    not short answers.
     """
     frequent = _frequent(prompts)
     if not frequent:

@@ -96,7 +96,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 def _takes_groups(reward: Any) -> bool:
     """Whether a reward scores a list of completions in one call.
 
-    A reward class declares this with the attribute `whole_groups`.
+    A reward class declares with the attribute `whole_groups` that it scores whole groups.
     """
     return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 

@@ -1,7 +1,7 @@
 """A worker process of a scoring pool. The command is `python -m covey.scoring.pool_worker FD`.
 
-The worker first receives the reward. After this, it receives jobs in batches. The worker sends the
-result of each job as soon as the job is done. Text that a reward prints goes to stderr.
+The worker first receives the reward, and then receives jobs in batches. The worker sends the result
+of each job as soon as the job is done. Text that a reward prints goes to stderr.
 """
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ class Sum:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum is held out. A hash of the sum decides, so the seed has no effect."""
+        """Whether the sum is held out.
+
+        A hash of the sum decides whether it is held out, so the seed has no effect.
+        """
         return zlib.crc32(f"{self.left}{self.operator}{self.right}".encode()) % HELD_OUT_ONE_IN == 0
 
 

@@ -47,7 +47,7 @@ class DatasetTask:
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """Choose held-out prompts by a hash of the row's index, independently of other rows.
 
-        Prompts with equal text are in the same split. If all prompts would then be held out,
+        Prompts with equal text are in the same split. If this rule would hold out all prompts,
         prompts with equal text may be in different splits.
         """
         if self.evaluation is not None or not self.share:
@@ -63,7 +63,10 @@ class DatasetTask:
         return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Return for each id whether it is held out. At least the last id is held out."""
+        """Return for each id whether it is held out.
+
+        If the hashes select no id, the last id is held out.
+        """
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]
 

@@ -118,7 +118,7 @@ def hash_fraction(text: str) -> float:
 def bad_rows_of(task: Task) -> list[str]:
     """Return one line of text for each bad row that a task skipped.
 
-    Both splits may be read from the same rows. If a line is in the lists of both splits, it is
+    Both splits may be read from the same rows. A line that is in the lists of both splits is
     returned once.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})

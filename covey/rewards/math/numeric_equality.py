@@ -279,7 +279,10 @@ class _Evaluator:
         return values
 
     def argument(self) -> Values:
-        """Parse a command's argument: a bracket, a letter, or in `\\frac12` one digit."""
+        """Parse the argument of a LaTeX command: a bracket, a letter, or one digit.
+
+        The text `\\frac12` has two arguments of one digit.
+        """
         token = self.next
         if token[:1] in _DIGITS[:10] and len(token) > 1:
             self.tokens[self.at : self.at + 1] = [token[0], token[1:]]

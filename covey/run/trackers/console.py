@@ -40,7 +40,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return the main numbers of a step in one line. With `short`, it fits a narrow terminal."""
+    """Return the main numbers of a step in one line; with `short`, for a narrow terminal."""
     if short and "objective/scores" in metrics:
         return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
     if "loss/cross_entropy" in metrics:
