@@ -60,10 +60,10 @@ class Search(ToolEnvironment):
 
     With `info["sources"]`, a correct answer gets a reward of 0.7. If the prompt has
     `info["sources"]`, 0.3 times the `citations` reward is added. The `minimum` of the `citations`
-    reward is the number of documents in `info["sources"]`. A source is cited as `[id]`, and counts
-    only if a tool has shown the document in this episode. Every unknown id that looks like a
-    document's id reduces the reward for citations by a quarter. Without `info["sources"]`, a
-    correct answer gets a reward of 1.
+    reward is the number of documents in `info["sources"]`. A source is cited as `[id]`. The
+    citation earns a reward only if a tool has shown the document in this episode. Every unknown id
+    that looks like a document's id reduces the reward for citations by a quarter. Without
+    `info["sources"]`, a correct answer gets a reward of 1.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from covey.rewards.tool_call import parse_call
 
 MAX_BOXED = 10_000
 TAIL = 2000
-"""Number of characters at the end of a text in which an unmarked number counts."""
+"""An unmarked number is an answer only if it is among this many characters at the end of a text."""
 
 _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
@@ -162,7 +162,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
     | call | the value of a calculator call that is the whole text |
     | number | the last number |
 
-    Answers inside the thinking and empty answers do not count.
+    Answers inside the thinking and empty answers are ignored.
 
     >>> extract_answer("<think>7 or 8?</think>It is 8."), extract_answer("<think>It is 8.")
     ('8', None)
@@ -182,7 +182,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 def extract_text(text: str) -> str:
     """Return the content of `<answer>` after the thinking, or all text after the thinking.
 
-    Several different answers in a completion count as no answer.
+    If a completion gives several different answers, the result is an empty text.
 
     >>> extract_text("<think>Hm.</think> So: <answer> Paris </answer>"), extract_text("Paris\\n")
     ('Paris', 'Paris')

@@ -31,9 +31,9 @@ MOST_CHARACTERS = 200_000
 
 
 def counts(number: int, relation: str, wanted: int) -> bool:
-    """Return whether a count has the required relation to a wanted count.
+    """Return whether a number has the required relation, such as `at least`, to another number.
 
-    The relation `around` allows a difference of 10 %, but at least 1.
+    With the relation `around`, the numbers may differ by 10 % or by 1, whichever is more.
     """
     if relation == "around":
         return abs(number - wanted) <= max(round(wanted * 0.1), 1)
@@ -299,7 +299,7 @@ def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
 
 
 def instructions_of(info: Mapping[str, Any], target: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return a prompt's instructions, from columns as in google/IFEval, or from the target."""
+    """Return a prompt's instructions, from the columns of google/IFEval or from the target."""
     names: Sequence[str] | None = info.get("instruction_id_list")
     if not names:
         return [from_open_instruct(target)]

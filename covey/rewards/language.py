@@ -66,7 +66,7 @@ _WORD = re.compile(r"[^\W\d_]+[^\W\d_\u0900-\u0dff]*|[\u0900-\u0dff]+")
 
 
 def language_of(text: str) -> str | None:
-    """Return the ISO 639-1 code of the language of most of a text; None if it is unclear.
+    """Return the ISO 639-1 code of a text's main language; None if the language is unclear.
 
     >>> language_of("The cat is on the table."), language_of("Это не то, что он знал.")
     ('en', 'ru')

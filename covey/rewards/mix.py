@@ -24,9 +24,10 @@ class Mix(Reward):
     """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
 
     The reward part called `accuracy` decides `success`. With `gated` and a reward part called
-    `format`, accuracy counts only if the format is correct. If the format is wrong, accuracy is
-    replaced by its lower bound. If the format is wrong and accuracy has no bounds, a positive
-    accuracy is replaced by 0. Without `gated`, a wrong format does not change the accuracy.
+    `format`, a completion earns accuracy only if its format is correct. If the format is wrong,
+    accuracy is replaced by its lower bound. If the format is wrong and accuracy has no bounds, a
+    positive accuracy is replaced by 0. Without `gated`, a wrong format does not change the
+    accuracy.
 
     At the start of a run, the option `early` gives the weights. The weights change linearly from
     `early` to `weights` over the fraction `early_until` of the run's steps. With `robust`, the
@@ -35,11 +36,11 @@ class Mix(Reward):
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
     weights. A correct completion scores in the upper half of the reward range. Correct completions
     are ordered by the weighted mean within the upper half. If the format of a correct completion is
-    wrong, only the format counts in the weighted mean. An incorrect completion scores in the lower
-    half of the reward range. The score of an incorrect completion is half of the weighted mean of
-    accuracy, judges and, if `gated`, the format. Reward parts other than accuracy, judges and
-    format do not count for an incorrect completion. A completion without a final answer, or a
-    completion that is not language, has the lowest reward.
+    wrong, the weighted mean includes only the reward part `format`. An incorrect completion scores
+    in the lower half of the reward range. The score of an incorrect completion is half of the
+    weighted mean of accuracy, judges and, if `gated`, the format. Reward parts other than accuracy,
+    judges and format are ignored for an incorrect completion. A completion without a final answer,
+    or a completion that is not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]

@@ -1,8 +1,8 @@
 """Rewards of published implementations, with their published values.
 
 Bugs of the published implementations are fixed, and the docstring of each reward names the fixes.
-Expressions are evaluated with limits instead of `eval`, signs are parsed, numbers are compared
-exactly, and no completion raises an error.
+Expressions are evaluated with limits and without `eval`, the signs of numbers are read, numbers are
+compared exactly, and no completion raises an error.
 
 Known hacks of the published rewards are not fixed, because published models were trained with these
 rewards. The docstring of each reward lists the hacks of `covey rewards lab` that work on the
@@ -66,8 +66,8 @@ class LmBook(Reward):
     | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
     | format | 0.2 for each of the four tags that occurs |
 
-    The text `...` is the placeholder of the prompt and not an answer. The number is parsed exactly,
-    not as a float, and `1,000` is parsed as one number, not as two.
+    The text `...` is a placeholder in the prompt, and is not accepted as an answer. The number is
+    parsed exactly, not as a float, and `1,000` is parsed as one number, not as two.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;

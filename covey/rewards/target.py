@@ -27,10 +27,10 @@ class TargetReward(Reward):
         )
 
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
-        """Return the score of a completion of a prompt without a target.
+        """Return the score of a completion whose prompt has no target.
 
         Raises ValueError if `without_target` is `error`, and SkippedError if it is `none`. A
-        completion of a prompt without a target is not a success.
+        completion whose prompt has no target is never a success.
         """
         value = self.without_target
         if value == "error":

@@ -1,5 +1,6 @@
-"""Tags, thinking and words in a completion. Every function of this module takes time linear in the
-length of the text.
+"""Functions that find the tags, the thinking and the words in a completion.
+
+Every function of this module takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def tag_contents(text: str, tag: str) -> list[str]:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Whether a completion gives several different final answers, which count as no answer.
+    """Whether a completion gives several different final answers, so that none of them is accepted.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)

@@ -107,8 +107,8 @@ class FuzzyText(TargetReward):
 
     The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
     whitespace. Only the first 2,000 characters are compared. If the lengths differ, the result is
-    multiplied by the ratio of the lengths, so that padding never helps. The final answer is
-    extracted as in `ExactText`.
+    multiplied by the ratio of the lengths, so that padding never helps. The class `ExactText` says
+    how the final answer is found.
     """
 
     threshold: float = 0.9

@@ -49,7 +49,7 @@ class ThinkAnswer(TargetReward):
     The right format earns `format` points, and a correct answer in the right format earns `correct`
     more points.
 
-    An answer counts as correct only if the format is right. With `robust`, a correct answer counts
+    An answer counts as correct only if the format is right. With `robust`, a correct answer earns
     less if the thinking is padding or is not language; see `robust_factor`.
     """
 

@@ -69,7 +69,7 @@ def _too_deep(text: str) -> bool:
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject a repeated argument, because parsers disagree on which of the values counts."""
+    """Reject a repeated argument, because parsers disagree on which of the values to use."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a repeated key")
     return dict(pairs)
@@ -174,8 +174,8 @@ class ToolCall(TargetReward):
     or expected arguments. Without `partial`, all arguments must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
-    Positional arguments get the names in `prompt.info["parameters"]`, in order; without this list
-    they count as wrong.
+    Positional arguments get the names in `prompt.info["parameters"]`, in order. Without this list,
+    positional arguments are wrong.
     """
 
     tool: float = 0.5

@@ -4,8 +4,8 @@ Each public function looks for one problem in the last steps. Each function retu
 describes the problem, or None if there is no problem.
 
 If the metrics registry has a healthy range for a metric, values outside this range are a symptom.
-Rewards of healthy runs are noisy too. A change of the reward therefore counts only if it is large
-compared with the noise of the same run.
+Rewards of healthy runs are noisy too. A change of the reward is therefore a symptom only if it is
+large compared with the noise of the same run.
 """
 
 from __future__ import annotations

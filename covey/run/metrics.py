@@ -2,8 +2,8 @@
 
 The page docs/metrics.md, health checks, trackers and tests read this registry. Metrics that
 open-instruct also has are named as in open-instruct. Means over tokens include only trained tokens.
-A mean over tokens is one sum divided by one count, over all micro-batches and optimizer steps of a
-training step. A mean over tokens is never a mean over the means of micro-batches. A name with `*`
+A mean over tokens is the sum over all trained tokens of a training step, divided by the number of
+these tokens. A mean over tokens is never a mean over the means of micro-batches. A name with `*`
 stands for several metrics.
 """
 

@@ -42,10 +42,10 @@ def matches(expected: object, reply: bytes) -> bool:
 
     The value of the call is JSON that the process of the program wrote.
 
-    Values are equal as in Python, so a list does not equal a tuple. A number equals an expected
-    float if the relative difference is at most 1e-6. For an expected 0.0, the absolute difference
-    must be at most 1e-12. A numpy array equals the list or tuple of its items, and a Fraction or
-    Decimal equals its number.
+    Types must be equal too, as in Python: a list does not equal a tuple. A number equals an
+    expected float if the relative difference is at most 1e-6. For an expected 0.0, the absolute
+    difference must be at most 1e-12. A numpy array equals the list or tuple of its items, and a
+    Fraction or Decimal equals its number.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)

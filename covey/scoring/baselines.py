@@ -25,7 +25,7 @@ FEWEST = 16
 """A baseline is flagged only if it was scored on at least this many prompts. With fewer prompts,
 successes may be chance."""
 LONGEST_TARGET = 64
-"""Maximum length of a target that counts as a final answer, in characters."""
+"""Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
 """Number of most frequent targets that are scored as constant answers."""
 FORMAT_PROMPTS = 4

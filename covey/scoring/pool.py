@@ -38,7 +38,7 @@ QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
 
 class Worker:
-    """A worker process, as the pool sees it."""
+    """A worker process, and the pool's connection to it."""
 
     def __init__(
         self,

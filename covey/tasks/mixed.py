@@ -19,9 +19,9 @@ LONGEST_BLOCK = 1000
 def quotas(weights: Sequence[float]) -> list[int]:
     """Return the number of prompts of each task part in a block.
 
-    The block is the shortest block in which prompt counts are exactly proportional to the weights.
-    If the shortest block would exceed 1000 prompts, the block has about 1000 prompts. In a block of
-    about 1000 prompts, the number of prompts of each part is rounded, and is at least 1.
+    The block is the shortest block in which the numbers of prompts are exactly proportional to the
+    weights. If the shortest block would exceed 1000 prompts, the block has about 1000 prompts. In a
+    block of about 1000 prompts, the number of prompts of each part is rounded, and is at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])

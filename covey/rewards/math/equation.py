@@ -1,4 +1,4 @@
-r"""Equations and units in an answer, and the value that an equation states.
+r"""Splits equations in an answer, finds the value that an equation states, and removes units.
 
 For example, `x = 42` and `6 \cdot 7 = 42` both state the value 42. An equation such as `41 = 42`
 states no value.

@@ -53,7 +53,10 @@ def require_math_verify(unsafe: bool) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds two formulas equal. A timeout counts as not equal."""
+    """Return whether math-verify finds two formulas equal.
+
+    After a timeout, the formulas are treated as not equal.
+    """
     scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
     return scorer.score(target, answer) == 1.0
 
