@@ -111,7 +111,8 @@ class CallFormat:
     """A function that takes the names of the tools, and returns the texts at which generation stops
     after a tool call."""
     instruction: str
-    """Instructions for models whose chat template does not support tools; {tools} are schemas."""
+    """Instructions for models whose chat template does not support tools. The placeholder {tools}
+    is replaced by the JSON schemas of the tools."""
 
 
 _JSON_INSTRUCTION = (

@@ -39,7 +39,8 @@ class Reply:
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The parts of the environment's own reward; None before the end or without a reward."""
+    """The parts of the environment's own reward. None before the end of the episode, or if the
+    environment has no reward."""
     error: str = ""
     """The error that ended the episode, which then has no reward."""
 

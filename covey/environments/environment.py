@@ -82,7 +82,7 @@ class Rewarding(Protocol):
     """An environment with its own reward, which `reward.name = "environment"` selects."""
 
     def reward(self) -> float | Mapping[str, float] | None:
-        """Return the reward of the ended episode, or its parts, which add up to the reward."""
+        """Return the reward of the ended episode, or the reward parts, whose sum is the reward."""
 
 
 Factory = Callable[[], Any]

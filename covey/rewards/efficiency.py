@@ -52,7 +52,7 @@ def repetition(text: str, above: float = 0.0) -> float:
     sentences are considered only if the text has more than 3 sentences. Repeated phrases of 6 words
     or signs are considered only if the text has at least 24 words. The fraction of repeated phrases
     also detects padding without punctuation, and padding in which only the ends of the sentences
-    differ. To save time, phrases are not counted if the text repeats so few tokens that the result
+    differ. To save time, repeated phrases are ignored if so few tokens are repeated that the result
     cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")

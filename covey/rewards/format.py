@@ -20,9 +20,9 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 class ThinkAnswerForm(Reward):
     """1 if the completion consists of a non-empty thinking part and answer part; otherwise 0.
 
-    Repeated, nested or unclosed tags and text outside the tags break the format. With `graded`, a
-    broken format gets 0.25 for each part (thinking, answer) that occurs exactly once, is closed and
-    is not empty.
+    The format is wrong if a tag is repeated, nested or not closed, or if there is text outside the
+    tags. With `graded`, a broken format gets 0.25 for each part (thinking, answer) that occurs
+    exactly once, is closed and is not empty.
     """
 
     graded: bool = False

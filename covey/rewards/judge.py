@@ -160,7 +160,7 @@ class Judge(Reward):
     retries: int = 3
     backoff: float = 0.5
     """Seconds to wait before the first retry. The wait is doubled for each further retry. If the
-    server sends the header Retry-After, the wait takes the time in this header."""
+    server sends the header Retry-After, its value is used as the wait."""
     requests_per_minute: int = 0
     """Maximum completions per minute, over all scoring processes of this machine; 0 means no
     limit."""
@@ -260,7 +260,10 @@ class Judge(Reward):
         return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
-        """Return the messages for the judge, and the number of removed sentences to the judge."""
+        """Return the messages for the judge.
+
+        Also return how many sentences were removed because they address the judge.
+        """
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]

@@ -194,7 +194,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the inner parts of reward parts that have some, under names such as `format/think`."""
+    """Return the parts inside each reward part, under names such as `format/think`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()

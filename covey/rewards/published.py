@@ -165,7 +165,7 @@ class NanoAha(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoZero(Reward):
-    """The countdown reward of GRPO-Zero: 0.1 format + answer, from 0 to 1.1.
+    """The countdown reward of GRPO-Zero: 0.1 * format + answer, from 0 to 1.1.
 
     | part | value |
     |---|---|
@@ -218,8 +218,8 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The regex in the published code reads -5 as 5, and the end of `1,000` as 0. This reward does
-    not.
+    The regex in the published code reads -5 as 5, and the end of `1,000` as 0. This reward parses
+    both numbers correctly.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; numbers, target last; target
@@ -243,7 +243,7 @@ class SimpleGrpo(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenInstruct(Reward):
-    """The format gate reward of open-instruct: 0 or `verification_reward`.
+    """The reward of open-instruct, which requires a correct format: 0 or `verification_reward`.
 
     The format is correct if an answer part directly follows the end of the thinking, with only
     whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number

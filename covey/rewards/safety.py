@@ -29,7 +29,7 @@ Test = Callable[[re.Match[str]], bool]
 """A function that returns whether a match of a pattern is dangerous in its context."""
 
 SENTENCE = 200
-"""Number of characters before a dangerous command in which a warning is searched."""
+"""Number of characters before a dangerous command that are searched for a warning."""
 MAX_WARNINGS = 1000
 """Maximum number of warnings in a text. In further warnings, dangerous commands are penalised."""
 

@@ -33,7 +33,7 @@ class Call:
     """The tokens of each completion."""
     global_step: int | None = None
     """Planned number of optimizer steps before the training step. In evaluations, this field is
-    None, and rewards are computed as at the end of the run.
+    None, and reward weights have their final values.
     """
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""

@@ -16,8 +16,8 @@ class TargetReward(Reward):
     """The base class of rewards that compare a completion with a target."""
 
     without_target: WithoutTarget = "error"
-    """A prompt without a target raises an error (`error`), gets no reward (`none`), or gets a
-    neutral score from 0 to 1, such as 0.5."""
+    """For a prompt without a target, the reward raises an error (`error`), gives no score (`none`),
+    or gives a neutral score from 0 to 1, such as 0.5."""
 
     def __post_init__(self) -> None:
         value = self.without_target

@@ -19,8 +19,8 @@ def parse_think_answer(text: str) -> str | None:
     """Return the text between the answer tags, or None if the format is wrong.
 
     The format is correct if the completion is one non-empty `<think>` part followed by one
-    non-empty `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break the
-    format.
+    non-empty `<answer>` part. The format is wrong if a tag is repeated, nested or not closed, or if
+    there is text outside the tags.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'

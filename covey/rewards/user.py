@@ -311,9 +311,9 @@ def function_reward(
 ) -> Reward:
     """Make a reward of TRL-style functions: one function, a list, or a dict {function: weight}.
 
-    With `conversational`, the functions get completions as lists of messages. TRL passes
-    completions in this form if prompts are lists of messages. An object that is already a reward
-    (it has bounds, quick and version) is returned unchanged.
+    With `conversational`, the functions get completions as lists of messages. TRL also passes lists
+    of messages if the prompts are lists of messages. An object that is already a reward (it has
+    bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)

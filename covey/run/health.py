@@ -107,7 +107,8 @@ class Health:
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
     """Yield the lines of the configuration to change.
 
-    Settings that already have the value, or that the algorithm does not use, are left out.
+    Settings that already have the suggested value, or that the algorithm does not use, are left
+    out.
     """
     for key, wanted in check.change:
         section, _, name = key.partition(".")

@@ -36,8 +36,8 @@ class Metric:
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None means no bound."""
     open_instruct: str = ""
-    """Name of the metric in open-instruct, if it differs. Every step logs the metric under Covey's
-    name and under open-instruct's name.
+    """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
+    the metric under Covey's name and under open-instruct's name.
     """
     trl: str = ""
     """Name of the same metric in TRL."""

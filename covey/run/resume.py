@@ -49,7 +49,7 @@ class Start:
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
-    """Return the point from which a run resumes: the given step, or its newest checkpoint.
+    """Return the point from which a run resumes: the given step, or the run's newest checkpoint.
 
     If the checkpoint is missing or damaged, raise RunError, which says what to do. `save_every` is
     the number of steps between checkpoints. `save_every` is used only for runs of older versions,

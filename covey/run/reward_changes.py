@@ -21,7 +21,7 @@ from covey.run.folder import RunFolder, flat_settings, list_runs, settings_of
 
 FILE = "reward_change.json"
 MOST_PARTS = 6
-"""Maximum number of reward parts that an observed effect names."""
+"""Maximum number of reward parts in the text of an observed effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

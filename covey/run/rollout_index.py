@@ -63,8 +63,8 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. The field `target` contains only the beginning of the target
-    too."""
+    """The beginning of the prompt. The field `target` also contains only the beginning of the
+    text."""
     target: str
     text: int
     """Hash of the text; completions with the same hash have the same text."""

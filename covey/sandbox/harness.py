@@ -337,7 +337,7 @@ def exit_code(argument: object) -> int:
 
 
 def set_limits(job: dict[str, Any]) -> None:
-    """Set resource limits of the harness, which all processes that it starts inherit."""
+    """Set resource limits for the harness. Its child processes inherit these limits."""
     limits = {
         "AS": job["memory_bytes"],
         "FSIZE": job["file_bytes"],

@@ -61,7 +61,8 @@ class Mixed:
     each block, the number of prompts of each part is proportional to the part's weight. The number
     of blocks is large enough to use every prompt of every part. If all prompts of a part have been
     used, the prompts of this part are repeated. The ids of repeated prompts end in `~1`, `~2` and
-    so on. The held-out prompts of all task parts are held out, one part after the other.
+    so on. The held-out prompts of the mixture are the held-out prompts of its parts, one part after
+    the other.
 
     Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt gets
     the part's key as a prefix, unless the id already has this prefix.

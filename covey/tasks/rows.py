@@ -15,7 +15,7 @@ from covey.types import Message, Prompt
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
-"""Default columns of the target; the first column that a row has is used."""
+"""Default names of the target column. The first of these columns that a row has is used."""
 EXACT_FLOAT = 2**53
 """Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
@@ -102,7 +102,7 @@ class RowReader:
         return prompts
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
-        """Return the training or the held-out prompts, if both splits come from the same rows."""
+        """Return the training or the held-out prompts of data that has only one split."""
         held_out = split == "held_out"
         chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
         if not chosen:

@@ -54,8 +54,8 @@ def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if undecided.
 
     Intervals and points are compared part by part; sets are compared in any order. Equations are
-    equal if one equation is a multiple of the other. An equation such as `y = 2x` and an expression
-    such as `2x` are compared by value.
+    equal if one equation is a multiple of the other. If one formula is an equation such as `y =
+    2x`, its right side is compared with the other formula.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)
