@@ -118,7 +118,7 @@ class MathAnswer(TargetReward):
         return self._same_formula(answer, target)
 
     def _states(self, stated: list[str], wanted: list[str]) -> bool:
-        """Whether every side of an equation that could be the target equals the target."""
+        """Whether an equation states a value, and every value that it states equals the target."""
         if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
             return False
         values = stated_values(stated, wanted[-1])

@@ -32,8 +32,8 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Planned number of optimizer steps before the training step. In evaluations, this field is
-    None, and reward weights have their final values.
+    """Number of optimizer steps that are planned before this training step. In evaluations, this
+    field is None, and functions in TRL's style get the last step of the run.
     """
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""

@@ -123,7 +123,7 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def cut_off(history: History) -> str | None:
-    """Find completions that have reached the token limit since the first steps."""
+    """Find completions that mostly reach the token limit, in the first and in the last steps."""
     stops = "rollout/stop_rate"
     ended, once = history.mean(stops, BLOCK), history.start(stops)
     if not (ended < 0.2 and once < 0.2 and history.mean(SUCCESS, BLOCK) < 0.5):
