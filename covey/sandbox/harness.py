@@ -222,8 +222,7 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 def held_by(process: str) -> tuple[int, int]:
     """Return a process's memory in bytes and the number of sockets; (0, 0) if it has ended.
 
-    The numbers are read from any thread that still runs, because /proc shows the same numbers for
-    all running threads of a process, and none for ended threads.
+    In /proc, all running threads of a process show the same numbers, and ended threads show none.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -235,10 +234,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return the integers in a column of the lines that begin with `starts`.
-
-    The result is [] if the file is gone.
-    """
+    """Return a column of the lines that begin with `starts`, as integers; [] without a file."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -249,8 +245,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 def empty(place: str) -> None:
     """Remove the files of a case before the next case.
 
-    Nested directories are first moved to the top directory, because the path of a deeply nested
-    directory can be too long to use.
+    Nested directories are first moved up, because the path of a deep directory can be too long.
     """
     moved = 0
     try:
@@ -278,10 +273,7 @@ def remove_files(folder: str) -> list[str]:
 
 
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
-    """Run a case in this process, and exit with the same exit code as Python would.
-
-    The slow cleanup of the interpreter is skipped.
-    """
+    """Run a case in this process, and exit with Python's exit code, without a slow cleanup."""
     code = 0
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
