@@ -126,7 +126,6 @@ class Driver:
 
 
 def _digest(state: Any, messages: tuple[Message, ...]) -> str:
-    """Return a digest that is equal for equal states."""
     shown = messages if state is None else state
     text = json.dumps(shown, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

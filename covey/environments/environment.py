@@ -51,7 +51,6 @@ class Step:
     messages: Sequence[Message] = ()
     """The messages that the policy sees next; empty if the episode is done."""
     reward: float | None = None
-    """The reward of this turn."""
     done: bool = False
     state: Any = None
     """Data that identifies the state after this step. Some advantages compare steps that start from

@@ -52,7 +52,6 @@ def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def _arguments(name: str, tool: Tool) -> Any:
-    """Return a pydantic model of a tool's parameters."""
     hints = typing.get_type_hints(tool)
     described = _described(inspect.getdoc(tool) or "")
     fields: dict[str, Any] = {}

@@ -286,7 +286,6 @@ def coherence(text: str) -> float:
 
 
 def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[str, float]:
-    """Return the plausibility of each kind of character."""
     plausible = {kind: 1.0 for kind in kinds} | {"noise": 0.0, "sign": _signs(text)}
     if kinds["latin"]:
         plausible["latin"] = _latin(text)

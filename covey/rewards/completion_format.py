@@ -63,4 +63,3 @@ _FORMATS = (
     Format("cited", f"{_THINK}{_ANSWER}\n{LINKS}", "think", "answer"),
 )
 FORMATS: Mapping[str, Format] = MappingProxyType({each.name: each for each in _FORMATS})
-"""All formats, by name."""

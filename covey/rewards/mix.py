@@ -138,7 +138,6 @@ class Mix(Reward):
         )
 
     def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return the weighted mean of the reward parts."""
         values = {name: score.reward for name, score in scores.items()}
         if not holds:
             values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])

@@ -26,7 +26,6 @@ class Check:
     """Number of steps whose metrics the check uses. In a finding, the problem starts at the first
     of the steps that the check uses."""
     why: str
-    """The reason why the problem matters."""
     change: tuple[tuple[str, Any], ...]
     """Settings to change, each with a new value or with a factor of the current value (`Times`)."""
     also: str = ""

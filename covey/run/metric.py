@@ -22,7 +22,6 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         MACHINE: "the metric is a time or an amount of memory.",
     }
 )
-"""Sources of metrics, with a description of each."""
 
 
 @dataclass(frozen=True, slots=True)

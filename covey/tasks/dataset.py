@@ -18,7 +18,6 @@ NAME = "dataset"
 """The value of `task.name` in a run whose data was passed from Python."""
 HELD_OUT_SHARE = 0.1
 SHARE = "held_out_share"
-"""The option in [task] that sets another held-out share."""
 
 Rows = Iterable[Mapping[str, Any]]
 

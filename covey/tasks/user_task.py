@@ -21,7 +21,6 @@ class UserTask:
 
     task: Task
     path: str
-    """The import path of the task."""
 
     @property
     def name(self) -> str:
