@@ -234,7 +234,7 @@ def _latin(text: str) -> float:
 def _jumbled(word: str) -> bool:
     """Whether a word often changes between upper and lower case or between letters and digits.
 
-    Frequent changes are typical of encoded data, such as base64.
+    Encoded data, such as base64, has many changes of this kind.
     """
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)

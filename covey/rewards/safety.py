@@ -2,8 +2,8 @@ r"""The safety reward: penalties for dangerous commands, secrets and personal da
 
 Patterns alone would penalise `model.eval()` and warnings, so each match is checked in context:
 
-- `eval(` and `exec(` are penalised only if they call the built-in functions. Methods, definitions
-  and calls with a literal argument are not penalised.
+- `eval(` and `exec(` are penalised only if they call the built-in functions. Methods of the same
+  name, function definitions, and calls with a literal argument are not penalised.
 - A dangerous command that occurs in a warning is not penalised. A warning has a negation ("never",
   "do not", "avoid") earlier in the sentence, with no "but", "just" or ", then" in between.
 - DELETE FROM with a WHERE clause is not penalised, because it removes only selected rows. DELETE

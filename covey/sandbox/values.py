@@ -1,8 +1,8 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
-A program's result is untrusted JSON. The comparison follows the structure of the expected value, so
-its work is limited by the size of the expected value. No Python object is ever created from the
-program's own classes.
+A program's result is untrusted JSON. The comparison visits only the parts that the expected value
+has, so its time is limited by the size of the expected value. No Python object is ever created from
+the program's own classes.
 """
 
 from __future__ import annotations

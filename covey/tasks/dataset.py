@@ -1,4 +1,4 @@
-"""Tasks from data in memory, for the Python API: dicts, a `datasets.Dataset`, or a file."""
+"""Tasks from data that is passed to the Python API: dicts, a `datasets.Dataset`, or a file."""
 
 from __future__ import annotations
 
