@@ -1,13 +1,14 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the model's own weights. Only the code between the matrix products, and
-the order of a LoRA adapter's products, differ from the model's code. The residual stream is
-float32, as in the decoder. Norms take the residual stream as input, and their outputs have the
-dtype of the weights. The results of matrix products are added to the residual stream. Layers with
-the same input are computed as one product if their parameters are fused. The gradient of a weight
-is added to a float32 sum if the optimizer attached a GradSink.
+The fused forward pass uses the weights of the model. Only the operations between the matrix
+products, and the order in which LoRA matrices are multiplied, differ from the model's own code. The
+residual stream is float32, as in the decoder. Norms take the residual stream as input, and their
+outputs have the dtype of the weights. The results of matrix products are added to the residual
+stream. One matrix product computes all layers that have the same input, if their parameters are
+fused. The gradient of a weight is added to a float32 sum if the optimizer attached a GradSink.
 
-In tensor shapes, N counts packed tokens, H heads and K key-value heads, and D is the head size.
+The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
+size).
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
 """A function that receives the rotated keys and the values [N, K, D] of each layer, in order."""
 
 LAYER_ENTRY = "covey_layer"
-"""Name of a method of a sharded model's layers. The method gathers the layer's weights, runs
-`fused_layer` and frees the weights."""
+"""Name of the method that is added to every layer of a sharded model. The method gathers the
+layer's weights, runs `fused_layer` and frees the weights."""
 
 
 class _Place(NamedTuple):
-    """Data about the packed tokens that every layer needs."""
+    """Data that every layer needs about the packed tokens."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
@@ -93,14 +94,36 @@ def fused_layer(
     """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
     if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
         return _layer(layer, hidden, delta, place, collect)
+    options: dict[str, Any] = {
+        "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+        "context_fn": _first_and_again,
+    }  # fmt: skip
     offload: ActivationOffload | None = getattr(layer, "activation_offload", None)
-    recomputed = checkpoint if offload is None else offload.checkpoint
-    found: tuple[torch.Tensor, torch.Tensor] = recomputed(
-        _layer, layer, hidden if delta is None else hidden + delta, None, place, collect, [],
-        use_reentrant=False, preserve_rng_state=False, determinism_check="none",
-        context_fn=_first_and_again,
-    )  # fmt: skip
+    found: tuple[torch.Tensor, torch.Tensor]
+    if offload is None:
+        source = _Source(hidden, delta)
+        found = checkpoint(_layer_from, source, layer, place, collect, [], **options)
+    else:  # which moves arguments to main memory
+        hidden = hidden if delta is None else hidden + delta
+        found = offload.checkpoint(_layer, layer, hidden, None, place, collect, [], **options)
     return found
+
+
+class _Source:
+    """The input of a checkpointed layer: a sum that the layer computes and keeps."""
+
+    def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
+        self.hidden, self.delta = hidden, delta
+
+    def keep(self, total: torch.Tensor) -> None:
+        """Replace both summands by the sum, from which the layer is recomputed."""
+        self.hidden, self.delta = total.detach().requires_grad_(total.requires_grad), None
+
+
+def _layer_from(
+    source: _Source, layer: Any, place: _Place, collect: Collect | None, kept: Kept
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _layer(layer, source.hidden, source.delta, place, collect, kept, source.keep)
 
 
 def _layer(
@@ -110,17 +133,17 @@ def _layer(
     place: _Place,
     collect: Collect | None,
     kept: Kept | None = None,
+    keep: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream after attention, and the output of the MLP.
 
     A checkpointed layer stores the output of attention in `kept`, so that the recomputation need
-    not repeat attention. No other tensor of this size is as expensive to compute.
+    not repeat attention. No other tensor of this size is as expensive to compute. `keep` receives
+    the layer's input, from which the layer is recomputed.
     """
-    weight_and_eps = gain(layer.input_layernorm)
-    if delta is None:
-        normed = norm(hidden, *weight_and_eps)
-    else:
-        hidden, normed = add_norm(hidden, delta, *weight_and_eps)
+    hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
+    if keep is not None:
+        keep(hidden)
     attended = _attend(layer.self_attn, normed, place, collect, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
@@ -157,7 +180,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize each head of queries and keys in float32, because RoPE rounds the result."""
+    """Normalize each head of queries and keys; return float32, which RoPE rounds later."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -181,7 +204,7 @@ def _unshared(
 
 
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts: for a checkpointed layer's forward pass and for its recomputation."""
+    """Return one context for a checkpointed layer's forward pass and one for its recomputation."""
     return nullcontext(), skip_swiglu_output()
 
 

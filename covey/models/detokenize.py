@@ -33,8 +33,9 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of each of `size` tokens; special tokens have no bytes. Return None if the
-    tokenizer is not byte-level.
+    """Return the bytes of the first `size` tokens of the vocabulary.
+
+    Special tokens have no bytes. Return None if the tokenizer is not byte-level.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):

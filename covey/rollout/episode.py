@@ -26,8 +26,8 @@ class EncodedPrompt:
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step of the prompt. None means that the prompt belongs to the `step` of the
-    call."""
+    """The training step of the prompt. None means the training step that is passed with the
+    prompts."""
 
 
 def encode_prompts(

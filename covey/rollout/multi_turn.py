@@ -112,7 +112,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """The reason why the episode ended. Not used while the episode runs."""
+    """The reason why the episode ended. The value has no meaning while the episode runs."""
     version: int = 0
 
     @property

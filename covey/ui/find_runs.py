@@ -27,12 +27,12 @@ MOST = 2000
 """Maximum number of runs and comparisons that are listed. To list other runs, start the page with a
 deeper folder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Names of files in a run folder. A folder with at least one file of these names counts as a run,
-even if the run is incomplete.
+"""Names of files in a run folder. A folder is listed as a run if it has at least one file with such
+a name, even if the run is incomplete.
 """
 COMPARISON = "comparison.toml"
 TAIL = 64 * 1024
-"""Number of bytes at the end of steps.jsonl in which the last step is searched."""
+"""The last step is searched for in this many bytes at the end of steps.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,10 @@ def last_step(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=MOST)
 def _last(path: Path, stamp: str) -> dict[str, Any]:
-    """Return the fields of the last step that the list shows, read again only after a change."""
+    """Return the fields of the last step that the list of runs shows.
+
+    The file is read again only if it has changed.
+    """
     last = last_step(path)
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
 
@@ -179,7 +182,7 @@ def _written(path: Path) -> float | None:
 
 
 def settings_cached(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run; read the file again only after a change."""
+    """Return the configuration of a run. The file is read again only if it has changed."""
     return _settings(str(run.path), _stamp(run.config_file))
 
 

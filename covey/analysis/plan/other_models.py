@@ -13,7 +13,9 @@ from covey.models.model_path import adapter_base
 from covey.objective import Objective
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""optimizer.state -> bytes of a master weight besides its bfloat16 copy; bytes of two moments."""
+"""optimizer.state -> bytes of a master weight in addition to its bfloat16 copy, and bytes of the
+two moments of AdamW.
+"""
 
 
 class RunFacts(Protocol):
@@ -29,7 +31,7 @@ class RunFacts(Protocol):
 
     @property
     def objective(self) -> Objective:
-        """The objective that is trained."""
+        """The objective of the run."""
 
     @property
     def size(self) -> int:
@@ -70,7 +72,7 @@ def teacher_parts(run: RunFacts) -> list[Part]:
 
 
 def _self_teacher(run: RunFacts) -> list[Part]:
-    """Return the memory of a self-teacher's weights, computed like a reference of the same kind."""
+    """Return the memory of the weights of a self-teacher."""
     teacher = run.config.teacher
     under = run.shape.rank and not adapter_base(run.config.model.path)
     if teacher.policy == "current" or under:
@@ -109,8 +111,8 @@ def reference_part(run: RunFacts, weights: int) -> Part:
 def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
     """Return the memory of a critic, whose passes never overlap with the policy's passes.
 
-    `size` is the number of bytes per number in the critic's computations. `state` has the
-    additional bytes of a master weight, and the bytes of two moments.
+    `size` is the number of bytes per number in the critic's computations. `state` is a value of
+    `STATE_BYTES`.
     """
     path, (master, moments) = config.critic.path, state
     model = config.model.model_copy(update={"path": path})
