@@ -139,8 +139,12 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
     return f"{name} for {'short' if short else 'long'} rows (measured: {', '.join(times)})"
 
 
+@torch.inference_mode(False)
 def measured(shape: ShapeClass) -> Choice:
-    """Measure kernels on rows of equal length, and choose the fastest kernel."""
+    """Measure kernels on rows of equal length, and choose the fastest kernel.
+
+    The first pass of a class may be the engine's prefill in inference mode, which has no gradients.
+    """
     rows = _Rows(shape)
     expected = rows.results(FLASH)
     seconds: dict[str, float] = {}

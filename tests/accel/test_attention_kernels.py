@@ -203,6 +203,11 @@ def test_the_fastest_kernel_is_chosen(times: dict[str, float]) -> None:
     assert attention_choice.measured(SHAPE).name == FLASH
 
 
+def test_kernels_are_measured_with_gradients_in_inference_mode(times: dict[str, float]) -> None:
+    with torch.inference_mode():
+        assert attention_choice.measured(SHAPE) == (CUDNN, times)
+
+
 def test_rows_of_a_cuda_graph_use_kernels_that_it_can_contain(times: dict[str, float]) -> None:
     choice = attention_choice.measured(SHAPE._replace(captured=True))
     assert choice == (TRITON, {FLASH: 3.0, TRITON: 2.0})
