@@ -1,8 +1,9 @@
-"""Kernels for attention over packed rows: torch's flash attention and cuDNN's.
+"""Kernels for attention over packed rows: torch's flash attention, cuDNN's, and Triton kernels.
 
 Attention is causal, and the causal mask is aligned at the end of a row (varlen_attention.py). Flash
-attention processes all rows in one call and supports rows with fewer queries than keys. The causal
-mask of cuDNN is aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's
+attention processes all rows in one call and supports rows with fewer queries than keys. The Triton
+kernels (kernels/packed_attention.py), which are made for short rows, do so too. The causal mask of
+cuDNN is aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's
 queries, if these queries belong to another row. The results of copied queries are discarded, and
 their gradient is zero. With cuDNN, one call processes all rows of similar length. The cuDNN
 operator for rows of different lengths is not used, because in torch 2.11 it reads invalid
@@ -127,6 +128,32 @@ def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
     return back
 
 
+def _triton_scale(query: torch.Tensor, inputs: Inputs) -> float:
+    from covey.accel.kernels.packed_attention import SIZES  # needs Triton
+
+    size = query.shape[2]
+    if inputs.window is not None or size not in SIZES:
+        raise NotImplementedError("Triton's attention needs a usual head size, without a window")
+    return size**-0.5 if inputs.scale is None else inputs.scale
+
+
+def _triton_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
+) -> Found:
+    from covey.accel.kernels.packed_attention import attention_forward
+
+    return attention_forward(query, key, value, inputs.spans, _triton_scale(query, inputs))
+
+
+def _triton_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+    from covey.accel.kernels.packed_attention import attention_backward
+
+    query, key, value = tensors
+    attended, norm = found
+    scale = _triton_scale(query, inputs)
+    return attention_backward(grad, (query, key, value), attended, norm, inputs.spans, scale)
+
+
 class _Row(NamedTuple):
     """A row as two slices: its queries in the packed tokens, and its keys in the key positions."""
 
@@ -238,10 +265,12 @@ def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row])
 
 FLASH = "flash attention"
 CUDNN = "cuDNN"
+TRITON = "Triton"
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         FLASH: Kernel(_flash_forward, _flash_backward, captured=True),
         CUDNN: Kernel(_cudnn_forward, _cudnn_backward, captured=False),
+        TRITON: Kernel(_triton_forward, _triton_backward, captured=True),
     }
 )
 """Attention kernels by name. Flash attention supports all rows, and is deterministic if torch's

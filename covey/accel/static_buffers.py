@@ -89,7 +89,8 @@ def _power_of_two(count: int, least: int) -> int:
 class StaticBuffers:
     """A packed micro-batch on a device at fixed addresses."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(self, size: Size, device: torch.device, *, shared: bool = True) -> None:
+        """Allocate the buffers; if not `shared`, no rows share a prompt."""
         self.size = size
         self._shapes: list[tuple[int, int, torch.dtype]] = []
         total = 0
@@ -99,7 +100,7 @@ class StaticBuffers:
         self._whole = torch.zeros(total, dtype=torch.uint8, device=device)
         self.tables = self._tables(self._whole)
         longest = MaxLengths(size.longest_query, size.longest_key)
-        self.packed: PackedBatch = packed_batch(self.tables, longest, shared=True)
+        self.packed: PackedBatch = packed_batch(self.tables, longest, shared=shared)
 
     def fill(self, tables: PackedTables) -> None:
         """Copy a micro-batch into the buffers in one asynchronous transfer."""

@@ -19,13 +19,16 @@ TRIED_TOGETHER = 64
 Pieces = tuple[bytes, ...]
 
 
+def joined_bytes(pieces: Pieces, tokens: Sequence[int]) -> bytes:
+    """Return the bytes of tokens, which may begin or end within a character."""
+    if len(tokens) < 2:  # itemgetter returns several items as a tuple, but one item as it is
+        return b"".join(pieces[token] for token in tokens)
+    return b"".join(itemgetter(*tokens)(pieces))
+
+
 def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
     """Return the text of tokens; bytes that are not valid UTF-8 become U+FFFD."""
-    if len(tokens) < 2:  # itemgetter returns several items as a tuple, but one item as it is
-        found: Sequence[bytes] = [pieces[token] for token in tokens]
-    else:
-        found = itemgetter(*tokens)(pieces)
-    return b"".join(found).decode("utf-8", errors="replace")
+    return joined_bytes(pieces, tokens).decode("utf-8", errors="replace")
 
 
 @lru_cache(maxsize=4)

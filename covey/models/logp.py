@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -116,11 +116,11 @@ def scatter_logp(
 def packed_hidden(
     model: LanguageModel,
     packed: PackedBatch,
-    collect: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    collect: Callable[[tuple[torch.Tensor, torch.Tensor]], None] | None = None,
 ) -> torch.Tensor:
     """Run the model over packed tokens; return hidden states [N, D].
 
-    The fused forward pass appends the keys and values [N, K, D] of every layer to `collect`.
+    The fused forward pass calls `collect` with the keys and values [N, K, D] of each layer.
     """
     if not model.fused:
         return packed_forward(model.backbone, packed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
 from covey.models.language_model import LanguageModel
 from covey.rng import Address
+from covey.rollout.completion_text import completion_texts
 from covey.rollout.multi_turn import Interaction, MultiTurnEpisodes
 from covey.types import Group, Prompt, Rollout, Segment, Turn
 
@@ -88,7 +89,7 @@ class Episodes:
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Turn finished completions into rollouts."""
-        texts = self.model.decode_many([completion.tokens for completion in completions])
+        texts = completion_texts(self.model, completions)
         for completion, text in zip(completions, texts, strict=True):
             number = completion.request.prompt
             rollout = _rollout(self.prompts[number], completion, text)

@@ -23,6 +23,7 @@ from covey.errors import DataError
 from covey.models.conversation import Context, Conversations
 from covey.models.language_model import LanguageModel
 from covey.rng import Address, world_seed
+from covey.rollout.completion_text import completion_texts
 from covey.stopping import may_be_given_up
 from covey.types import (
     Finish,
@@ -254,7 +255,7 @@ class MultiTurnEpisodes:
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Pass the finished turns of the policy to the environment."""
-        texts = self.model.decode_many([completion.tokens for completion in completions])
+        texts = completion_texts(self.model, completions)
         form, prefill = self.interaction.call_format, self.conversations.renderer.template.prefill
         for completion, text in zip(completions, texts, strict=True):
             episode = self.running.pop(completion.request.number)

@@ -265,7 +265,7 @@ def _train_policy(
     """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     world = learner.world
-    policy.model.model.train()
+    _set_training_mode(policy)
     losses: list[list[torch.Tensor]] = []
     skipped = 0
     for number, index in enumerate(facts.mini_batches(settings, step)):
@@ -298,6 +298,12 @@ def _train_policy(
         # Each rank has computed only a part of an optimizer step's loss.
         meter.add("loss/policy_avg", loss, count=float(world.is_main))
     return {"lr": rate, "optim/skipped": skipped}
+
+
+def _set_training_mode(policy: Policy) -> None:
+    model = policy.model.model
+    if not model.training:  # it takes 2 ms for 30 layers
+        model.train()
 
 
 def _train_critic(

@@ -124,7 +124,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
         "half_block": triton.next_power_of_2(size // 2),
     }
     elements = blocks["head_block"] * blocks["half_block"]
-    warps = min(8, max(1, elements // 512))
+    warps = min(8, max(1, elements // 256))
     return {"heads": heads, "key_heads": key_heads, "size": size, "num_warps": warps, **blocks}
 
 
