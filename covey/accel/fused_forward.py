@@ -121,7 +121,7 @@ class _Source:
 
 
 def _layer_from(
-    source: _Source, layer: Any, place: _Place, collect: KeysAndValues | None, kept: Kept
+    source: _Source, layer: Any, place: _Place, collect: Collect | None, kept: Kept
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _layer(layer, source.hidden, source.delta, place, collect, kept, source.keep)
 
