@@ -26,7 +26,8 @@ from covey.accel.varlen_attention import Bounds, VarlenRows
 LONG = 2048
 """The rows of a micro-batch are called long if their mean length is at least this many tokens."""
 NUMBERS = 2**24
-"""Number of elements of the queries in a measurement, in rows of equal length."""
+"""Number of elements in the queries of a measurement. All rows of a measurement have equal length.
+"""
 SHORTEST = 128
 """All rows of up to this many tokens belong to one shape class."""
 TOLERANCE = 0.02

@@ -110,13 +110,13 @@ def fused_layer(
 
 
 class _Source:
-    """The input of a checkpointed layer: a sum that the layer computes and keeps."""
+    """The input of a checkpointed layer: `hidden` + `delta`. The layer stores their sum here."""
 
     def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
         self.hidden, self.delta = hidden, delta
 
     def keep(self, total: torch.Tensor) -> None:
-        """Replace both summands by the sum, from which the layer is recomputed."""
+        """Store the sum instead of `hidden` and `delta`; the layer is recomputed from the sum."""
         self.hidden, self.delta = total.detach().requires_grad_(total.requires_grad), None
 
 

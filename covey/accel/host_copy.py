@@ -7,10 +7,13 @@ import torch
 
 
 class HostCopy:
-    """A copy of a tensor on its way to main memory; the device's later work does not change it."""
+    """A copy of a tensor in main memory, made asynchronously.
+
+    Later work of the device does not change the copy.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Queue the copy behind the work that the device has been given so far."""
+        """Queue the copy after all work that is already queued on the device."""
         self._event: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.is_cuda:
@@ -20,7 +23,7 @@ class HostCopy:
             self._event.record()
 
     def numpy(self) -> np.ndarray:
-        """Wait for the copy, but for no later work of the device, and return it."""
+        """Return the copy; wait until it is complete, but not for later work of the device."""
         if self._event is not None:
             self._event.synchronize()
         found: np.ndarray = self._host.numpy()

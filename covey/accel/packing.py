@@ -135,8 +135,9 @@ class MaxLengths(NamedTuple):
 def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a batch on the CPU.
 
-    The device may be idle meanwhile. So this function uses numpy, for the same reason as
-    `row_of_each`, and repeats the numbers of rows instead of looking them up for every token.
+    The device may be idle while this function runs. So the function uses numpy, which is faster
+    here than torch (see `row_of_each`), and repeats the values of each row instead of looking them
+    up for every token.
     """
     rows = _RowIndex.of(host)
     chosen, at = host.mask.numpy().nonzero()
@@ -186,9 +187,10 @@ def packed_batch(
 
 
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
-    """Compute the index tables of prompts, one after another, on the CPU.
+    """Compute the index tables of a packed row of prompts, on the CPU.
 
-    The tables predict the first token after each prompt, so `chosen` is not known.
+    The model predicts the first token after each prompt. These tokens are not known yet, so
+    `chosen` is 0.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
@@ -255,7 +257,7 @@ class _RowIndex:
         return _starts(self.queries) + np.where(self.home, self.prompt, 0)
 
     def ids(self, host: HostRows) -> Numbers:
-        """Return the token [N] of every packed token."""
+        """Return the token ids [N] of all packed tokens."""
         columns, width = np.arange(host.prompt_tokens.shape[1]), host.tokens.shape[1]
         in_prompt = (columns < self.prompt[:, None]) & self.home[:, None]
         in_completion = np.arange(width) < self.length[:, None]
