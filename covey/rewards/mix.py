@@ -184,7 +184,7 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound; for a reward part without bounds, the smaller of 0 and the reward."""
+    """Return the lower bound if it is finite, and otherwise the smaller of 0 and the reward."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 

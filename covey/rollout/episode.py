@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
 from covey.models.language_model import LanguageModel
 from covey.rng import Address
-from covey.rollout.completion_text import completion_texts
-from covey.rollout.multi_turn import Interaction, MultiTurnEpisodes
+from covey.rollout.multi_turn import Interaction, MultiTurnEpisodes, completion_texts
 from covey.types import Group, Prompt, Rollout, Segment, Turn
 
 

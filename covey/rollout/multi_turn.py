@@ -23,7 +23,6 @@ from covey.errors import DataError
 from covey.models.conversation import Context, Conversations
 from covey.models.language_model import LanguageModel
 from covey.rng import Address, world_seed
-from covey.rollout.completion_text import completion_texts
 from covey.stopping import may_be_given_up
 from covey.types import (
     Finish,
@@ -363,3 +362,9 @@ def _sharing(requests: Sequence[Request]) -> list[Request]:
     numbers: dict[tuple[int, ...], int] = {}
     shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
     return sorted(shared, key=lambda request: request.prompt)
+
+
+def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:
+    """Return the text of each completion; decode only what the engine has not decoded."""
+    rest = iter(model.decode_many([c.tokens for c in completions if c.text is None]))
+    return [next(rest) if c.text is None else c.text for c in completions]

@@ -23,8 +23,8 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps whose metrics the check uses. In a finding, the problem starts at the first
-    of the steps that the check uses."""
+    """Number of steps whose metrics the check uses. A finding says that the problem started at the
+    first step that the check uses."""
     why: str
     change: tuple[tuple[str, Any], ...]
     """Settings to change, each with a new value or with a factor of the current value (`Times`)."""

@@ -51,8 +51,7 @@ def _bounds(query_starts, key_starts, row):
 
 @triton.jit
 def _tile(source, start, count, stride, size: tl.constexpr, block: tl.constexpr):
-    """Load `block` vectors, beginning at index `start`; vectors at index `count` and later are 0.
-    """
+    """Load `block` vectors from index `start`; vectors with an index of `count` or more are 0."""
     at = start + tl.arange(0, block)
     cell = at[:, None] * stride + tl.arange(0, size)[None, :]
     return tl.load(source + cell, mask=(at < count)[:, None], other=0.0)

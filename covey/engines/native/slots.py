@@ -9,12 +9,32 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from covey.accel.host_copy import HostCopy
 from covey.accel.packing import row_of_each, to_device
 from covey.engines.draw import Distribution, log_distribution, pick_from, pick_tokens
 from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVCache
 from covey.engines.protocol import Sampling
+
+
+class HostCopy:
+    """A copy of a tensor on its way to main memory; the device's later work does not change it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Queue the copy behind the work that the device has been given so far."""
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def numpy(self) -> np.ndarray:
+        """Wait for the copy, but for no later work of the device, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: np.ndarray = self._host.numpy()
+        return found
 
 
 class Progress(NamedTuple):

@@ -18,7 +18,7 @@ from covey.engines.native.slots import Progress, Slots
 from covey.engines.native.transcript import Transcript
 from covey.engines.protocol import Completion, Sampling
 from covey.models.language_model import LanguageModel
-from covey.rollout.completion_text import completion_texts
+from covey.rollout.multi_turn import completion_texts
 from tests.conftest import build, rollouts_of
 from tests.engines.native.test_decode_graph import shape_of
 from tests.engines.native.test_engine import Chained, ragged_prompts, sums
