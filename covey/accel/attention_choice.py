@@ -24,18 +24,19 @@ from covey.accel.attention_kernels import FLASH, KERNELS, Inputs, Kept, attend
 from covey.accel.varlen_attention import Bounds, VarlenRows
 
 LONG = 2048
-"""Rows count as long if their mean length is at least this many tokens."""
+"""The rows of a micro-batch are called long if their mean length is at least this many tokens."""
 NUMBERS = 2**24
-"""Number of elements of the queries in a measurement, in rows of equal length."""
+"""Number of elements in the queries of a measurement. All rows of a measurement have equal length.
+"""
 SHORTEST = 128
-"""Rows of up to this many tokens are one class."""
+"""All rows of up to this many tokens belong to one shape class."""
 TOLERANCE = 0.02
 """Maximum relative difference between the results of two kernels. Because of rounding, correct
 kernels differ by less than 1 % of the norm of the result."""
 REPEATS = 3
 CYCLES = 10_000_000
-"""Before each measurement the device is kept busy for so long, a few milliseconds. Meanwhile the
-host launches the kernels, so that its own time is not measured."""
+"""Number of clock cycles, a few milliseconds, for which the device is kept busy before each
+measurement. Meanwhile the host launches the kernels, so that the launch time is not measured."""
 FLASH3 = "FlashAttention 3"
 
 
@@ -100,10 +101,10 @@ def chosen(
     longest: int,
     captured: bool = False,
 ) -> str:
-    """Return the name of the fastest kernel; the first call of a shape class measures kernels.
+    """Return the name of the fastest kernel. The first call for a shape class measures the kernels.
 
-    With `captured`, only kernels that can be part of a CUDA graph are compared. A pass is captured
-    at the third micro-batch of its size, so its class has been measured before.
+    If `captured` is true, only kernels that can be part of a CUDA graph are compared. A pass is
+    captured at the third micro-batch of its size, so its class has been measured before.
     """
     if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
         return FLASH

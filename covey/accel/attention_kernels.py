@@ -1,12 +1,13 @@
 """Kernels for attention over packed rows: torch's flash attention, cuDNN's, and Triton kernels.
 
-Attention is causal and aligned at the end of a row (varlen_attention.py). Flash attention computes
-all rows in one call and supports rows with fewer queries than keys. So do the Triton kernels
-(kernels/packed_attention.py), which are made for short rows. The causal mask of cuDNN is aligned at
-the start of a row. So for cuDNN, a row also gets copies of its prompt's queries, if these queries
-belong to another row. The results of copied queries are discarded, and their gradient is zero. For
-cuDNN, rows of similar length are computed in one call. The cuDNN operator for rows of different
-lengths is not used, because in torch 2.11 it reads invalid addresses.
+Attention is causal, and the causal mask is aligned at the end of a row (varlen_attention.py). Flash
+attention processes all rows in one call and supports rows with fewer queries than keys. The same is
+true of the Triton kernels (kernels/packed_attention.py), which are made for short rows. The causal
+mask of cuDNN is aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's
+queries, if these queries belong to another row. The results of copied queries are discarded, and
+their gradient is zero. With cuDNN, one call processes all rows of similar length. The cuDNN
+operator for rows of different lengths is not used, because in torch 2.11 it reads invalid
+addresses.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.

@@ -110,13 +110,13 @@ def fused_layer(
 
 
 class _Source:
-    """The input of a checkpointed layer: a sum that the layer computes and keeps."""
+    """The input of a checkpointed layer: `hidden` + `delta`. The layer stores their sum here."""
 
     def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
         self.hidden, self.delta = hidden, delta
 
     def keep(self, total: torch.Tensor) -> None:
-        """Replace both summands by the sum, from which the layer is recomputed."""
+        """Store the sum instead of `hidden` and `delta`; the layer is recomputed from the sum."""
         self.hidden, self.delta = total.detach().requires_grad_(total.requires_grad), None
 
 
@@ -137,9 +137,9 @@ def _layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream after attention, and the output of the MLP.
 
-    A checkpointed layer stores the output of attention in `kept`, so that the recomputation need
-    not repeat attention. No other tensor of this size is as expensive to compute. `keep` receives
-    the layer's input, from which the layer is recomputed.
+    A checkpointed layer stores the output of attention in `kept`, so that the recomputation of the
+    layer need not repeat attention. The output of attention takes longer to compute than any other
+    tensor of the same size. `keep` receives the layer's input, from which the layer is recomputed.
     """
     hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
     if keep is not None:

@@ -135,8 +135,9 @@ class MaxLengths(NamedTuple):
 def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a batch on the CPU.
 
-    The device may be idle meanwhile. So this function uses numpy, for the same reason as
-    `row_of_each`, and repeats the numbers of rows instead of looking them up for every token.
+    The device may be idle while this function runs. So the function uses numpy, which is faster
+    here than torch (see `row_of_each`), and repeats the values of each row instead of looking them
+    up for every token.
     """
     rows = _RowIndex.of(host)
     chosen, at = host.mask.numpy().nonzero()
@@ -186,9 +187,10 @@ def packed_batch(
 
 
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
-    """Compute the index tables of prompts, one after another, on the CPU.
+    """Compute the index tables of a packed row of prompts, on the CPU.
 
-    The tables predict the first token after each prompt, so `chosen` is not known.
+    The model predicts the first token after each prompt. These tokens are not known yet, so
+    `chosen` is 0.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     ends = lengths.cumsum()
@@ -222,11 +224,11 @@ class _RowIndex:
     prompt: Numbers
     """Prompt tokens."""
     length: Numbers
-    """Number of completion tokens in the model's input, which are all but the last."""
+    """Number of completion tokens in the model's input: all completion tokens except the last."""
     number: Numbers
     """Index of the row's prompt."""
     home: npt.NDArray[np.bool_]
-    """Whether the row is the first of its prompt, which has the prompt's queries."""
+    """Whether the row is the first row of its prompt. This row has the queries of the prompt."""
     prompt_start: Numbers
 
     @staticmethod
@@ -257,7 +259,7 @@ class _RowIndex:
         return _starts(self.queries) + np.where(self.home, self.prompt, 0)
 
     def ids(self, host: HostRows) -> Numbers:
-        """Return the token [N] of every packed token."""
+        """Return the token ids [N] of all packed tokens."""
         columns, width = np.arange(host.prompt_tokens.shape[1]), host.tokens.shape[1]
         in_prompt = (columns < self.prompt[:, None]) & self.home[:, None]
         in_completion = np.arange(width) < self.length[:, None]
@@ -273,7 +275,7 @@ class _RowIndex:
         return found
 
     def spans(self, position: Numbers) -> list[Numbers]:
-        """Return the fields of VarlenRows in order, for the rows that have queries."""
+        """Return the fields of VarlenRows as a list, computed over the rows that have queries."""
         queries, keys = self.queries, self.keys
         kept, starts = queries > 0, _starts(keys)
         place = np.arange(keys.sum()) - np.repeat(starts, keys)
@@ -295,7 +297,7 @@ class _RowIndex:
 
 
 def _starts(counts: Numbers) -> Numbers:
-    """Return where each part begins if parts of these sizes follow each other."""
+    """Return the start of each part if parts of these sizes are stored one after another."""
     found: Numbers = counts.cumsum() - counts
     return found
 

@@ -90,7 +90,7 @@ class StaticBuffers:
     """A packed micro-batch on a device at fixed addresses."""
 
     def __init__(self, size: Size, device: torch.device, *, shared: bool = True) -> None:
-        """Allocate the buffers; if not `shared`, no rows share a prompt."""
+        """Allocate the buffers; `shared` says whether rows may share a prompt."""
         self.size = size
         self._shapes: list[tuple[int, int, torch.dtype]] = []
         total = 0

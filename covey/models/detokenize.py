@@ -20,7 +20,7 @@ Pieces = tuple[bytes, ...]
 
 
 def joined_bytes(pieces: Pieces, tokens: Sequence[int]) -> bytes:
-    """Return the bytes of tokens, which may begin or end within a character."""
+    """Return the bytes of tokens. The first and last character may be incomplete."""
     if len(tokens) < 2:  # itemgetter returns several items as a tuple, but one item as it is
         return b"".join(pieces[token] for token in tokens)
     return b"".join(itemgetter(*tokens)(pieces))

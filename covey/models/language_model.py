@@ -81,7 +81,7 @@ class LanguageModel:
 
     @property
     def pieces(self) -> Pieces | None:
-        """The bytes of each token; None if the text of tokens is not that of their bytes."""
+        """The bytes of each token; None if the tokenizer is not byte-level."""
         return byte_pieces(self.tokenizer, len(self.head.linear.weight))
 
     def decode_many(self, completions: Sequence[Sequence[int]]) -> list[str]:

@@ -109,7 +109,7 @@ class MasterAdamW:
         return Stepped(grad_norm=norm, skipped=not finite)
 
     def _update(self, rate: float, norm: torch.Tensor) -> None:
-        """Clip the gradients, whose norm is given, and take an optimizer step."""
+        """Clip the gradients, given their norm, and take an optimizer step."""
         self._share_rows()
         rows = self._rows.values()
         torch.nn.utils.clip_grads_with_norm_(rows, self.max_grad_norm, norm)

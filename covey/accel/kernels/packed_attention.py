@@ -1,13 +1,14 @@
 """Attention over packed rows for training: forward and backward.
 
-Attention is causal and aligned at the end of a row, as in varlen_attention.py. The backward pass
-sums in a fixed order: one kernel computes the gradient of queries, another one that of keys and
-values. The second kernel adds up query heads that share a key head, so that little is written for
-keys. Because attention is causal, the last queries of a row see the
-most keys, and its first keys are seen by the most queries. The programs of these tiles start before
-the others of their row, so that all multiprocessors end at about the same time.
+Attention is causal, and the causal mask is aligned at the end of a row, as in varlen_attention.py.
+The backward pass adds in a fixed order. One kernel computes the gradient of queries, and another
+kernel computes the gradients of keys and values. The second kernel adds up the query heads that
+share a key head before it writes the gradients of that key head. Because attention is causal, the
+last queries of a row see the most keys, and the first keys are seen by the most queries. Triton
+programs with the most work start first, so that all multiprocessors end at about the same time.
 
-Tensor shapes use N packed tokens, R key positions, H heads, K key-value heads and head size D.
+The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
+heads) and D (head size).
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from covey.accel.varlen_attention import VarlenRows
 SIZES = (16, 32, 64, 128)
 """Head sizes that the kernels support."""
 PROGRAMS = 500
-"""The least number of programs for the gradient of keys; an H200 runs about 260 at a time."""
+"""Minimum number of Triton programs that compute the gradients of keys and values. An H200 runs
+about 260 Triton programs at a time."""
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, and the options of a Triton program."""
+    """The numbers of queries and keys in a tile, and the launch settings of a Triton program."""
 
     queries: int
     keys: int
@@ -49,7 +51,7 @@ def _bounds(query_starts, key_starts, row):
 
 @triton.jit
 def _tile(source, start, count, stride, size: tl.constexpr, block: tl.constexpr):
-    """Load `block` vectors from number `start` on; those from number `count` on are 0."""
+    """Load `block` vectors from index `start`; vectors with an index of `count` or more are 0."""
     at = start + tl.arange(0, block)
     cell = at[:, None] * stride + tl.arange(0, size)[None, :]
     return tl.load(source + cell, mask=(at < count)[:, None], other=0.0)
@@ -61,7 +63,10 @@ def _forward_keys(
     largest, total, result,
     size: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys `low` to `high`; with `masked`, a query sees keys up to number `last`."""
+    """Compute attention to keys `low` to `high` - 1.
+
+    If `masked` is true, each query sees only keys with an index of at most `last`.
+    """
     for start in range(low, high, keys):
         k = _tile(key, start, length, key_stride, size, keys)
         v = _tile(value, start, length, value_stride, size, keys)
@@ -116,7 +121,7 @@ def _query_grad_keys(
     norm, inner, result,
     size: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient of queries through keys `low` to `high`."""
+    """Add the contribution of keys `low` to `high` - 1 to the gradient of queries."""
     for start in range(low, high, keys):
         k = _tile(key, start, length, key_stride, size, keys)
         v = _tile(value, start, length, value_stride, size, keys)
@@ -138,7 +143,10 @@ def _query_grad(
     heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr,
     queries: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of queries; also write each query's `inner`, output times gradient."""
+    """Compute the gradient of queries.
+
+    Also write `inner`: for each query, the dot product of output and output gradient.
+    """
     head = tl.program_id(1)
     first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
@@ -179,7 +187,7 @@ def _key_grad_queries(
     size: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of keys and values through queries `low` to `high`."""
+    """Add the contribution of queries `low` to `high` - 1 to the gradients of keys and values."""
     for begin in range(low, high, queries):
         q = _tile(query, begin, count, query_stride, size, queries)
         g = _tile(grad, begin, count, grad_stride, size, queries)
@@ -205,8 +213,9 @@ def _key_grad(
     heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, parts: tl.constexpr,
     queries: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of keys and values through one of several parts of the query heads
-    that share a key head.
+    """Compute the contribution of one part of the query heads to the gradients of keys and values.
+
+    The query heads that share a key head are divided into parts.
     """
     key_number, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
@@ -255,13 +264,13 @@ class Tiles(NamedTuple):
     query_grad: Tile
     key_grad: Tile
     parts: int = 0
-    """The number of parts of the query heads that share a key head; 0: `parts_for`."""
+    """Number of parts into which the query heads of a key head are divided; 0 means `parts_for`."""
 
 
 def tiles_for(size: int, *, large: bool = True) -> Tiles:
     """Return tiles for a head size, as measured on an H200 for rows of 384 and 1,024 tokens.
 
-    `large`: whether a program may use more than 99 KiB of shared memory.
+    `large` says whether a Triton program may use more than 99 KiB of shared memory.
     """
     if size <= 64:
         return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))
@@ -270,7 +279,10 @@ def tiles_for(size: int, *, large: bool = True) -> Tiles:
 
 @functools.cache
 def _has_large_shared_memory(device: torch.device) -> bool:
-    """Return whether a device is a data center GPU since Ampere, whose programs have 160 KiB."""
+    """Return whether a Triton program can use at least 160 KiB of shared memory.
+
+    This is true of data center GPUs since Ampere.
+    """
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -281,7 +293,7 @@ def _has_large_shared_memory(device: torch.device) -> bool:
 def _shared_options(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile
 ) -> dict[str, object]:
-    """Return the arguments that all kernels have."""
+    """Return the arguments that all kernels have in common."""
     heads, size = query.shape[1:]
     names = ("query", "key", "value")
     options: dict[str, object] = {"heads": heads, "shared": heads // key.shape[1], "size": size}
@@ -354,8 +366,8 @@ def attention_backward(
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
     """Return into how many parts the query heads of a key head are divided.
 
-    A GPU with few programs would wait for the longest, so there are at least PROGRAMS, unless every
-    query head is already a part.
+    With few Triton programs, the GPU would wait for the slowest. So the number of parts is
+    increased until there are at least PROGRAMS programs, or until every query head is a part.
     """
     programs = triton.cdiv(places, tile.keys) * key_heads
     divisors = (parts for parts in range(1, shared) if shared % parts == 0)

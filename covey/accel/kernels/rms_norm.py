@@ -21,13 +21,15 @@ from covey.accel.kernels.early_start import early_start
 from covey.accel.unrecorded import call
 
 PROGRAMS = 512
-"""Number of Triton programs in the backward pass; each sums the gain's gradient over its rows."""
+"""Number of Triton programs in the backward pass. Each program sums the gradient of the gain over
+the rows that it processes."""
 SHORT, MORE = 1024, 4
-"""For hidden sizes up to SHORT, there are MORE times as many programs, because each is short."""
+"""For hidden sizes of at most SHORT, the number of programs is multiplied by MORE, because each
+program takes little time."""
 TILE = 2048
 """The number of elements that a Triton program processes at once."""
 COLUMNS = 16
-"""The number of columns that a Triton program adds up for the gain's gradient."""
+"""Number of columns of the gain's gradient that one Triton program adds up."""
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def _backward(
 def _add_up(
     parts, total, count, size, adds: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
 ):
-    """Write the sum of `count` rows to `total`; with `adds`, add the sum."""
+    """Write the sum of `count` rows to `total`; if `adds` is true, add the sum to `total`."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     sums = tl.zeros((rows, columns), tl.float32)
     for start in range(0, count, rows):
@@ -170,7 +172,10 @@ class _AddNorm(torch.autograd.Function):
 def _gain_grad(
     gain: torch.Tensor, parts: torch.Tensor, sink: GradSink | None
 ) -> torch.Tensor | None:
-    """Return the sum of all parts [parts, D], or add it to the gain's sink and return None."""
+    """Return the sum of `parts` over rows.
+
+    If there is a sink, add the sum to the sink and return None.
+    """
     count, size = parts.shape
     former = None if sink is None else sink.total
     total = former
@@ -197,8 +202,8 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden + delta [N, D], and the RMSNorm of this sum times `gain`.
 
-    Without `delta`, the sum is `hidden`. The gradients of both results are still added by one
-    kernel.
+    If `delta` is None, the sum is `hidden`. Also in this case, one kernel adds the gradients of
+    both results.
     """
     total: torch.Tensor
     normed: torch.Tensor

@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 BLOCK = 1024
-"""The number of columns that a Triton program processes; a row of up to twice as many is one
-program's."""
+"""Number of columns that a Triton program processes. If a row has at most twice as many columns,
+one program processes the whole row."""
 
 
 @triton.jit
