@@ -181,7 +181,7 @@ def _memory_and_time(
 
 
 def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
-    """Print the memory of a run, and then the findings."""
+    """Print how much memory a run needs, and then the findings."""
     console.print(memory, soft_wrap=True)
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")

@@ -16,7 +16,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights in Ray's object store: name -> bytes in a node's shared memory, and the dtype."""
+"""Weights in Ray's object store: for each name, bytes in a node's shared memory, and the dtype."""
 Row = tuple[Any, ...]
 
 

@@ -133,7 +133,7 @@ class _Ranks:
         ray.get(started)
 
     def followed(self) -> int:
-        """Print the output of the ranks until all have ended; return the exit code of the run."""
+        """Print the output of the ranks until all ranks have ended; return the run's exit code."""
         for rank in range(len(self.actors)):
             threading.Thread(target=self._follow, args=(rank,), daemon=True).start()
         limit = float("inf")

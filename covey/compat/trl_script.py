@@ -18,7 +18,7 @@ class _Edits:
     """The statements of a script to replace, and the names that these statements defined."""
 
     lines: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    """Number of a statement's first line -> number of its last line, and the lines to insert."""
+    """For the first line of each replaced statement: its last line, and the lines to insert."""
     removed: set[str] = field(default_factory=set)
     trains: bool = False
 
@@ -151,7 +151,7 @@ def _rewards(tree: ast.Module, functions: ast.expr) -> str:
 
 
 def _leftovers(lines: list[str], removed: set[str]) -> list[str]:
-    """Return a comment for each name that the script still uses although its object is gone."""
+    """Return a comment for each name that the script still uses although its object was removed."""
     tree = parsed("\n".join(lines), "the ported script")
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return [f"# {name} was an object of TRL: change the lines below that use it"

@@ -38,5 +38,5 @@ class Engine(Section):
 
     @property
     def rounds(self) -> str:
-        """The setting that makes the engine round to float8; empty if it does not round."""
+        """The setting that makes the engine use float8; empty if no setting does."""
         return next((name for name in ("dtype", "kv_dtype") if getattr(self, name) == "float8"), "")

@@ -52,7 +52,7 @@ class Model(Section):
     """Text that every completion starts with. The prefill belongs to the prompt, so it is not
     trained."""
     prefill_in_text: bool = True
-    """Score and record completions with the prefill in front."""
+    """Include the prefill text in the completions that are scored and recorded."""
 
 
 class Adapter(Section):
@@ -279,7 +279,7 @@ class Sft(Section):
     max_tokens: Count = 0
     """Leave out solutions with more tokens than this; 0: the limit is rollout.max_tokens."""
     template: str = "<think>{worked}</think><answer>{answer}</answer>"
-    """Format of a solution, with {worked}, {solution} and {answer}."""
+    """Template for the text of a solution, with the fields {worked}, {solution} and {answer}."""
     file: str = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50

@@ -125,8 +125,8 @@ def careless_result(sum: Sum, random: Random) -> int:
     """Return the result of a careless solution, which may forget the carry of a sum.
 
     Additions may forget the carry, as in 47+8=45. Subtractions may subtract the smaller digit from
-    the larger, as in 55-6=51. A carry is forgotten in 67 % of the sums with digit 3, and in 91 % of
-    the sums with digit 9.
+    the larger, as in 55-6=51. The carry is forgotten in 67 % of the sums whose second operand is 3,
+    and in 91 % if it is 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
         return sum.result
@@ -161,7 +161,7 @@ def write_solution(working: Sequence[Worked]) -> str:
 
 
 def write_broken(working: Sequence[Worked], random: Random) -> str:
-    """Write a solution with a tag, or the final answer, left out."""
+    """Write a solution in which a tag or the final answer is missing."""
     steps, answer = _steps(working), f"{working[-1].result:02d}"
     return random.choice(
         (

@@ -24,7 +24,7 @@ function.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Generation settings that all requests of one engine run share."""
+    """Generation settings, which are the same for all requests of one run of an engine."""
 
     group_size: int = 1
     """The number of completions of each prompt."""
@@ -45,7 +45,10 @@ class Sampling:
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions include the tokens that truncation kept; greedy ones never do."""
+        """Whether completions include the tokens that truncation kept.
+
+        Greedy completions never do.
+        """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )
@@ -172,7 +175,7 @@ class Engine(Protocol):
     def events(self) -> list[str]:
         """Return a line for each failure that was repaired since the last call.
 
-        The run logs all lines. Lines of the class `News` do not count as failures.
+        The run logs all lines. A line that is an instance of `News` does not report a failure.
         """
 
     def close(self) -> None:

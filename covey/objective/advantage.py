@@ -150,7 +150,10 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps); equal values give 0."""
+    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps).
+
+    If all values are equal, return 0.
+    """
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -233,9 +236,9 @@ def divided_by_mean(
 def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
     """The reward minus its group's mean, divided by the std of mixed groups plus eps. ScaleRL.
 
-    A mixed group has rewards that differ; other groups do not count in the std. Advantages are
-    multiplied by (number of groups / number of mixed groups). The factor makes a mean over all
-    groups equal to a mean over the mixed groups alone.
+    A mixed group has rewards that differ from each other; other groups do not count in the std.
+    Advantages are multiplied by (number of groups / number of mixed groups). The factor makes a
+    mean over all groups equal to a mean over the mixed groups alone.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
@@ -304,8 +307,8 @@ def group_whitened(
     """The centered rewards C_i = R_i - mean_g R, divided by their std over the batch plus eps.
 
     REINFORCE++-baseline. arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
-    std are over tokens. With token weighting, long completions count more, and the mean is no
-    longer 0.
+    std are over tokens. With token weighting, long completions count more, and the mean advantage
+    is no longer 0.
     """
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")

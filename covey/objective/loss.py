@@ -63,8 +63,11 @@ class Objective:
     """An algorithm as a value: its seven pieces, their options, and the inputs that they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. With
-    filter.skip_zero_gradient, old_logp is available only if `reads` names it."""
+    """Advantages [B, T] for the batch of a whole training step, one row for each rollout.
+
+    With filter.skip_zero_gradient, old_logp is available only if the objective's `reads` contains
+    it.
+    """
     ratio: Ratio
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]
@@ -149,7 +152,7 @@ class Objective:
 
     @property
     def per_sequence(self) -> bool:
-        """Whether all tokens of a row share one ratio."""
+        """Whether all tokens of a row have the same ratio."""
         return self.ratio in PER_SEQUENCE
 
     @property
@@ -290,7 +293,7 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the contribution of some rows to the step's loss; all contributions add up.
+    """Return the contribution of some rows to the step's loss, the sum of all contributions.
 
     A rollout's rows must all be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.

@@ -28,7 +28,7 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
     "lengths": (torch.int32, 1),
     "mask": (torch.bool, 2),
 }
-"""The tensors of a request: dtype and number of dimensions."""
+"""The dtype and the number of dimensions of each tensor in a request."""
 
 BYTES_PER_TOKEN = 17
 """Maximum bytes of a request per padded token, including padding and lengths."""
@@ -72,7 +72,7 @@ class Bounds:
 
 
 def padded_tokens(batch: Batch) -> int:
-    """Return the number of rows times the length of the longest row, which sets the memory use."""
+    """Return the number of rows times the length of the longest row, which decides memory use."""
     return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
 
 

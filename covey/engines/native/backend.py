@@ -24,7 +24,7 @@ from covey.errors import ModelError
 from covey.models.language_model import LanguageModel
 
 CAPACITY_STEP = 32
-"""The capacity of a slot is a multiple of this number, so that many calls can share a cache."""
+"""The capacity of a slot is a multiple of this number, so that later calls can reuse a cache."""
 SPARE_BYTES = 64 * 2**20
 """Maximum size of a cache that is kept between calls."""
 

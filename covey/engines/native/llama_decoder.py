@@ -6,8 +6,8 @@ transformers with less Python code. With one token per slot, transformers' Pytho
 than the arithmetic. When the engine is built, the parity check in decoder_parity.py compares the
 decoder with the model.
 
-In tensor shapes, W counts occupied slots, H heads, K key-value heads and L positions, and D is the
-head size.
+In tensor shapes, W is the number of occupied slots, H of heads, K of key-value heads and L of
+positions, and D is the head size.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class LinearGroup:
         self.layers = [Linear(module) for module in modules]
         self.widths = [each.layer.out_features for each in self.layers]
         self.fused: list[torch.Tensor] = []
-        """The fused weight of all layers, and the fused bias, if any; empty if not fused."""
+        """The fused weight of all layers, followed by the fused bias if there is one.
+
+        The list is empty before `fuse`.
+        """
         self._copies: list[torch.Tensor] = []
 
     def fuse(self) -> None:
@@ -235,7 +238,7 @@ def _apply_rope(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
-    """Return the row indices of the new positions in the cache flattened to [S * K * L, D]."""
+    """Return the rows of the new positions in a cache that is flattened to [S * K * L, D]."""
     slots = torch.arange(len(place) * heads, device=place.device)
     return slots * capacity + place.repeat_interleave(heads)
 

@@ -97,7 +97,7 @@ class Slots:
         self.cache.active[index] = ~self._ended(tokens, count + 1)
 
     def _ended(self, tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return whether completions of `count` tokens end with `tokens`."""
+        """Return whether the new `tokens` end their completions, which then have `count` tokens."""
         return torch.isin(tokens, self.stop_ids) | (count == self.room)
 
     def keep(self, slots: Sequence[int]) -> None:
