@@ -141,7 +141,7 @@ def _missing(given: Arguments) -> list[str]:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    Settings after the first count only if they are set.
+    The first setting is always returned, and the others only if the script sets them.
     """
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]

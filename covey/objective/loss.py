@@ -63,11 +63,8 @@ class Objective:
     """An algorithm as a value: its seven pieces, their options, and the inputs that they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """Advantages [B, T] for the batch of a whole training step, one row for each rollout.
-
-    With filter.skip_zero_gradient, old_logp is available only if the objective's `reads` contains
-    it.
-    """
+    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. With
+    filter.skip_zero_gradient, old_logp is available only if it is in the objective's `reads`."""
     ratio: Ratio
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]

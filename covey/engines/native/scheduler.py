@@ -70,10 +70,7 @@ class Scheduler:
         self.unfinished: Counter[int] = Counter()
         """Number of requests that are not complete, by prompt index."""
         self.first_logits: dict[int, torch.Tensor] = {}
-        """Logits of the first completion token, by prompt index.
-
-        The prompts are those that were prefilled and have waiting requests.
-        """
+        """Logits of the first token after prompts that have waiting requests, by prompt index."""
         self.paused: dict[int, Paused] = {}
         """Paused completions, which wait for a slot again, by request index."""
         self.preemptions = 0
