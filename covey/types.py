@@ -253,7 +253,10 @@ class Batch:
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
-    """[B] int64: index of the row's group. Groups may have any size, and their rows any order."""
+    """[B] int64: index of the row's group.
+
+    Groups may have any size, and the rows of a group may be in any order.
+    """
     truncated: torch.Tensor
     """[B] bool: whether the completion reached the length limit."""
     parts: torch.Tensor | None = None
@@ -274,8 +277,8 @@ class Batch:
     """
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the policy at the start of the training step. The field is None
-    if it equals the current log-probability."""
+    """[B, T] log-probability under the policy at the start of the training step. The field is
+    None if this log-probability equals the current log-probability."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy. The field is None without a reference
     policy."""

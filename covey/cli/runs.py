@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, show evaluations or completions of one run, check or report it."""
+"""`covey runs`: list runs, show or check one run, and write its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, which generates in a thread while calls add and fetch data.
+"""An engine in a Ray actor, which generates in a thread while calls add requests and fetch results.
 
 Every generation run names the version of the weights that it needs. A restarted actor has no
 weights and fetches the named version, so it never generates with other weights.

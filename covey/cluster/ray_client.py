@@ -145,7 +145,7 @@ class Holder:
 
 
 _held: list[Any] = []
-"""References that keep the `Holder` actors alive as long as this process."""
+"""Ray references to the `Holder` actors, which keep the actors alive as long as this process."""
 
 
 def _set_aside(count: int) -> None:

@@ -99,7 +99,7 @@ class _Ranks:
     """The ranks of a run, in the process that started them."""
 
     actors: list[Any]
-    """The actors of the ranks, in the order of ranks once `start` was called."""
+    """The actors of the ranks; after `start`, they are in the order of ranks."""
     codes: dict[int, int] = field(default_factory=dict)
     """The exit codes of ended ranks; negative if a signal or a dead actor ended the rank."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)

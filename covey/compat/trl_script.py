@@ -42,8 +42,9 @@ class _Edits:
 def covey_script(text: str, config: str, name: str = "script.py") -> str:
     """Return a script that trains with Covey on the data and the reward functions of a TRL script.
 
-    `config` is the configuration file that `covey port` wrote. The lines of the script stay, except
-    imports and objects of TRL and peft. `trainer.train()` becomes a call of `covey.train`.
+    `config` is the configuration file that `covey port` wrote. All lines of the script are kept,
+    except those that import or create objects of TRL and peft. `trainer.train()` becomes a call of
+    `covey.train`.
     """
     tree = parsed(text, name)
     trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)

@@ -203,7 +203,7 @@ def attributes(tree: ast.Module, config: ast.Call, trainer: ast.Call | None) -> 
 
 
 def _sets(node: ast.stmt) -> list[tuple[ast.expr, str, ast.expr]]:
-    """Return the object, the attribute and the value of each attribute that a statement sets."""
+    """For each attribute that a statement sets, return the object, the attribute and the value."""
     pairs = assigned(node)
     if isinstance(node, ast.AugAssign):
         pairs = [(node.target, node.value)]
@@ -254,7 +254,7 @@ def _beside(tree: ast.Module, config: ast.Call) -> list[ast.stmt]:
 
 
 def _binds(node: ast.AST) -> list[str]:
-    """Return the names that a node binds or deletes."""
+    """Return the names that a syntax node binds or deletes."""
     match node:
         case ast.Name(ctx=ast.Store() | ast.Del()):
             return [node.id]

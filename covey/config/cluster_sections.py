@@ -53,12 +53,12 @@ class Cluster(Section):
     """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
     and an empty address means no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Number of trainer ranks that Ray starts; 0: this process or torchrun's ranks train."""
+    """Number of trainer ranks that Ray starts; 0: train in this process or in torchrun's ranks."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per trainer rank that Ray starts."""
     engines: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Number of engine actors per trainer rank, each with a copy of the model; 0: the ranks
-    generate."""
+    """Number of engine actors per trainer rank, each with a copy of the model; 0: the trainer
+    ranks generate."""
     max_engines: Count = 0
     """Maximum number of engine actors. Actors beyond cluster.engines start when the cluster has
     free resources; 0: no such actors."""

@@ -32,9 +32,9 @@ class Engine(Section):
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """GiB for keys and values of completions on a GPU. If completions need more memory, the native
-    engine pauses the youngest completions and continues them later. With 0, the engine reserves
-    memory for all completions at rollout.max_tokens, if so much is free."""
+    """GiB for keys and values of completions on a GPU. If completions need more memory, the
+    native engine pauses the completions with the fewest tokens and continues them later. With 0,
+    the engine reserves memory for all completions at rollout.max_tokens, if so much is free."""
 
     @property
     def rounds(self) -> str:

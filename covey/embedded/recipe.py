@@ -124,9 +124,9 @@ def correct_working(sums: Sequence[Sum]) -> list[Worked]:
 def careless_result(sum: Sum, random: Random) -> int:
     """Return the result of a careless solution, which may forget the carry of a sum.
 
-    Additions may forget the carry, as in 47+8=45. Subtractions may subtract the smaller digit from
-    the larger, as in 55-6=51. The carry is forgotten in 67 % of the sums whose second operand is 3,
-    and in 91 % if it is 9.
+    In an addition, the carry may be forgotten, as in 47+8=45. In a subtraction, the smaller digit
+    may be subtracted from the larger, as in 55-6=51. The carry is forgotten in 67 % of the sums
+    whose second operand is 3, and in 91 % if it is 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
         return sum.result
@@ -136,9 +136,11 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Return working with deliberate mistakes; each step continues from the previous step's result.
+    """Return the steps of a solution with deliberate mistakes.
 
-    The working is None if a number leaves the range of the task, or if a step is a held-out sum.
+    Each step continues from the previous result.
+
+    The result is None if a number leaves the range of the task, or if a step is a held-out sum.
     """
     working: list[Worked] = []
     left = sums[0].left

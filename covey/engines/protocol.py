@@ -164,7 +164,7 @@ class Engine(Protocol):
         """Generate until the source has no more requests."""
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Generate with these weights from now on; `version` counts their optimizer steps.
+        """Generate with these weights from now on; `version` is their number of optimizer steps.
 
         The method returns when the engine has the weights; the caller may then change the tensors.
         If `info.loads_in_flight` is true, another thread may call this method during `run`.

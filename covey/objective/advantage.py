@@ -52,7 +52,10 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """Return the reward minus its group's mean weighted by `share`; 0 if all rewards are equal."""
+    """Return the reward minus its group's mean, which is weighted by `share`.
+
+    If all rewards of a group are equal, return 0.
+    """
     rewards = rewards.double()
     scored = ~rewards.isnan()
     values, share = rewards.where(scored, 0.0), share.double().where(scored, 0.0)
@@ -196,7 +199,9 @@ def parts_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The reward parts, each standardized in its group, weighted, added up, and whitened.
+    """The weighted sum of the parts of the reward, whitened.
+
+    Each part is first standardized in its group.
 
     GDPO, 2601.05242. `gate` is the index of a part; where that part is below `gate_at`, the other
     parts count as 0.

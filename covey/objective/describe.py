@@ -180,7 +180,7 @@ def page(name: str, curves: str = "") -> str:
 
 
 def _picture(name: str, curves: str) -> list[str]:
-    """Return the section with the curves."""
+    """Return the section of an algorithm's page that shows its curves."""
     return [
         "## Curves",
         "",

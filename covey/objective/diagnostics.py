@@ -71,7 +71,7 @@ class Meter:
         self._added.setdefault(name, []).append((value, count))
 
     def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """Add one observation of each tensor for each element in the mask."""
+        """For each tensor, add every element inside the mask as one observation."""
         stacked = torch.stack([v.double() for v in values.values()])
         sums = stacked.where(mask, 0.0).flatten(1).sum(dim=1)
         self._sums.setdefault(tuple(values), []).append((sums, mask.sum()))

@@ -106,7 +106,7 @@ class Objective:
     """Names of the parts of the reward that `advantage` reads, in this order. An empty tuple means
     all parts, in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """The inputs that `advantage` needs; `needs` adds the inputs of other pieces and options."""
+    """The inputs of `advantage`; the property `needs` adds those of other pieces and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -143,7 +143,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether old_logp is read only by corrections that each depend on one rollout."""
+        """Whether only corrections read old_logp, each of which depends on a single rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 

@@ -1,7 +1,7 @@
 """Surrogates: the gain of each token, which the optimizer step increases.
 
 On policy, where the ratio r is 1, the gradient of every surrogate is the advantage. Surrogates
-differ for tokens whose probability has already changed.
+differ from each other for tokens whose probability has already changed.
 """
 
 from __future__ import annotations

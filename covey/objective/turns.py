@@ -5,8 +5,8 @@ to a turn counts at this turn, and the remainder of R counts at the last turn:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
-All tokens of a turn share one advantage. A rollout without turns counts as one turn. Shapes: B is
-the number of rollouts, one row each; T is the number of tokens; K is the number of turns in the
+All tokens of a turn have the same advantage. A rollout without turns counts as one turn. Shapes: B
+is the number of rollouts, one row each; T is the number of tokens; K is the number of turns in the
 longest rollout.
 """
 

@@ -50,7 +50,7 @@ SLOTS = 4
 """Number of slots in the test of a captured graph."""
 TOLERANCE = 0.02
 """The allowed relative difference between a replayed step and an eager step. Replayed and eager
-steps may use different kernels and round differently."""
+steps may use different kernels, so their results may differ by rounding."""
 
 
 @dataclass(slots=True)

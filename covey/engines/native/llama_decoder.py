@@ -224,7 +224,7 @@ def _heads(
 
 
 def _fuses(blocks: list[Block]) -> bool:
-    """Return whether the weights are plain linear layers and small enough to copy."""
+    """Return whether the layers are plain linear layers with weights small enough to copy."""
     parts = [m for b in blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
     size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
     adapted = any(b.adapted for b in blocks)

@@ -46,7 +46,7 @@ class Paused(NamedTuple):
 
 
 class Scheduler:
-    """Generates the completions of one source of requests."""
+    """Generates completions for the requests of one source."""
 
     def __init__(
         self,

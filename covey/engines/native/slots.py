@@ -87,7 +87,10 @@ class Slots:
             self.cache.active[torch.tensor(slots, device=self.count.device)] = False
 
     def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Append a token to each slot in `index`; a stop token or the length limit ends a slot."""
+        """Append a token to each slot in `index`.
+
+        A stop token or the length limit ends the completion.
+        """
         count = self.count[index]
         self.tokens[index, count] = tokens
         self.logps[index, count] = logps
