@@ -20,7 +20,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """If the hub cannot be reached, let its libraries use their cache, and return True."""
+    """If the hub cannot be reached, let its libraries use only their cache, and return True."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():

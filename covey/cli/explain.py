@@ -70,7 +70,7 @@ def explain_command(
 ) -> None:
     """Explain the gradient of a recorded training step by group, by rollout or by token.
 
-    The command loads the nearest earlier checkpoint, and trains the step again on its recorded
+    The command loads the nearest earlier checkpoint, and repeats the step with its recorded
     rollouts. The output says which checkpoint was loaded. With --replay, other algorithms also
     train on the rollouts of the step.
     """

@@ -162,7 +162,7 @@ class Training:
 
 
 def _verify(run: RunFolder) -> None:
-    """Train up to the newest checkpoint again; raise RunError if the weights differ."""
+    """Repeat the training up to the newest checkpoint; raise RunError if the weights differ."""
     with waiting("computing the last saved step again"):
         from covey.analysis.verify.recompute import recomputed
 

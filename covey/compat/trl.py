@@ -319,7 +319,7 @@ def _rhythm(options: Mapping[str, Any], updates: int) -> tuple[Settings, list[st
 
 
 def _warmup(options: Mapping[str, Any]) -> Settings:
-    """Return the warm-up, in optimizer steps or as a share of the run."""
+    """Return the warm-up, in optimizer steps or as a fraction of the run."""
     steps = options.get("warmup_steps") or 0
     if not steps:
         return {}

@@ -183,8 +183,8 @@ class Scoring(Section):
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Worker processes for slow rewards; 0: one per core. Quick rewards need no worker process."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. A completion over the limit counts as
-    unscored."""
+    """Time limit for scoring one completion, in seconds. A completion whose scoring takes longer
+    counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -203,7 +203,7 @@ class Filter(Section):
     max_rounds: Positive = 4
     """Maximum number of sampling rounds in which dynamic_sampling fills a step."""
     drop_flat: bool = False
-    """Train only on groups whose rewards differ; dropped groups are not replaced."""
+    """Train only on groups whose rewards are not all equal; dropped groups are not replaced."""
     mask_truncated: bool = False
     """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
@@ -318,7 +318,7 @@ class Save(Section):
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps between pages of completions with the highest and lowest rewards; 0: no pages."""
+    """Steps between pages with the highest-reward and lowest-reward completions; 0: no pages."""
     samples_shown: Positive = 20
     """Number of highest-reward and of lowest-reward completions on a page of samples."""
 
@@ -364,8 +364,8 @@ class Config(Section):
 
     @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs. A resumed run captures new graphs, which may round
-        differently.
+        """Whether training may use CUDA graphs. A resumed run captures new graphs, so its
+        results may differ by rounding.
         """
         return self.train.graphs == "auto" and not self.model.deterministic
 

@@ -110,7 +110,7 @@ def build_model(
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A sum, and the result that a solution states."""
+    """A sum, and its result as stated in a solution, which may be wrong."""
 
     sum: Sum
     result: int

@@ -38,7 +38,10 @@ class Sampling:
     max_concurrent: int = 128
     """The maximum number of completions that are generated at once."""
     cache_gigabytes: float = 0.0
-    """GiB of GPU memory for keys and values of completions; 0 means enough for full length."""
+    """GiB of GPU memory for keys and values of completions.
+
+    If it is 0, there is enough memory for all completions at full length.
+    """
     seed: int = 0
     mask_replay: bool = False
     """Whether training needs the tokens left after truncation (kept set) at every position."""
@@ -148,7 +151,7 @@ class EngineInfo:
 
 
 class News(str):
-    """An event of an engine that is not a failure."""
+    """An event that an engine reports although it is not a failure."""
 
     __slots__ = ()
 

@@ -86,7 +86,7 @@ def encode_request(batch: Batch, *, temperature: float, tokenizer: str) -> bytes
 
 
 def decode_request(body: bytes, bounds: Bounds) -> LogpRequest:
-    """Parse a request, and raise WireError if the server cannot compute it."""
+    """Parse a request, and raise WireError if the server cannot answer it."""
     tensors, metadata = _read(body)
     _check_types(tensors)
     _check_shapes(tensors)

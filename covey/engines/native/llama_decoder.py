@@ -1,10 +1,10 @@
 """Decode step of Llama-like models: direct arithmetic with the model's own weights.
 
-Any model can decode with its forward pass in transformers (transformers_decoder.py). Most models
-have Llama's architecture. For Llama-like models, this module does the same arithmetic as
-transformers with less Python code. With one token per slot, transformers' Python code takes longer
-than the arithmetic. When the engine is built, the parity check in decoder_parity.py compares the
-decoder with the model.
+For any model, a decode step can run the model's forward pass in transformers
+(transformers_decoder.py). Most models have Llama's architecture. For Llama-like models, this module
+does the same arithmetic as transformers with less Python code. With one token per slot,
+transformers' Python code takes longer than the arithmetic. When the engine is built, the parity
+check in decoder_parity.py compares the decoder with the model.
 
 In tensor shapes, W is the number of occupied slots, H of heads, K of key-value heads and L of
 positions, and D is the head size.

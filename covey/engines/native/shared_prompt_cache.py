@@ -2,7 +2,8 @@
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
 saves memory, and attention reads the prompt once for several slots. Because completions are stored
-in pages, the pool of pages may be smaller than all completions at full length.
+in pages, the pool of pages may be smaller than the memory that all completions would need at full
+length.
 
 In tensor shapes, P is the number of prompts, S of slots, K of key-value heads, C of positions, B of
 pages and T of pages per slot, and D is the head size.
