@@ -1,6 +1,7 @@
 """Access to the Hugging Face Hub. Without a network, hub libraries use only their local cache.
 
-Hub libraries that do not know that the network is missing retry for most of a minute and then fail.
+If there is no network, hub libraries retry for most of a minute and then fail, unless they are told
+to use their cache.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def _hash(name: str) -> int:
 
 
 class Address(NamedTuple):
-    """The address of one completion's random numbers. Token positions count from 0."""
+    """The address of one completion's random numbers. Token positions are counted from 0."""
 
     seed: int
     step: int

@@ -6,7 +6,7 @@ In shapes, B is the number of rows, T the padded number of completion tokens, an
 number of prompt tokens.
 
 This module does not import torch at run time, so that plain Python code (tasks, rewards, the run
-folder) can share it.
+folder) can import it.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
-    """Print why the run cannot start: its task cannot be read, or a package is missing here."""
+    """Print why the run cannot start: its task cannot be read, or a package is not installed."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
     from covey.models.four_bit import check_four_bit

@@ -228,7 +228,8 @@ def tell_start(
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
     """Print findings about useless or risky settings, except the settings in `not_own`.
 
-    `not_own` are the settings that --smoke changed. Only `covey plan` lists equivalent settings.
+    `not_own` are the settings that --smoke changed. Only `covey plan` lists different names of the
+    same algorithm.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of

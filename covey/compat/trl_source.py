@@ -21,7 +21,7 @@ ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 LARGEST = 2**63
-"""Arithmetic with larger operands is not evaluated, so that no script creates a huge number."""
+"""Arithmetic with operands above this number is not evaluated, to avoid huge numbers."""
 LARGEST_EXPONENT = 64
 RESUME = "resume_from_checkpoint"
 

@@ -37,8 +37,8 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     offload_activations: bool = False
-    """With gradient_checkpointing on a GPU, keep the inputs of layers in main memory: for long
-    sequences."""
+    """With gradient_checkpointing on a GPU, keep the inputs of layers in main memory; useful for
+    long sequences."""
     deterministic: bool = False
     """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
     reproducible."""

@@ -110,7 +110,8 @@ class Limits:
     def poll_seconds(self) -> float | None:
         """Seconds that an engine may wait for completions before it polls for new requests.
 
-        None means that there is no limit, because new requests appear only after completions.
+        None means that there is no limit, because new requests appear only after completions are
+        received.
         """
         return POLL_SECONDS if self.steady else None
 
@@ -178,7 +179,8 @@ class Engine(Protocol):
     def events(self) -> list[str]:
         """Return a line for each failure that was repaired since the last call.
 
-        The run logs all lines. A line that is an instance of `News` does not report a failure.
+        The run writes all lines to its log. A line that is an instance of `News` does not report a
+        failure.
         """
 
     def close(self) -> None:

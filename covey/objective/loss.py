@@ -97,8 +97,7 @@ class Objective:
     """The fraction of tokens, chosen by highest entropy, that get a policy gradient."""
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling.
-    Completions with a negative advantage that exceed this limit are dropped; 0 keeps all
-    completions."""
+    Completions with a negative advantage that exceed this limit are dropped; 0: keep all."""
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of a token is below this number times
     the sampler's probability; 0 keeps all completions."""

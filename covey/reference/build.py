@@ -80,7 +80,7 @@ def make_self_teacher(
 ) -> Reference:
     """Build a self-teacher, which is the policy itself at the sampling temperature.
 
-    `load` loads a second copy of the starting weights, if needed.
+    The function `load` loads a second copy of the starting weights, if needed.
     """
     section = config.teacher
     if section.policy == "current":

@@ -27,9 +27,9 @@ from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
 
 FUSED_COPY_BYTES = 64 * 2**20
-"""Weights of up to this many bytes are copied into fused matrices at the start of every generation
-call. Copying small weights is cheap, and one matrix product is faster than several small products.
-Larger models use their weights in place."""
+"""Weights of up to this many bytes are copied into fused matrices at the start of every
+generation call. Copying small weights is cheap, and one matrix product is faster than several
+small products. The weights of larger models are used in place, without a copy."""
 
 
 class UnsupportedModel(Exception):

@@ -165,8 +165,8 @@ class SharedPromptCache(KVCache):
         """Set the float8 scales from the largest keys and values [K] of prompts.
 
         The scales stay the same until the cache is emptied, because stored numbers depend on them.
-        The scales are larger than the prompts need, so that later keys and values may be larger.
-        This does not increase the relative error of a float8 number.
+        The scales are larger than the prompts need, so that later keys and values may be larger. A
+        larger scale does not increase the relative error of a float8 number.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -233,7 +233,7 @@ class SharedPromptCache(KVCache):
         self._share()
 
     def _share(self) -> None:
-        """Update the table of slots that share a prompt, which kernels read."""
+        """Update the table that tells kernels which slots have the same prompt."""
         rows = torch.from_numpy(slots_by_prompt(self.slot_rows, self.sharing.shape[1]))
         self.sharing.copy_(to_device([rows], self.place.device)[0])
 

@@ -1,8 +1,8 @@
 """The probe: compares the log-probs of server and trainer for one prompt after each sync.
 
 vLLM may keep old weights without a warning, for example in a packed head, a cached prefix, or an
-adapter of the same name. With old weights, all log-probs would be slightly wrong, so a difference
-ends the run.
+adapter of the same name. If a server had old weights, all log-probs would be slightly wrong, so a
+difference between server and trainer ends the run.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class HeadPadding:
     """Zero-padding of attention heads from `width` to `padded` dimensions.
 
     RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). A padded
-    head is `times` as wide, so its dimension times * i has the frequency of dimension i in the
-    original head. Attention divides by the square root of the padded width, so queries are
+    head is wider by the factor `times`, so its dimension times * i has the frequency of dimension i
+    in the original head. Attention divides by the square root of the padded width, so queries are
     multiplied by the square root of `times`.
     """
 
