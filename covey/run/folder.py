@@ -57,8 +57,8 @@ the old and new value of each changed setting.
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. If there are more edited settings, the note
-only gives their number.
+"""Maximum number of edited settings that a note names. If more settings were edited, the note
+contains only the number of edited settings.
 """
 
 
@@ -249,7 +249,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write to failure.txt the traceback of another process, whose error ended the run."""
+        """Write the traceback of another process, whose error ended the run, to failure.txt."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -261,7 +261,7 @@ class RunFolder:
     def new_checkpoint(self, step: int) -> Iterator[Path]:
         """Yield a folder to fill.
 
-        When the block ends, the complete folder becomes the checkpoint of `step`.
+        When the `with` block ends, the complete folder becomes the checkpoint of `step`.
         """
         with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
             yield folder
@@ -287,7 +287,7 @@ class RunFolder:
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
-        """Remove all checkpoints except the newest `keep` and the checkpoint of the best step."""
+        """Remove all checkpoints except the `keep` newest and the checkpoint of the best step."""
         for step, folder in self.checkpoints()[:-keep]:
             if step != best:
                 shutil.rmtree(folder)
