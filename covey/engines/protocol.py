@@ -40,7 +40,7 @@ class Sampling:
     cache_gigabytes: float = 0.0
     """GiB of GPU memory for keys and values of completions.
 
-    If it is 0, there is enough memory for all completions at full length.
+    With 0, the engine reserves enough memory for all completions at full length.
     """
     seed: int = 0
     mask_replay: bool = False

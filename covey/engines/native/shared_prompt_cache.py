@@ -220,7 +220,7 @@ class SharedPromptCache(KVCache):
         )
 
     def rows_for(self, prompts: Sequence[int], lengths: list[int]) -> list[int]:
-        """Assign free rows to prompts, and return them."""
+        """Assign free rows to prompts, and return the rows."""
         rows = [self.free.pop() for _ in prompts]
         self.rows |= dict(zip(prompts, zip(rows, lengths, strict=True), strict=True))
         return rows

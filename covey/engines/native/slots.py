@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy; return which slots were unfinished, and the present token counts.
 
-        A step appends one token to each unfinished slot, which may end with this token.
+        A step appends one token to each unfinished slot, whose completion may end with this token.
         """
         active, counts = self.copy.numpy()
         return active.astype(bool), counts + active if self.one_more else counts
