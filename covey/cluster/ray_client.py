@@ -54,7 +54,10 @@ class Actors:
 
     @property
     def whole_gpus(self) -> float:
-        """The number of whole GPUs. Actors that need part of a GPU run together on one GPU."""
+        """The number of whole GPUs.
+
+        Several actors can be on one GPU if each of them needs only part of it.
+        """
         share = self.need.gpus
         return math.ceil(self.count / (1 // share)) if 0 < share < 1 else self.count * share
 

@@ -18,7 +18,7 @@ class _Edits:
     """The statements of a script to replace, and the names that these statements defined."""
 
     lines: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    """For the first line of each replaced statement: its last line, and the lines to insert."""
+    """By a statement's first line number: its last line number, and the lines that replace it."""
     removed: set[str] = field(default_factory=set)
     trains: bool = False
 

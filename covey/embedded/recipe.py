@@ -248,7 +248,7 @@ def train_embedded(seed: int = SEED) -> LanguageModel:
 
 
 def main() -> None:
-    """Train the checkpoint and save it as ordinary Hugging Face files."""
+    """Train the model and save its checkpoint as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT
     model = train_embedded()
     model.model.save_pretrained(folder)

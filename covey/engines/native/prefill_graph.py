@@ -3,8 +3,8 @@
 Python takes longer to launch the kernels of a small model's forward pass than the device takes to
 run them, and all slots wait for the pass. Prompts are padded to a bucket (accel/static_buffers.py).
 The first pass of a bucket runs eagerly, the second pass is captured, and later passes replay the
-graph. All of them run the same kernels on tensors of the same shapes, so results do not depend on
-which passes came before.
+graph. All passes of a bucket run the same kernels on tensors of the same shapes, so results do not
+depend on which passes came before.
 
 In tensor shapes, N is the number of packed tokens of a bucket, and n is the number of prompts.
 """
