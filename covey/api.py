@@ -228,8 +228,8 @@ def _split(
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
     """Return the tracker objects, or None for the console, and the setting for named trackers.
 
-    Names replace the trackers in the settings, and an empty list removes them. If only objects are
-    given, the trackers in the settings stay.
+    If names are given, they replace the trackers in the settings; an empty list removes all
+    trackers. If only objects are given, the trackers in the settings stay.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]

@@ -14,7 +14,7 @@ from typing import Any
 LAYOUT = "\n\t"
 """Control characters that are not escaped."""
 JOINERS = "\u200c\u200d"
-"""Format characters that some scripts and emoji need; they do not reorder text."""
+"""Format characters that some writing systems and emoji need; they do not reorder text."""
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories without a glyph: control, format, lone surrogates, separators."""
 

@@ -1,6 +1,7 @@
 """Access to the Hugging Face Hub. Without a network, hub libraries use only their local cache.
 
-Hub libraries that do not know that the network is missing retry for most of a minute and then fail.
+If there is no network, hub libraries retry for most of a minute and then fail, unless they are told
+to use their cache.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """If the hub cannot be reached, let its libraries use their cache, and return True."""
+    """If the hub cannot be reached, let its libraries use only their cache, and return True."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():

@@ -54,7 +54,7 @@ class KeptIds(NamedTuple):
     """For each entry of `ids`, the index of its set among the M sets."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """Set logits [m, V] outside the kept sets to `nothing`, for the tokens in `part`."""
+        """Set the logits [m, V] of tokens in `part` to `nothing` outside each token's kept set."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))

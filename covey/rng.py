@@ -32,7 +32,7 @@ def _hash(name: str) -> int:
 
 
 class Address(NamedTuple):
-    """The address of one completion's random numbers. Token positions count from 0."""
+    """The address of one completion's random numbers. Token positions are counted from 0."""
 
     seed: int
     step: int
@@ -80,8 +80,8 @@ def _epoch_order(seed: int, epoch: int, size: int, purpose: int = _PROMPT_ORDER)
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
     """Return the indices of the prompts of a step, all different, in a task of `size` prompts.
 
-    Each epoch has a new order of all prompts. A step never mixes two epochs. The last prompts of an
-    epoch are left out if they do not fill a whole step.
+    Each epoch has a new order of all prompts. All prompts of a step are from the same epoch. The
+    last prompts of an epoch are left out if they do not fill a whole step.
     """
     epoch, place = divmod(step, size // count)
     order = _epoch_order(seed, epoch, size)
@@ -107,9 +107,9 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     """Return all items with a positive weight in random order, drawn in proportion to weights.
 
-    Each item i draws an exponential variable of rate `weights[i]`, and the items are sorted by
-    their variables (Efraimidis and Spirakis). A change of one weight therefore does not change the
-    order of the other items.
+    For each item i, an exponential variable of rate `weights[i]` is drawn, and the items are sorted
+    by their variables (Efraimidis and Spirakis). A change of one weight therefore does not change
+    the order of the other items.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

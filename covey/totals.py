@@ -40,7 +40,10 @@ class Totals:
     def counted(
         group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
     ) -> Totals:
-        """Count rows, given each row's group, trained tokens and rollout (None: one per row)."""
+        """Count the rollouts, trained tokens and groups of some rows.
+
+        Without `rollout`, each row is a rollout.
+        """
         groups = _sums(group, tokens)
         rollouts = None if rollout is None else _sums(rollout, tokens)
         return Totals(

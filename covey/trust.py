@@ -59,8 +59,8 @@ def is_import_path(name: str) -> bool:
 def import_callable(path: str, where: str) -> Callable[..., Any]:
     """Import a trusted function or class by `package.module:name` or `package.module.name`.
 
-    Modules in the working directory are found too, as for a script. Error messages name the config
-    key `where`.
+    Modules in the working directory are found too, as for a script. `where` is the config key that
+    error messages name.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):

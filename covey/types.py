@@ -6,7 +6,7 @@ In shapes, B is the number of rows, T the padded number of completion tokens, an
 number of prompt tokens.
 
 This module does not import torch at run time, so that plain Python code (tasks, rewards, the run
-folder) can share it.
+folder) can import it.
 """
 
 from __future__ import annotations
@@ -109,8 +109,10 @@ class Turn:
     """The environment's reward for this turn alone. The value is None if the environment gives no
     turn rewards."""
     state: str = ""
-    """The environment's state at this turn, as text. Within a group, equal texts mean equal
-    states."""
+    """The environment's state at this turn, as text.
+
+    If two turns of a group have the same text, the environment was in the same state.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +253,10 @@ class Batch:
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
-    """[B] int64: index of the row's group. Groups may have any size, and their rows any order."""
+    """[B] int64: index of the row's group.
+
+    Groups may have any size, and the rows of a group may be in any order.
+    """
     truncated: torch.Tensor
     """[B] bool: whether the completion reached the length limit."""
     parts: torch.Tensor | None = None
@@ -266,11 +271,14 @@ class Batch:
     turn_reward: torch.Tensor | None = None
     """[B, T] float64: the environment's reward for the token's turn; 0 if there is none."""
     state: torch.Tensor | None = None
-    """[B, T] int64: the environment's state at the token's turn; equal numbers are equal states."""
+    """[B, T] int64: the environment's state at the token's turn.
+
+    Equal numbers mean equal states.
+    """
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the policy at the start of the training step. The field is None
-    if it equals the current log-probability."""
+    """[B, T] log-probability under the policy at the start of the training step. The field is
+    None if this log-probability equals the current log-probability."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy. The field is None without a reference
     policy."""
@@ -299,8 +307,10 @@ class Batch:
     None if the objective has no `marks`."""
 
     host: HostRows | None = None
-    """A CPU copy of the fields that decide the layout. The field is None if the batch is on the CPU
-    or has no CPU copy."""
+    """A CPU copy of the fields that determine the layout of the batch.
+
+    The field is None if the batch is on the CPU or has no CPU copy.
+    """
     kept: KeptSets | None = None
     """The kept set of each token, on the CPU. The field is None if sampling was not truncated."""
     teacher_prompts: TeacherPrompts | None = None

@@ -257,7 +257,6 @@ def _progress(design: Design) -> Iterator[Watch]:
 
 
 def _write_report(folder: Path) -> None:
-    """Write the reports, and print the summary."""
     from covey.analysis.compare.comparison_folder import load_comparison
     from covey.analysis.compare.report_files import write_reports
     from covey.analysis.compare.report_text import terminal_report

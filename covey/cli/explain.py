@@ -70,9 +70,9 @@ def explain_command(
 ) -> None:
     """Explain the gradient of a recorded training step by group, by rollout or by token.
 
-    The command loads the nearest earlier checkpoint, and trains the step again on its recorded
-    rollouts. The output says which checkpoint was loaded. With --replay, the step is also
-    trained with other algorithms, on the same rollouts.
+    The command loads the nearest earlier checkpoint, and repeats the step with its recorded
+    rollouts. The output says which checkpoint was loaded. With --replay, other algorithms also
+    train on the rollouts of the step.
     """
     if line is not None and algorithms is not None:
         raise ConfigError(

@@ -218,7 +218,7 @@ def _value(token: ExplainedToken, name: str) -> float | None:
 
 
 def show_replay(found: Replay, console: Console) -> None:
-    """Print families of algorithms, their gradients and their cosines."""
+    """Print the families of algorithms, their gradients, and the cosines between the gradients."""
     console.print(
         f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
         "algorithms, each with one optimizer step over all rollouts",

@@ -140,7 +140,7 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
-    """Print why the run cannot start: its task cannot be read, or a package is missing here."""
+    """Print why the run cannot start: its task cannot be read, or a package is not installed."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
     from covey.models.four_bit import check_four_bit
@@ -181,7 +181,7 @@ def _memory_and_time(
 
 
 def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
-    """Print the memory of a run, and then the findings."""
+    """Print how much memory a run needs, and then the findings."""
     console.print(memory, soft_wrap=True)
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")

@@ -21,7 +21,7 @@ HEADINGS = ("model", "GPUs", "trainers", "engines", "rollout", "update", "sync",
 
 
 def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
-    """Print the best split of 8 to 1,024 GPUs, for this run's model and published sizes."""
+    """Print the best split of 8 to 1,024 GPUs, for this run's model and published model sizes."""
     from covey.analysis.plan.cluster_table import table, workload
     from covey.analysis.plan.task_facts import usable_prompt
     from covey.training.resolve import objective_of

@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, show evaluations or completions of one run, check or report it."""
+"""`covey runs`: list runs, show or check one run, and write its report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMS = {
 LEAST_FIRST = (
     "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
 )  # fmt: skip
-"""Columns in the order in which a narrow terminal drops them."""
+"""Columns that a narrow terminal leaves out, in the order in which they are left out."""
 SHOW = "show"
 
 

@@ -72,7 +72,7 @@ Trust = Annotated[
 Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
-"""The status text while torch is imported, which takes seconds."""
+"""The status text that is shown while torch is imported, because the import takes seconds."""
 
 
 class _LateTorch(ModuleType):
@@ -114,8 +114,8 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
     """Return the configuration to load: the given configuration, or the embedded model's recipe.
 
-    The result is None for another model or task, because the recipe's learning rate and lengths
-    would not fit.
+    The result is None if the model or the task is not the embedded one, because the recipe's
+    learning rate and lengths would not fit.
     """
     if source is not None:
         return source
@@ -228,7 +228,8 @@ def tell_start(
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
     """Print findings about useless or risky settings, except the settings in `not_own`.
 
-    `not_own` are the settings that --smoke changed. Only `covey plan` lists equivalent settings.
+    `not_own` are the settings that --smoke changed. Only `covey plan` lists different names of the
+    same algorithm.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of

@@ -97,8 +97,8 @@ class Training:
     ) -> None:
         """Resume a run with its own settings plus overrides, or only print these settings.
 
-        If `verify` is true, the last saved step is trained again before the run resumes. The new
-        weights must equal those of the newest checkpoint.
+        If `verify` is true, the last saved step is repeated before the run resumes. The new weights
+        must equal those of the newest checkpoint.
         """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
@@ -162,7 +162,7 @@ class Training:
 
 
 def _verify(run: RunFolder) -> None:
-    """Train up to the newest checkpoint again; raise RunError if the weights differ."""
+    """Repeat the training up to the newest checkpoint; raise RunError if the weights differ."""
     with waiting("computing the last saved step again"):
         from covey.analysis.verify.recompute import recomputed
 

@@ -1,8 +1,8 @@
 """Distributes the trainer's requests over engines in Ray actors.
 
-All requests of a prompt go to the same actor. If an actor dies, a new actor generates all of its
-requests again. If the cluster has no resources for a new actor, the remaining actors take over the
-requests.
+All requests of a prompt go to the same actor. If an actor dies, a new actor generates the
+completions of all its requests again. If the cluster has no resources for a new actor, the
+remaining actors take over the requests.
 """
 
 from __future__ import annotations

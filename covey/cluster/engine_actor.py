@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, which generates in a thread while calls add and fetch data.
+"""An engine in a Ray actor, which generates in a thread while calls add requests and fetch results.
 
 Every generation run names the version of the weights that it needs. A restarted actor has no
 weights and fetches the named version, so it never generates with other weights.
@@ -16,7 +16,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights in Ray's object store: name -> bytes in a node's shared memory, and the dtype."""
+"""Weights in Ray's object store: for each name, bytes in a node's shared memory, and the dtype."""
 Row = tuple[Any, ...]
 
 

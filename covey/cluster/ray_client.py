@@ -54,7 +54,10 @@ class Actors:
 
     @property
     def whole_gpus(self) -> float:
-        """The number of whole GPUs. Actors that need part of a GPU run together on one GPU."""
+        """The number of whole GPUs.
+
+        Several actors can be on one GPU if each of them needs only part of it.
+        """
         share = self.need.gpus
         return math.ceil(self.count / (1 // share)) if 0 < share < 1 else self.count * share
 
@@ -145,7 +148,7 @@ class Holder:
 
 
 _held: list[Any] = []
-"""References that keep the `Holder` actors alive as long as this process."""
+"""Ray references to the `Holder` actors, which keep the actors alive as long as this process."""
 
 
 def _set_aside(count: int) -> None:

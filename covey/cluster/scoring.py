@@ -1,7 +1,7 @@
 """Scoring in Ray actors: each actor runs a scoring pool with time and memory limits.
 
-If an actor dies, its job is scored again by another actor. The second scoring gives the same
-result, because a reward depends only on the completion.
+If an actor dies, its job is scored again by another actor. If a completion is scored twice, the
+result is the same, because a reward depends only on the completion.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class _Ranks:
     """The ranks of a run, in the process that started them."""
 
     actors: list[Any]
-    """The actors of the ranks, in the order of ranks once `start` was called."""
+    """The actors of the ranks; after `start`, they are in the order of ranks."""
     codes: dict[int, int] = field(default_factory=dict)
     """The exit codes of ended ranks; negative if a signal or a dead actor ended the rank."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)
@@ -133,7 +133,7 @@ class _Ranks:
         ray.get(started)
 
     def followed(self) -> int:
-        """Print the output of the ranks until all have ended; return the exit code of the run."""
+        """Print the output of the ranks until all ranks have ended; return the run's exit code."""
         for rank in range(len(self.actors)):
             threading.Thread(target=self._follow, args=(rank,), daemon=True).start()
         limit = float("inf")

@@ -47,14 +47,14 @@ class Ported:
     """A configuration made from TRL's options."""
 
     settings: Mapping[str, Any]
-    """Dotted setting -> value."""
+    """The values of the settings, by dotted name."""
     notes: tuple[str, ...]
     """A line for each option without a counterpart, or with a different meaning in Covey."""
     given: frozenset[str] = frozenset()
     """The settings that the script's options determine. All other settings are TRL's defaults."""
 
     computed: Mapping[str, str] = field(default_factory=dict)
-    """Setting -> the option that it depends on, if the script computes the option's value."""
+    """For each setting, the option that it depends on, if a script computes the option's value."""
     unpacked: tuple[str, ...] = ()
     """Each `**name` in the script whose options are not known."""
 
@@ -139,7 +139,10 @@ def _missing(given: Arguments) -> list[str]:
 
 
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that depend on an option; all but the first only if they are set."""
+    """Return the settings that depend on an option.
+
+    The first setting is always returned, and the others only if the script sets them.
+    """
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]
     return found if first is None else [first, *found]
@@ -316,7 +319,7 @@ def _rhythm(options: Mapping[str, Any], updates: int) -> tuple[Settings, list[st
 
 
 def _warmup(options: Mapping[str, Any]) -> Settings:
-    """Return the warm-up, in optimizer steps or as a share of the run."""
+    """Return the warm-up, in optimizer steps or as a fraction of the run."""
     steps = options.get("warmup_steps") or 0
     if not steps:
         return {}

@@ -8,7 +8,7 @@ from typing import Any
 Convert = Callable[[Any], Any]
 
 ALGORITHMS = {"bnpo": "dapo"}
-"""TRL's loss_type -> Covey's algorithm, if the two names differ."""
+"""Covey's algorithm for a loss_type of TRL, if the two names differ."""
 
 VERSION = "1.16"
 """The version of TRL that the options and defaults in this module come from."""
@@ -79,8 +79,10 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "seed": ("seed", _same),
     "report_to": ("trackers", _trackers),
 }
-"""TRL's option -> Covey's setting and a function that converts the value. If the function returns
-None, the setting is omitted."""
+"""Covey's setting for an option of TRL, and a function that converts the option's value.
+
+If the function returns None, the setting is omitted.
+"""
 
 _NOT_NEEDED = "not needed"
 _HUB = "use `covey export`, and upload the folder"
@@ -167,7 +169,7 @@ NAMED: Mapping[str, str] = {
     "vespo_lambda_pos": "set objective.rate_pos",
     "vespo_lambda_neg": "set objective.rate_neg",
 }  # fmt: skip
-"""TRL's option -> advice on what to do instead."""
+"""Advice on what to do instead of an option of TRL, by the option's name."""
 
 HANDLED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -201,7 +203,7 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "logging_steps": (),  # a note; used only if eval_steps is missing
     "max_prompt_length": ("rollout.long_prompts",),
 }  # fmt: skip
-"""Options that are ported in combination with other options -> the settings that depend on them."""
+"""The settings that depend on an option, if the option is ported in combination with others."""
 
 _STEPS = ("train.steps", "save.every", "evaluate.every")
 COMPUTED: Mapping[str, tuple[str, ...]] = {
@@ -211,7 +213,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
-"""Option -> further settings that can be computed only if the option's value is known."""
+"""Further settings that can be computed from an option only if the option's value is known."""
 
 TRAINER: Mapping[str, str] = {
     "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
@@ -222,4 +224,4 @@ TRAINER: Mapping[str, str] = {
     "processing_class": "the tokenizer is that of the model's folder",
     "environment_factory": "pass it as environment=... to covey.train",
 }
-"""Argument of GRPOTrainer -> advice on what to do instead."""
+"""Advice on what to do instead of an argument of GRPOTrainer, by the argument's name."""

@@ -18,7 +18,7 @@ class _Edits:
     """The statements of a script to replace, and the names that these statements defined."""
 
     lines: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    """Number of a statement's first line -> number of its last line, and the lines to insert."""
+    """By a statement's first line number: its last line number, and the lines that replace it."""
     removed: set[str] = field(default_factory=set)
     trains: bool = False
 
@@ -42,8 +42,9 @@ class _Edits:
 def covey_script(text: str, config: str, name: str = "script.py") -> str:
     """Return a script that trains with Covey on the data and the reward functions of a TRL script.
 
-    `config` is the configuration file that `covey port` wrote. The lines of the script stay, except
-    imports and objects of TRL and peft. `trainer.train()` becomes a call of `covey.train`.
+    `config` is the configuration file that `covey port` wrote. All lines of the script are kept,
+    except those that import or create objects of TRL and peft. `trainer.train()` becomes a call of
+    `covey.train`.
     """
     tree = parsed(text, name)
     trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)
@@ -151,7 +152,7 @@ def _rewards(tree: ast.Module, functions: ast.expr) -> str:
 
 
 def _leftovers(lines: list[str], removed: set[str]) -> list[str]:
-    """Return a comment for each name that the script still uses although its object is gone."""
+    """Return a comment for each name that the script still uses although its object was removed."""
     tree = parsed("\n".join(lines), "the ported script")
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return [f"# {name} was an object of TRL: change the lines below that use it"

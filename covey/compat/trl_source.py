@@ -21,7 +21,7 @@ ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 LARGEST = 2**63
-"""Arithmetic with larger operands is not evaluated, so that no script creates a huge number."""
+"""Arithmetic with operands above this number is not evaluated, to avoid huge numbers."""
 LARGEST_EXPONENT = 64
 RESUME = "resume_from_checkpoint"
 
@@ -160,7 +160,7 @@ class Arguments:
     options: dict[str, Any] = field(default_factory=dict)
     """The arguments with known values."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Name -> source code of each argument whose value the script computes."""
+    """Source code of each argument whose value the script computes, by the argument's name."""
     unpacked: list[str] = field(default_factory=list)
     """Each `**name` whose keys are not all known."""
 
@@ -203,7 +203,7 @@ def attributes(tree: ast.Module, config: ast.Call, trainer: ast.Call | None) -> 
 
 
 def _sets(node: ast.stmt) -> list[tuple[ast.expr, str, ast.expr]]:
-    """Return the object, the attribute and the value of each attribute that a statement sets."""
+    """For each attribute that a statement sets, return the object, the attribute and the value."""
     pairs = assigned(node)
     if isinstance(node, ast.AugAssign):
         pairs = [(node.target, node.value)]
@@ -254,7 +254,7 @@ def _beside(tree: ast.Module, config: ast.Call) -> list[ast.stmt]:
 
 
 def _binds(node: ast.AST) -> list[str]:
-    """Return the names that a node binds or deletes."""
+    """Return the names that a syntax node binds or deletes."""
     match node:
         case ast.Name(ctx=ast.Store() | ast.Del()):
             return [node.id]
@@ -272,7 +272,7 @@ def _binds(node: ast.AST) -> list[str]:
 
 
 def _may_change(node: ast.AST) -> list[str]:
-    """Return the names of objects that a node may change: by a method, an item or a function."""
+    """Return the names of objects that a statement or an expression may change."""
     found: list[ast.expr] = []
     match node:
         case ast.Attribute():
@@ -287,7 +287,7 @@ def _may_change(node: ast.AST) -> list[str]:
 
 
 def _arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
-    """Compute with two numbers, or join two strings."""
+    """Return the result of an operator that is applied to two numbers or to two strings."""
     both = (left, right)
     joined = isinstance(op, ast.Add) and all(isinstance(item, str) for item in both)
     numbers = all(isinstance(item, int | float) and abs(item) < LARGEST for item in both)

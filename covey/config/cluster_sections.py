@@ -41,7 +41,7 @@ class Vllm(Section):
     patience: Seconds = 600.0
     """Seconds to wait for a server to start or come back."""
     restarts: Count = 3
-    """How often a dead server is started again, or waited for, before the run ends."""
+    """Number of times that a dead server is restarted, or waited for, before the run ends."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
@@ -53,12 +53,12 @@ class Cluster(Section):
     """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
     and an empty address means no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Number of trainer ranks that Ray starts; 0: this process or torchrun's ranks train."""
+    """Number of trainer ranks that Ray starts; 0: train in this process or in torchrun's ranks."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per trainer rank that Ray starts."""
     engines: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Number of engine actors per trainer rank, each with a copy of the model; 0: the ranks
-    generate."""
+    """Number of engine actors per trainer rank, each with a copy of the model; 0: the trainer
+    ranks generate."""
     max_engines: Count = 0
     """Maximum number of engine actors. Actors beyond cluster.engines start when the cluster has
     free resources; 0: no such actors."""
@@ -74,7 +74,7 @@ class Cluster(Section):
     reference_actor: bool = False
     """Whether a frozen reference runs in its own actor, with the resources of an engine."""
     restarts: Count = 3
-    """Maximum number of actor deaths in a run; one more ends the run."""
+    """Maximum number of actor deaths in a run; one more death ends the run."""
     patience: Seconds = 300.0
     """Seconds to wait for the resources of an actor."""
 
@@ -103,8 +103,8 @@ class Parallel(Section):
     """[parallel]. Settings of runs with several ranks, which torchrun starts."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """How ranks share the model. ddp: every rank has the whole model; fsdp: parameters, gradients
-    and optimizer state are divided among ranks (FSDP2)."""
+    """How the model is distributed over the ranks. ddp: every rank has the whole model; fsdp:
+    parameters, gradients and optimizer state are divided among ranks (FSDP2)."""
     shard_ranks: Count = 0
     """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
     ranks of one machine; 0: all ranks."""

@@ -30,5 +30,5 @@ class Preferences(Section):
     file: str = ""
     """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""
     max_tokens: Count = 0
-    """Leave out pairs with a completion of more tokens than this; 0: the limit is
+    """Leave out pairs in which a completion has more tokens than this; 0: the limit is
     rollout.max_tokens."""

@@ -24,8 +24,8 @@ class Curriculum(Section):
     """Stop drawing a prompt once its pass rate over all its completions reaches this value, such as
     0.9; 0: never."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """How the parts of a mixed task share a step's prompts. fixed: by the parts' weights; progress:
-    by the recent change of each part's pass rate."""
+    """How a step's prompts are divided among the parts of a mixed task. fixed: by the parts'
+    weights; progress: by the recent change of each part's pass rate."""
 
     @property
     def active(self) -> bool:

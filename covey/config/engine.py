@@ -32,11 +32,11 @@ class Engine(Section):
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """GiB for keys and values of completions on a GPU. If completions need more memory, the native
-    engine pauses the youngest completions and continues them later. With 0, the engine reserves
-    memory for all completions at rollout.max_tokens, if so much is free."""
+    """GiB for keys and values of completions on a GPU. If completions need more memory, the
+    native engine pauses the completions with the fewest tokens and continues them later. With 0,
+    the engine reserves memory for all completions at rollout.max_tokens, if so much is free."""
 
     @property
     def rounds(self) -> str:
-        """The setting that makes the engine round to float8; empty if it does not round."""
+        """The setting that makes the engine use float8; empty if no setting does."""
         return next((name for name in ("dtype", "kv_dtype") if getattr(self, name) == "float8"), "")

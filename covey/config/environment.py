@@ -29,7 +29,7 @@ class Environment(Named):
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Number of worker processes for environments that are not quick; 0: one per core."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of one environment step, in seconds. A step over the limit ends the rollout with
-    an error."""
+    """Time limit of one environment step, in seconds. A step that takes longer ends the rollout
+    with an error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""

@@ -127,7 +127,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the `name` of a section: given, default, or implied by other keys."""
+    """Return the `name` of a section: given, the default, or implied by other keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))

@@ -92,7 +92,7 @@ OTHER_NAMES: Mapping[str, Names] = MappingProxyType(
         "save.rollouts": Names("log_completions", "trainer.rollout_data_dir"),
     }
 )
-"""Setting of Covey -> its names in other libraries."""
+"""Names of each setting of Covey in other libraries."""
 
 
 def ours(name: str) -> str | None:
@@ -109,4 +109,4 @@ def ours(name: str) -> str | None:
 
 
 COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temperature"})
-"""Last components of verl's dotted names that many settings share, such as `enable`."""
+"""Last components, such as `enable`, that occur in many of verl's dotted names."""

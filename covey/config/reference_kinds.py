@@ -38,7 +38,7 @@ def check_reference(section: Section) -> None:
 
 
 SELF_TEACHER = ("alpha", "every", "context", "template")
-"""The settings of [teacher] that only teacher.policy reads."""
+"""The settings of [teacher] that are used only together with teacher.policy."""
 
 
 def check_teacher(section: Teacher, *, privileged: bool) -> None:

@@ -31,8 +31,10 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "save.review_answers": "save.samples_shown",
     }
 )
-"""Old key -> new key. The entry of a section applies to all keys of the section that have no entry
-of their own."""
+"""The new key of each old key.
+
+The entry of a section applies to all keys of the section that have no entry of their own.
+"""
 
 
 def new_setting(key: str) -> str | None:

@@ -37,8 +37,8 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     offload_activations: bool = False
-    """With gradient_checkpointing on a GPU, keep the inputs of layers in main memory: for long
-    sequences."""
+    """With gradient_checkpointing on a GPU, keep the inputs of layers in main memory; useful for
+    long sequences."""
     deterministic: bool = False
     """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
     reproducible."""
@@ -52,7 +52,7 @@ class Model(Section):
     """Text that every completion starts with. The prefill belongs to the prompt, so it is not
     trained."""
     prefill_in_text: bool = True
-    """Score and record completions with the prefill in front."""
+    """Include the prefill text in the completions that are scored and recorded."""
 
 
 class Adapter(Section):
@@ -183,8 +183,8 @@ class Scoring(Section):
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Worker processes for slow rewards; 0: one per core. Quick rewards need no worker process."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. A completion over the limit counts as
-    unscored."""
+    """Time limit for scoring one completion, in seconds. A completion whose scoring takes longer
+    counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -203,7 +203,7 @@ class Filter(Section):
     max_rounds: Positive = 4
     """Maximum number of sampling rounds in which dynamic_sampling fills a step."""
     drop_flat: bool = False
-    """Train only on groups whose rewards differ; dropped groups are not replaced."""
+    """Train only on groups whose rewards are not all equal; dropped groups are not replaced."""
     mask_truncated: bool = False
     """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
@@ -279,7 +279,7 @@ class Sft(Section):
     max_tokens: Count = 0
     """Leave out solutions with more tokens than this; 0: the limit is rollout.max_tokens."""
     template: str = "<think>{worked}</think><answer>{answer}</answer>"
-    """Format of a solution, with {worked}, {solution} and {answer}."""
+    """Template for the text of a solution, with the fields {worked}, {solution} and {answer}."""
     file: str = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50
@@ -318,7 +318,7 @@ class Save(Section):
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps between pages of completions with the highest and lowest rewards; 0: no pages."""
+    """Steps between pages with the highest-reward and lowest-reward completions; 0: no pages."""
     samples_shown: Positive = 20
     """Number of highest-reward and of lowest-reward completions on a page of samples."""
 
@@ -364,8 +364,8 @@ class Config(Section):
 
     @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs. A resumed run captures new graphs, which may round
-        differently.
+        """Whether training may use CUDA graphs. A resumed run captures new graphs, so its
+        results may differ by rounding.
         """
         return self.train.graphs == "auto" and not self.model.deterministic
 

@@ -62,7 +62,7 @@ class Train(Section):
     stop_on: Names = Field(default_factory=list)
     """Health findings that end the run, such as nan or collapse; docs/health.md lists them."""
     patience: Count = 0
-    """End the run if the metric save.best has no new best in this many measurements; 0: never."""
+    """End the run if the metric save.best does not improve in this many measurements; 0: never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,5 +104,8 @@ class Train(Section):
 
     @property
     def total_updates(self) -> int:
-        """The number of optimizer steps of a run; with a token budget, of `train.steps` steps."""
+        """The number of optimizer steps of a run.
+
+        With a token budget, it is the number for `train.steps` training steps.
+        """
         return self.amount if self.budget == "updates" else self.steps * self.updates

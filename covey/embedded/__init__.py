@@ -7,4 +7,4 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 CALCULATOR = Path(__file__).parent / "calculator_checkpoint"
 """The checkpoint of the model `embedded-calculator`, which can call a calculator."""
 MODELS = {"embedded": CHECKPOINT, "embedded-calculator": CALCULATOR}
-"""Name in model.path -> checkpoint folder."""
+"""The checkpoint folder of each name that model.path may have."""

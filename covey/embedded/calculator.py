@@ -103,7 +103,7 @@ def train_calculator(seed: int = SEED) -> LanguageModel:
 
 
 def main() -> None:
-    """Train the checkpoint and save it, in bfloat16, as ordinary Hugging Face files."""
+    """Train the model and save its checkpoint, in bfloat16, as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CALCULATOR
     model = train_calculator()
     model.model.bfloat16().save_pretrained(folder)

@@ -110,7 +110,7 @@ def build_model(
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A sum, and the result that a solution states."""
+    """A sum, and its result as stated in a solution, which may be wrong."""
 
     sum: Sum
     result: int
@@ -124,9 +124,9 @@ def correct_working(sums: Sequence[Sum]) -> list[Worked]:
 def careless_result(sum: Sum, random: Random) -> int:
     """Return the result of a careless solution, which may forget the carry of a sum.
 
-    Additions may forget the carry, as in 47+8=45. Subtractions may subtract the smaller digit from
-    the larger, as in 55-6=51. A carry is forgotten in 67 % of the sums with digit 3, and in 91 % of
-    the sums with digit 9.
+    In an addition, the carry may be forgotten, as in 47+8=45. In a subtraction, the smaller digit
+    may be subtracted from the larger, as in 55-6=51. The carry is forgotten in 67 % of the sums
+    whose second operand is 3, and in 91 % if it is 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
         return sum.result
@@ -136,9 +136,11 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Return working with deliberate mistakes; each step continues from the previous step's result.
+    """Return the steps of a solution with deliberate mistakes.
 
-    The working is None if a number leaves the range of the task, or if a step is a held-out sum.
+    Each step continues from the previous result.
+
+    The result is None if a number leaves the range of the task, or if a step is a held-out sum.
     """
     working: list[Worked] = []
     left = sums[0].left
@@ -161,7 +163,7 @@ def write_solution(working: Sequence[Worked]) -> str:
 
 
 def write_broken(working: Sequence[Worked], random: Random) -> str:
-    """Write a solution with a tag, or the final answer, left out."""
+    """Write a solution in which a tag or the final answer is missing."""
     steps, answer = _steps(working), f"{working[-1].result:02d}"
     return random.choice(
         (
@@ -246,7 +248,7 @@ def train_embedded(seed: int = SEED) -> LanguageModel:
 
 
 def main() -> None:
-    """Train the checkpoint and save it as ordinary Hugging Face files."""
+    """Train the model and save its checkpoint as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT
     model = train_embedded()
     model.model.save_pretrained(folder)

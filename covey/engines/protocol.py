@@ -24,7 +24,7 @@ function.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Generation settings that all requests of one engine run share."""
+    """Generation settings, which are the same for all requests of one run of an engine."""
 
     group_size: int = 1
     """The number of completions of each prompt."""
@@ -38,14 +38,20 @@ class Sampling:
     max_concurrent: int = 128
     """The maximum number of completions that are generated at once."""
     cache_gigabytes: float = 0.0
-    """GiB of GPU memory for keys and values of completions; 0 means enough for full length."""
+    """GiB of GPU memory for keys and values of completions.
+
+    With 0, the engine reserves enough memory for all completions at full length.
+    """
     seed: int = 0
     mask_replay: bool = False
     """Whether training needs the tokens left after truncation (kept set) at every position."""
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions include the tokens that truncation kept; greedy ones never do."""
+        """Whether completions include the tokens that truncation kept.
+
+        Greedy completions never do.
+        """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )
@@ -106,7 +112,8 @@ class Limits:
     def poll_seconds(self) -> float | None:
         """Seconds that an engine may wait for completions before it polls for new requests.
 
-        None means that there is no limit, because new requests appear only after completions.
+        None means that there is no limit, because new requests appear only after completions are
+        received.
         """
         return POLL_SECONDS if self.steady else None
 
@@ -147,7 +154,7 @@ class EngineInfo:
 
 
 class News(str):
-    """An event of an engine that is not a failure."""
+    """An event that an engine reports although it is not a failure."""
 
     __slots__ = ()
 
@@ -163,7 +170,7 @@ class Engine(Protocol):
         """Generate until the source has no more requests."""
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Generate with these weights from now on; `version` counts their optimizer steps.
+        """Generate with these weights from now on; `version` is their number of optimizer steps.
 
         The method returns when the engine has the weights; the caller may then change the tensors.
         If `info.loads_in_flight` is true, another thread may call this method during `run`.
@@ -174,7 +181,8 @@ class Engine(Protocol):
     def events(self) -> list[str]:
         """Return a line for each failure that was repaired since the last call.
 
-        The run logs all lines. Lines of the class `News` do not count as failures.
+        The run writes all lines to its log. A line that is an instance of `News` does not report a
+        failure.
         """
 
     def close(self) -> None:

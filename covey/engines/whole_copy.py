@@ -1,4 +1,4 @@
-"""Wrap an engine with its own weights, and keep a full copy of a sharded policy.
+"""Keep a full copy of a sharded policy, for engines that have their own weights.
 
 Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The native
 engine generates with the full copy, and therefore updates the copy. For other engines, the class

@@ -52,7 +52,10 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """Return the reward minus its group's mean weighted by `share`; 0 if all rewards are equal."""
+    """Return the reward minus its group's mean, which is weighted by `share`.
+
+    If all rewards of a group are equal, return 0.
+    """
     rewards = rewards.double()
     scored = ~rewards.isnan()
     values, share = rewards.where(scored, 0.0), share.double().where(scored, 0.0)
@@ -150,7 +153,10 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps); equal values give 0."""
+    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps).
+
+    If all values are equal, return 0.
+    """
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -193,7 +199,9 @@ def parts_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The reward parts, each standardized in its group, weighted, added up, and whitened.
+    """The weighted sum of the parts of the reward, whitened.
+
+    Each part is first standardized in its group.
 
     GDPO, 2601.05242. `gate` is the index of a part; where that part is below `gate_at`, the other
     parts count as 0.
@@ -233,9 +241,9 @@ def divided_by_mean(
 def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
     """The reward minus its group's mean, divided by the std of mixed groups plus eps. ScaleRL.
 
-    A mixed group has rewards that differ; other groups do not count in the std. Advantages are
-    multiplied by (number of groups / number of mixed groups). The factor makes a mean over all
-    groups equal to a mean over the mixed groups alone.
+    A mixed group has rewards that differ from each other; other groups do not count in the std.
+    Advantages are multiplied by (number of groups / number of mixed groups). The factor makes a
+    mean over all groups equal to a mean over the mixed groups alone.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
@@ -304,8 +312,8 @@ def group_whitened(
     """The centered rewards C_i = R_i - mean_g R, divided by their std over the batch plus eps.
 
     REINFORCE++-baseline. arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
-    std are over tokens. With token weighting, long completions count more, and the mean is no
-    longer 0.
+    std are over tokens. With token weighting, long completions count more, and the mean advantage
+    is no longer 0.
     """
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")

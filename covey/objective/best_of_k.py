@@ -83,6 +83,6 @@ def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _coefficients(values: torch.Tensor, of: Callable[[int], int]) -> torch.Tensor:
-    """Return the counts `of(1)`, ..., `of(n)` as float64."""
+    """Return the values `of(1)`, ..., `of(n)` as a float64 tensor."""
     counts = [float(of(rank)) for rank in range(1, len(values) + 1)]
     return torch.tensor(counts, dtype=torch.float64, device=values.device)

@@ -52,7 +52,7 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Set the options that all algorithms have; with their defaults, nothing changes."""
+    """Set the options that all algorithms have. Their default values change nothing."""
     given = {
         "kl_in": kl_in,
         "kl_target": kl_target,

@@ -90,5 +90,7 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Correction -> value of its bounded quantity if sampler and trainer agree. All other corrections
-bound a ratio, which is 1 if sampler and trainer agree."""
+"""The value that the bounded quantity of a correction has if sampler and trainer agree.
+
+All other corrections bound a ratio, which is 1 if sampler and trainer agree.
+"""

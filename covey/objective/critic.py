@@ -87,7 +87,10 @@ def clipped_value_loss(
     *,
     value_clip: float = 0.2,
 ) -> ValueLoss:
-    """Return, per token, half the larger squared error of the value and the clipped value."""
+    """Return half the squared error of each token's value.
+
+    If the error of the clipped value is larger, use that error instead.
+    """
     plain = (values - targets).square()
     if not value_clip:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))

@@ -131,7 +131,7 @@ COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "
 
 
 def row(description: Description) -> tuple[str, ...]:
-    """Return one algorithm as a row under `COLUMNS`."""
+    """Return the table row of an algorithm, with a cell for each of `COLUMNS`."""
     pieces = description.pieces
     return (
         description.name,
@@ -180,7 +180,7 @@ def page(name: str, curves: str = "") -> str:
 
 
 def _picture(name: str, curves: str) -> list[str]:
-    """Return the section with the curves."""
+    """Return the section of an algorithm's page that shows its curves."""
     return [
         "## Curves",
         "",
@@ -207,7 +207,7 @@ def _options_table(options: list[OptionLine]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Put the indented formulas into code fences, and the first word of departures in bold."""
+    """Put indented formulas into code fences, and labels such as `Departure:` in bold."""
     blocks = []
     for block in text.split("\n\n"):
         if block.startswith("    "):

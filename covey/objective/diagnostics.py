@@ -1,8 +1,8 @@
 """Diagnostics of a training step: exact means over trained tokens, for any micro-batches.
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
-means. If all tokens of a completion have the same ratio, the ratio and the clip count each row
-once.
+means. If all tokens of a completion have the same ratio, the metrics of the ratio and the clip
+count each row once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Measured:
     """Measurements that can be merged over ranks."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Name of a measurement -> sum and count."""
+    """Sum and count of each measurement, by its name."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Name of a measurement -> smallest and largest value."""
+    """Smallest and largest value of each measurement, by its name."""
 
     @staticmethod
     def joined(parts: Sequence[Measured]) -> Measured:
@@ -71,7 +71,7 @@ class Meter:
         self._added.setdefault(name, []).append((value, count))
 
     def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """Add one observation of each tensor for each element in the mask."""
+        """For each tensor, add every element inside the mask as one observation."""
         stacked = torch.stack([v.double() for v in values.values()])
         sums = stacked.where(mask, 0.0).flatten(1).sum(dim=1)
         count = mask.sum(dtype=torch.float64)
@@ -84,7 +84,7 @@ class Meter:
             self._ranges.setdefault(name, []).append((low.double(), high.double()))
 
     def read(self) -> dict[str, float]:
-        """Return means, and extremes as `name_min` and `name_max`, of all observations."""
+        """Return the means of all observations, and the extremes as `name_min` and `name_max`."""
         return self.measured().means()
 
     def measured(self) -> Measured:

@@ -70,7 +70,7 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
     """Return the share of tokens with A > 0 in the sum of r |A| over all unclipped tokens.
 
     The share is 1 if there are no unclipped tokens. Raising the upper or the lower clip bound
-    raises the share.
+    raises this share of tokens with A > 0.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

@@ -31,7 +31,9 @@ def kept_rows(
     keep: int,
     metric: Metric = "length",
 ) -> torch.Tensor:
-    """Return a mask [B] of each group's `keep` best rows: shortest, or with most reward per token.
+    """Return a mask [B] of the `keep` best rows of each group.
+
+    The best rows are the shortest, or those with the most reward per token.
 
     Ties go to the shorter completion, and then to the earlier completion. A completion that could
     not be scored is never kept.

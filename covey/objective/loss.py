@@ -64,7 +64,7 @@ class Objective:
 
     advantage: Callable[[Batch], torch.Tensor]
     """Advantages [B, T] for the batch of a whole training step, one row for each rollout. With
-    filter.skip_zero_gradient, old_logp is available only if `reads` names it."""
+    filter.skip_zero_gradient, old_logp is available only if it is in the objective's `reads`."""
     ratio: Ratio
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]
@@ -97,7 +97,7 @@ class Objective:
     """The fraction of tokens, chosen by highest entropy, that get a policy gradient."""
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling.
-    Completions with a negative advantage are dropped above this limit; 0 keeps all completions."""
+    Completions with a negative advantage that exceed this limit are dropped; 0: keep all."""
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of a token is below this number times
     the sampler's probability; 0 keeps all completions."""
@@ -106,7 +106,7 @@ class Objective:
     """Names of the parts of the reward that `advantage` reads, in this order. An empty tuple means
     all parts, in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """The inputs that `advantage` needs; `needs` adds the inputs of other pieces and options."""
+    """The inputs of `advantage`; the property `needs` adds those of other pieces and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -138,18 +138,18 @@ class Objective:
 
     @property
     def corrects(self) -> bool:
-        """Whether the objective corrects for the engine's different log-probabilities."""
+        """Whether the objective corrects for differences between engine and trainer."""
         return self.correction is not None or self.veto > 0.0
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether old_logp is read only by corrections that each depend on one rollout."""
+        """Whether only corrections read old_logp, each of which depends on a single rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 
     @property
     def per_sequence(self) -> bool:
-        """Whether all tokens of a row share one ratio."""
+        """Whether all tokens of a row have the same ratio."""
         return self.ratio in PER_SEQUENCE
 
     @property
@@ -290,7 +290,7 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the contribution of some rows to the step's loss; all contributions add up.
+    """Return the contribution of some rows to the step's loss, the sum of all contributions.
 
     A rollout's rows must all be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.

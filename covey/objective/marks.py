@@ -55,7 +55,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
 
 
 def scored_tokens(batch: Batch) -> torch.Tensor:
-    """Return the mask [B, T] without unscored rollouts, which are left out of all statistics."""
+    """Return the mask [B, T] without the tokens of rollouts whose scoring failed."""
     return batch.mask & ~batch.rewards.isnan()[:, None]
 
 

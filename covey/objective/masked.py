@@ -27,7 +27,7 @@ def row_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def row_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Return the number of trained tokens of each completion, [B, 1]; at least 1, as a divisor."""
+    """Return the number of trained tokens of each completion, [B, 1]. A count of 0 becomes 1."""
     return mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -37,7 +37,9 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Copy the mean of each completion to its trained tokens [B, T]; other tokens get 0.
+    """Return, at each trained token, the mean of the values over its completion, [B, T].
+
+    Other tokens get 0.
 
     The gradient is also averaged over the completion. If all tokens of a completion have the same
     gradient, as with one advantage per completion, the result is exactly this gradient. So sequence

@@ -27,9 +27,9 @@ from covey.types import Batch
 def best_against_worst(batch: Batch) -> torch.Tensor:
     """Advantages +c for the best completion of a group, -c for the worst, and 0 for the others.
 
-    Ties go to the shorter completion, and then to the earlier completion. A group of equal rewards
-    has no pair. The value c is (groups / pairs), so that a mean over all groups equals a mean over
-    the groups with a pair.
+    Ties go to the shorter completion, and then to the earlier completion. A group whose rewards are
+    all equal has no pair. The value c is the number of groups divided by the number of pairs, so
+    that a mean over all groups equals a mean over the groups with a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)

@@ -38,7 +38,7 @@ def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-ratio of a whole completion as one action, log q = sum_t x.
+    """The log-ratio log q = sum_t x of a whole completion, which is treated as one action.
 
     RLOO, arXiv 2402.14740.
     """

@@ -1,4 +1,4 @@
-"""Means over the tokens of completions; a gradient that all tokens share passes through exactly."""
+"""Means over the tokens of completions, with an exact gradient if it is equal at all tokens."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """GTPO of arXiv 2508.03772: tokens that bad completions share with good ones get no gradient.
+    """GTPO of arXiv 2508.03772: bad completions get no gradient for tokens shared with good ones.
 
     The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, or 0 if its mean
     entropy H_i exceeds max_entropy. A conflict token occurs at the same position in a good and a
@@ -163,7 +163,7 @@ def _conflicts(
 
 
 def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
-    """Return column indices [B, T] that put the last trained token first."""
+    """Return column indices [B, T] that reverse the trained tokens; other tokens are last."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return columns.where(mask, -1).argsort(dim=1, descending=True, stable=True)
 

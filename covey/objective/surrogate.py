@@ -1,7 +1,7 @@
 """Surrogates: the gain of each token, which the optimizer step increases.
 
 On policy, where the ratio r is 1, the gradient of every surrogate is the advantage. Surrogates
-differ for tokens whose probability has already changed.
+differ from each other for tokens whose probability has already changed.
 """
 
 from __future__ import annotations
@@ -176,14 +176,14 @@ def trust_mask(
 def clipped_without_marked(
     tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 1.0
 ) -> Gain:
-    """The PPO surrogate, without gain for marked tokens. Clip-Cov, 2505.22617."""
+    """The PPO surrogate, in which marked tokens have no gain. Clip-Cov, 2505.22617."""
     assert tokens.marked is not None
     gain = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
     return gain._replace(value=gain.value.where(~tokens.marked, 0.0))
 
 
 def unclipped_without_marked(tokens: Tokens) -> Gain:
-    """The surrogate r A, without gain for marked tokens. M2PO, arXiv 2510.01161."""
+    """The surrogate r A, in which marked tokens have no gain. M2PO, arXiv 2510.01161."""
     assert tokens.marked is not None
     gain = unclipped(tokens)
     return Gain(

@@ -5,8 +5,8 @@ to a turn counts at this turn, and the remainder of R counts at the last turn:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
-All tokens of a turn share one advantage. A rollout without turns counts as one turn. Shapes: B is
-the number of rollouts, one row each; T is the number of tokens; K is the number of turns in the
+All tokens of a turn have the same advantage. A rollout without turns counts as one turn. Shapes: B
+is the number of rollouts, one row each; T is the number of tokens; K is the number of turns in the
 longest rollout.
 """
 
@@ -70,7 +70,7 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 def _compared(
     table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
 ) -> torch.Tensor:
-    """Return the advantages [B, K] of turns, each relative to the turns with an equal `cell`."""
+    """Return the advantages [B, K] of turns, relative to the turns that have the same `cell`."""
     values, cells = table.returns[table.present], cell[table.present]
     if normalize == "std":
         found = standardized(values, cells, ddof=ddof, eps=eps)

@@ -64,7 +64,7 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
-    """Weights 1 / (P T_i): the mean over groups of the sum over rollouts of their token means.
+    """Weights 1 / (P T_i): the sum over rollouts of token means, divided by the number of groups.
 
     The weights 1 / (P T_i) are for losses of pairs, where each group has one pair.
     """
@@ -72,7 +72,7 @@ def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each id as float64 [B, 1]; at least 1, as a divisor."""
+    """Return the token count of each row's id as float64 [B, 1]. A count of 0 becomes 1."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

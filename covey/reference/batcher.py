@@ -1,4 +1,4 @@
-"""The batcher: the thread that owns a server's model and computes queued requests in batches."""
+"""The batcher: the thread that owns a server's model and answers queued requests in batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class QueueFullError(Exception):
 
 
 class Batcher:
-    """Computes requests in order of arrival, batched with other queued requests.
+    """Answers requests in order of arrival, in batches with other queued requests.
 
     Rows of a batch do not attend to each other. So other requests in a batch change a result only
     by rounding, up to 1e-5 in float32 on a CPU.

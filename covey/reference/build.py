@@ -29,7 +29,7 @@ TEACHER_FILE = "teacher.safetensors"
 def make_reference(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the reference. `load` loads a second copy of the starting weights, if needed."""
+    """Build the reference. The function `load` returns a second copy of the starting weights."""
     section = config.reference
     check_reference(section)
     temperature, megabytes = config.rollout.temperature, config.train.logits_megabytes
@@ -80,7 +80,7 @@ def make_self_teacher(
 ) -> Reference:
     """Build a self-teacher, which is the policy itself at the sampling temperature.
 
-    `load` loads a second copy of the starting weights, if needed.
+    The function `load` loads a second copy of the starting weights, if needed.
     """
     section = config.teacher
     if section.policy == "current":
@@ -103,7 +103,7 @@ def make_teacher(
 ) -> Reference:
     """Build the teacher model for distillation, which must have the policy's tokenizer.
 
-    `load` loads the model at a path, or the adapter at a path with its base model.
+    The function `load` loads the model at a path, or the adapter at a path with its base model.
     """
     section = config.teacher
     check_teacher(section, privileged=False)

@@ -37,13 +37,13 @@ class Reference:
         yield
 
     def after_step(self, policy: Policy) -> None:
-        """Update the reference after an optimizer step of the policy, if it follows the policy."""
+        """Update the reference after an optimizer step, if the reference follows the policy."""
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the reference's state into a checkpoint.
 
-        All ranks call this method, because weights may be sharded; the rank with `writes` writes
-        files.
+        All ranks call this method, because weights may be sharded, but only the rank for which
+        `writes` is true writes files.
         """
 
     def load(self, folder: Path) -> None:

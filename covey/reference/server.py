@@ -175,7 +175,7 @@ class Service:
     async def guard(
         self, request: Request, handle: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        """Check the token before reading the body, and turn errors into one line of JSON."""
+        """Check the bearer token before the body is read, and send errors as one line of JSON."""
         self.requests += 1
         try:
             await self._check_token(request)

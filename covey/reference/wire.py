@@ -28,7 +28,7 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
     "lengths": (torch.int32, 1),
     "mask": (torch.bool, 2),
 }
-"""The tensors of a request: dtype and number of dimensions."""
+"""The dtype and the number of dimensions of each tensor in a request."""
 
 BYTES_PER_TOKEN = 17
 """Maximum bytes of a request per padded token, including padding and lengths."""
@@ -72,7 +72,7 @@ class Bounds:
 
 
 def padded_tokens(batch: Batch) -> int:
-    """Return the number of rows times the length of the longest row, which sets the memory use."""
+    """Return the number of rows times the length of the longest row, which decides memory use."""
     return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
 
 
@@ -86,7 +86,7 @@ def encode_request(batch: Batch, *, temperature: float, tokenizer: str) -> bytes
 
 
 def decode_request(body: bytes, bounds: Bounds) -> LogpRequest:
-    """Parse a request, and raise WireError if the server cannot compute it."""
+    """Parse a request, and raise WireError if the server cannot answer it."""
     tensors, metadata = _read(body)
     _check_types(tensors)
     _check_shapes(tensors)

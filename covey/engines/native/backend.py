@@ -25,7 +25,7 @@ from covey.errors import ModelError
 from covey.models.language_model import LanguageModel
 
 CAPACITY_STEP = 32
-"""The capacity of a slot is a multiple of this number, so that many calls can share a cache."""
+"""The capacity of a slot is a multiple of this number, so that later calls can reuse a cache."""
 SPARE_BYTES = 64 * 2**20
 """Maximum size of a cache that is kept between calls."""
 
@@ -122,9 +122,9 @@ def advance_by(
 ) -> Progress:
     """Start up to `steps` decode steps, at most `most`, without waiting for the result.
 
-    The progress is that before the last step, so that the device runs this step while the CPU looks
-    for ended completions. With `most` steps all completions end, and the progress is that after the
-    last step.
+    The returned progress is the state before the last step, so that the device runs this step while
+    the CPU looks for ended completions. After `most` steps all completions have ended, so the
+    progress is then the state after the last step.
     """
     one_more = steps < most
     for _ in range(min(steps, most) - one_more):

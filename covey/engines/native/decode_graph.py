@@ -51,7 +51,7 @@ SLOTS = 4
 """Number of slots in the test of a captured graph."""
 TOLERANCE = 0.02
 """The allowed relative difference between a replayed step and an eager step. Replayed and eager
-steps may use different kernels and round differently."""
+steps may use different kernels, so their results may differ by rounding."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class GraphBackend:
         return replace(self.slots[room], kept=log)
 
     def _pool_pages(self, gigabytes: float) -> int:
-        """Return how many pages to allocate: enough for full length, or as many as fit."""
+        """Return how many pages to allocate: enough for full slots, or as many as fit in memory."""
         shape, capacity = self.shape, self.sizes["capacity"]
         page = page_for(capacity)
         longest = -(-capacity // page)
@@ -116,7 +116,7 @@ class GraphBackend:
         return max(longest, int(min(self.sizes["slots"] * longest, room // shape.bytes(page))))
 
     def _free_bytes(self) -> float:
-        """Return the maximum memory of completions, if engine.cache_gigabytes is not set."""
+        """Return how many bytes completions may use if engine.cache_gigabytes is not set."""
         if self.shape.device.type != "cuda":
             return math.inf
         free, _ = torch.cuda.mem_get_info(self.shape.device)
@@ -230,7 +230,7 @@ def _float8_backend(model: LanguageModel, shape: KVShape, precision: Precision) 
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of a call, including the work that the call starts on the device."""
+    """Return how many seconds a call takes, including its work on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Parity check of decoders: finds the fastest decoder whose hidden states match the model's.
 
-The check runs two decode steps in three slots of different lengths. The reference is the model's
-forward pass over all tokens at once, without a KV cache.
+The check runs two decode steps in three slots of different lengths. The decoder is compared with
+the model's forward pass over all tokens at once, without a KV cache.
 """
 
 from __future__ import annotations

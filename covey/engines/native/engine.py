@@ -23,7 +23,7 @@ def has_exact_logp(model: LanguageModel) -> bool:
     """Return whether the engine's log-probabilities equal the trainer's, up to rounding.
 
     In float32, the forward passes of engine and trainer differ by about 1e-6. In 16 bits, the
-    forward passes of engine and trainer round differently.
+    forward passes of engine and trainer have different rounding errors.
     """
     return model.head.linear.weight.dtype == torch.float32
 

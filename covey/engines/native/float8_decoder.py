@@ -3,8 +3,8 @@
 Float8 numbers take half the memory of 16-bit numbers, and tensor cores multiply them twice as fast.
 Whenever the engine gets new weights, the weights of the layers are quantized, with one scale (a
 power of two) per output. The kernel that computes the input of a product also quantizes the input,
-with one scale per token. Embedding, norms, residual stream, attention and head keep their
-precision.
+with one scale per token. Embedding, norms, residual stream, attention and head are not rounded to
+float8.
 
 An engine with float8 products samples from a slightly different policy than the trainer's, so a run
 needs a correction (covey/objective/correction.py).
@@ -41,10 +41,12 @@ MULTIPLE = 16
 
 
 FLOAT8_TOLERANCE = 0.25
-"""The allowed relative difference of hidden states in the parity check. A float8 number has three
-binary digits after the leading digit, so a product of random numbers has an error of about 4 %. The
-errors of several products add up. A wrong scale or a wrong row changes the hidden states by
-more."""
+"""The allowed relative difference of hidden states in the parity check.
+
+A float8 number has three binary digits after the leading digit, so a product of random numbers has
+an error of about 4 %. The errors of several products add up. A wrong scale or a wrong row changes
+the hidden states by more than this tolerance.
+"""
 
 
 class Float8Linear:
@@ -75,7 +77,10 @@ class Float8Linear:
             at = end
 
     def __call__(self, values: Quantized) -> Product:
-        """Return W x + b of all layers, with scales that are not yet applied."""
+        """Return W x + b of all fused layers.
+
+        The float8 scales of the product are not yet applied.
+        """
         return product(values, self.weight, self.bias)
 
 

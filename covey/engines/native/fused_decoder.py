@@ -65,7 +65,6 @@ class FusedDecoder(LlamaDecoder):
         return add_norm_in_place(hidden, delta, *gain(self.final_norm))
 
     def _swiglu(self, block: Block, normed: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up."""
         if self.fuses and fuses_swiglu(len(normed), block.gate_up.fused[0]):
             return gated_linear(normed, *block.gate_up.fused)
         return silu_mul(*block.gate_up.apart(normed))

@@ -8,7 +8,8 @@ transformers passes each layer's new keys and values to a `Cache`, and attends t
 values that the `Cache` returns. A subclass of `Cache` with slots of different lengths therefore
 works with any model, without changes to the model's code.
 
-In tensor shapes, S counts slots, H key-value heads and L positions, and D is the head size.
+In tensor shapes, S is the number of slots, H of key-value heads and L of positions, and D is the
+head size.
 """
 
 from __future__ import annotations
@@ -107,11 +108,14 @@ class KVCache:
         raise NotImplementedError
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Reserve memory for `positions` in each slot; return whether there is enough memory."""
+        """Reserve memory for `positions` tokens in each slot; return whether there is enough."""
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many next completions fit into memory; completion i needs `positions[i]`."""
+        """Return how many of the next completions fit into memory.
+
+        Completion i needs `positions[i]` positions.
+        """
         return len(positions)
 
     def store_completions(
@@ -119,8 +123,8 @@ class KVCache:
     ) -> None:
         """Store the first `counts` positions of completions that were paused.
 
-        `layers` are keys and values [tokens, H, D], layer by layer. `rows` are the token indices of
-        the positions in `layers`, slot by slot.
+        `layers` are keys and values [tokens, H, D], layer by layer. For each slot in turn, `rows`
+        contains the indices of its positions in `layers`.
         """
         raise NotImplementedError
 
@@ -153,8 +157,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         Cache.__init__(self, layers=[])
         KVCache.__init__(self, slots, device)
         self.prompts: dict[int, tuple[list[torch.Tensor], int, int]] = {}
-        """The tensors that contain each prompt, its row in the tensors and its length, by prompt
-        id."""
+        """By prompt id: the tensors that contain the prompt, its row in them, and its length."""
         self.layer_keys = [] if shape is None else shape.zeros(slots, capacity)
         self.layer_values = [] if shape is None else shape.zeros(slots, capacity)
         rows = slots if shape is None else 0
@@ -222,7 +225,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one position per slot; return all keys and values for attention."""
+        """Write the new key and value of each slot; return all keys and values for attention."""
         keys = self.layer_keys[layer_idx][: self.width]
         values = self.layer_values[layer_idx][: self.width]
         slots = torch.arange(self.width, device=keys.device)

@@ -1,13 +1,13 @@
 """Decode step of Llama-like models: direct arithmetic with the model's own weights.
 
-Any model can decode with its forward pass in transformers (transformers_decoder.py). Most models
-have Llama's architecture. For Llama-like models, this module does the same arithmetic as
-transformers with less Python code. With one token per slot, transformers' Python code takes longer
-than the arithmetic. When the engine is built, the parity check in decoder_parity.py compares the
-decoder with the model.
+For any model, a decode step can run the model's forward pass in transformers
+(transformers_decoder.py). Most models have Llama's architecture. For Llama-like models, this module
+does the same arithmetic as transformers with less Python code. With one token per slot,
+transformers' Python code takes longer than the arithmetic. When the engine is built, the parity
+check in decoder_parity.py compares the decoder with the model.
 
-In tensor shapes, W counts occupied slots, H heads, K key-value heads and L positions, and D is the
-head size.
+In tensor shapes, W is the number of occupied slots, H of heads, K of key-value heads and L of
+positions, and D is the head size.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
 
 FUSED_COPY_BYTES = 64 * 2**20
-"""Weights of up to this many bytes are copied into fused matrices at the start of every generation
-call. Copying small weights is cheap, and one matrix product is faster than several small products.
-Larger models use their weights in place."""
+"""Weights of up to this many bytes are copied into fused matrices at the start of every
+generation call. Copying small weights is cheap, and one matrix product is faster than several
+small products. The weights of larger models are used in place, without a copy."""
 
 
 class UnsupportedModel(Exception):
@@ -83,7 +83,10 @@ class LinearGroup:
         self.layers = [Linear(module) for module in modules]
         self.widths = [each.layer.out_features for each in self.layers]
         self.fused: list[torch.Tensor] = []
-        """The fused weight of all layers, and the fused bias, if any; empty if not fused."""
+        """The fused weight of all layers, followed by the fused bias if there is one.
+
+        The list is empty before `fuse`.
+        """
         self._copies: list[torch.Tensor] = []
         self._addresses: list[int] = []
         """The addresses of the weights and biases that were fused last."""
@@ -227,7 +230,7 @@ def _heads(
 
 
 def _fuses(blocks: list[Block]) -> bool:
-    """Return whether the weights are plain linear layers and small enough to copy."""
+    """Return whether the layers are plain linear layers with weights small enough to copy."""
     parts = [m for b in blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
     size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
     adapted = any(b.adapted for b in blocks)
@@ -241,7 +244,7 @@ def _apply_rope(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
-    """Return the row indices of the new positions in the cache flattened to [S * K * L, D]."""
+    """Return the rows of the new positions in a cache that is flattened to [S * K * L, D]."""
     slots = torch.arange(len(place) * heads, device=place.device)
     return slots * capacity + place.repeat_interleave(heads)
 

@@ -34,11 +34,11 @@ class Pages:
         self.free = list(range(pages))
 
     def needed(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of pages that each number of positions needs."""
+        """Return how many pages are needed for each of the given numbers of positions."""
         return -(-positions // self.page)
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
-        """Assign pages to the given slots, enough for `positions` in each slot.
+        """Assign enough pages to each of the given slots to store `positions` tokens.
 
         Return the new pages [n, 3]: slot, index of the page within the slot, and page number. If
         there are too few free pages, return None and change nothing.
@@ -56,7 +56,9 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many next completions fit into memory; completion i needs `positions[i]`.
+        """Return how many of the next completions fit into memory.
+
+        Completion i needs `positions[i]` positions.
 
         One free page is reserved for each running completion, because completions grow.
         """

@@ -49,8 +49,8 @@ def read_completions(
 ) -> None:
     """Recompute the keys and values of paused completions, and store them in the slots.
 
-    `prompts` and `completions` have tokens by slot. The cache must already contain the prompts, and
-    must have reserved memory for the completions.
+    `prompts` and `completions` contain the tokens of each slot. The cache must already contain the
+    prompts, and must have reserved memory for the completions.
     """
     whole = {slot: (*prompts[slot], *new) for slot, new in completions.items() if new}
     for slots in _in_parts(whole):

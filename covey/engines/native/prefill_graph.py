@@ -3,10 +3,10 @@
 Python takes longer to launch the kernels of a small model's forward pass than the device takes to
 run them, and all slots wait for the pass. Prompts are padded to a bucket (accel/static_buffers.py).
 The first pass of a bucket runs eagerly, the second pass is captured, and later passes replay the
-graph. All of them run the same kernels on tensors of the same shapes, so results do not depend on
-which passes came before.
+graph. All passes of a bucket run the same kernels on tensors of the same shapes, so results do not
+depend on which passes came before.
 
-Tensor shapes use N packed tokens of a bucket and n prompts.
+In tensor shapes, N is the number of packed tokens of a bucket, and n is the number of prompts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 MAX_BUCKETS = 16
 """Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
 MAX_FLOPS = 1.2e13
-"""Arithmetic of the largest captured pass. A larger pass takes the device longer than Python takes
-to launch it, so a graph would save no time and only keep memory.
+"""Maximum number of floating-point operations of a captured pass. A larger pass takes the device
+longer than Python takes to launch it, so a graph would save no time and only keep memory.
 """
 
 

@@ -27,7 +27,7 @@ READ_TOKENS = 16
 
 
 class Scheduler:
-    """Generates the completions of one source of requests."""
+    """Generates completions for the requests of one source."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Scheduler:
         self.unfinished: Counter[int] = Counter()
         """Number of requests that are not complete, by prompt index."""
         self.first_logits: dict[int, torch.Tensor] = {}
-        """First logits of prefilled prompts with waiting requests, by prompt index."""
+        """Logits of the first token after prompts that have waiting requests, by prompt index."""
         self.paused: dict[int, Paused] = {}
         """Paused completions, which wait for a slot again, by request index."""
         self.preemptions = 0
@@ -157,7 +157,7 @@ class Scheduler:
         return self.slots.written(slots, self.read[slots], counts)
 
     def _admitted(self) -> list[Request]:
-        """Take the requests from the queue that get a slot now."""
+        """Return the requests that get a slot now, and remove them from the queue."""
         free = self.width - self.running
         if free < min(max(1, self.width // REFILL_SHARE), len(self.queue)):
             return []
@@ -171,10 +171,10 @@ class Scheduler:
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
     def _positions(self, counts: np.ndarray) -> np.ndarray:
-        """Return how many cache positions completions of `counts` tokens need for the next steps.
+        """Return the number of cache positions that completions need after the next steps.
 
-        The decode step after a token computes the token's key and value, so the last token of a
-        completion needs no position.
+        `counts` are the current numbers of tokens. The decode step after a token computes the
+        token's key and value, so the last token of a completion needs no position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
         return after - 1
@@ -188,7 +188,7 @@ class Scheduler:
             self._pause(int(slots[np.argmin(self.counts[slots])]))
 
     def _pause(self, slot: int) -> None:
-        """Free the slot of an unfinished completion, which continues when there is memory."""
+        """Free the slot of an unfinished completion, which continues when memory is free."""
         request, transcript, log = self._request(slot), self.transcripts[slot], self.slots.kept
         (new,) = self._written([slot], self.counts[[slot]]).read()
         transcript.add(*new)
@@ -346,7 +346,7 @@ class Scheduler:
         return Finished(request, self.transcripts[slot], "length", versions, kept)
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return the length up to a stop string, by slot, of completions with a stop string."""
+        """Return the length up to the first stop string, by slot, for completions that have one."""
         found: dict[int, int] = {}
         slots = np.flatnonzero(self.taken).tolist()
         # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
@@ -361,7 +361,10 @@ class Scheduler:
         return found
 
     def _first_stop(self, tail: list[int], seen: int) -> int:
-        """Return the length of `tail` up to the first stop string that ends after `seen` tokens."""
+        """Return how many tokens of `tail` to keep: up to the first stop string.
+
+        The first `seen` tokens are known to contain no stop string.
+        """
         for length in range(seen + 1, len(tail)):
             tokens = tail[max(0, length - self.stop_reach) : length]
             if self._stops(tokens, self.model.decode(tokens)):
@@ -375,7 +378,7 @@ class Scheduler:
 
 
 def check_length(request: Request, model: LanguageModel, most: int) -> None:
-    """Reject a prompt that exceeds the model's context together with `most` completion tokens."""
+    """Raise an error if the prompt and `most` completion tokens exceed the model's context."""
     prompt, size = request.address.prompt, len(request.tokens)
     if not size:
         raise DataError(f"prompt {prompt} has no tokens")

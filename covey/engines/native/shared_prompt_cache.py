@@ -2,10 +2,11 @@
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
 saves memory, and attention reads the prompt once for several slots. Because completions are stored
-in pages, the pool of pages may be smaller than all completions at full length.
+in pages, the pool of pages may be smaller than the memory that all completions would need at full
+length.
 
-In tensor shapes, P counts prompts, S slots, K key-value heads, C positions, B pages and T pages per
-slot, and D is the head size.
+In tensor shapes, P is the number of prompts, S of slots, K of key-value heads, C of positions, B of
+pages and T of pages per slot, and D is the head size.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ UNIT_MARGIN = 4.0
 """Float8 keys and values may exceed the maximum of the first prompts by this factor."""
 LEAST_UNIT = 1e-10
 PROMPT_STEP = 128
-"""The capacity for prompt tokens is a multiple of this number, so that calls can share a cache."""
+"""The capacity for prompt tokens is a multiple of this number. So later calls can reuse a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PRODUCT_ROWS = 16
-"""Rows of a tensor core product. Attention fills the rows with query heads of several slots."""
+"""Number of rows of a matrix product on tensor cores.
+
+Attention fills these rows with the query heads of several slots.
+"""
 
 
 def width_for(completions: int) -> int:
@@ -52,7 +56,7 @@ def slots_together(query_heads: int) -> int:
 
 
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
-    """Return slot indices [S, together]: the slots of a row share a prompt, and -1 means no slot.
+    """Return slot indices [S, together]: slots in a row have the same prompt, and -1 means no slot.
 
     `prompt_rows` [S] has the prompt of each slot, and -1 for each free slot.
     """
@@ -105,9 +109,9 @@ class SharedPromptCache(KVCache):
         """[S, T]: the pages of each slot's completion."""
         self.per_slot += [self.prompt_row, self.prompt_length, self.table]
         self.sharing = counters(slots, together)
-        """[S, together]: slot indices; the slots of a row share a prompt."""
+        """[S, together]: slot indices. All slots in a row have the same prompt."""
         self.arrived = counters(slots, shape.heads)
-        """[S, K]: counters with which an attention kernel detects that all parts are computed."""
+        """[S, K]: counters by which an attention kernel detects that all its parts are computed."""
         self.slot_rows = np.full(slots, -1)
         """[S]: `prompt_row` on the CPU, with -1 for free slots."""
         self.rows: dict[int, tuple[int, int]] = {}
@@ -163,8 +167,8 @@ class SharedPromptCache(KVCache):
         """Set the float8 scales from the largest keys and values [K] of prompts.
 
         The scales stay the same until the cache is emptied, because stored numbers depend on them.
-        The relative error of a float8 number does not depend on the scale, so the scales allow for
-        larger numbers.
+        The scales are larger than the prompts need, so that later keys and values may be larger. A
+        larger scale does not increase the relative error of a float8 number.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -216,7 +220,7 @@ class SharedPromptCache(KVCache):
         )
 
     def rows_for(self, prompts: Sequence[int], lengths: list[int]) -> list[int]:
-        """Assign free rows to prompts, and return them."""
+        """Assign free rows to prompts, and return the rows."""
         rows = [self.free.pop() for _ in prompts]
         self.rows |= dict(zip(prompts, zip(rows, lengths, strict=True), strict=True))
         return rows
@@ -232,12 +236,15 @@ class SharedPromptCache(KVCache):
         self._share()
 
     def _share(self) -> None:
-        """Update the table of slots that share a prompt, which kernels read."""
+        """Update the table that tells kernels which slots have the same prompt."""
         rows = torch.from_numpy(slots_by_prompt(self.slot_rows, self.sharing.shape[1]))
         self.sharing.copy_(to_device([rows], self.place.device)[0])
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Assign pages for `positions` to each slot; return whether there were enough pages."""
+        """Assign pages for `positions` tokens to each slot.
+
+        Return whether there were enough pages.
+        """
         changes = self.pages.reserve(slots, positions)
         if changes is None:
             return False
@@ -247,7 +254,10 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many next completions fit into memory; completion i needs `positions[i]`."""
+        """Return how many of the next completions fit into memory.
+
+        Completion i needs `positions[i]` positions.
+        """
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -256,7 +266,7 @@ class SharedPromptCache(KVCache):
         self.slot_rows[list(slots)] = -1
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Renumber the given slots from 0; keys and values are not moved."""
+        """Renumber the given slots from 0, without moving their keys and values in memory."""
         super().keep(slots)
         self.pages.keep(slots)
         kept = self.slot_rows[list(slots)]

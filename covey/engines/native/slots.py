@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy; return which slots were unfinished, and the present token counts.
 
-        A step appends one token to each unfinished slot, which may end with this token.
+        A step appends one token to each unfinished slot, whose completion may end with this token.
         """
         active, counts = self.copy.numpy()
         return active.astype(bool), counts + active if self.one_more else counts
@@ -138,7 +138,10 @@ class Slots:
             self.cache.active[torch.tensor(slots, device=self.count.device)] = False
 
     def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Append a token to each slot in `index`; a stop token or the length limit ends a slot."""
+        """Append a token to each slot in `index`.
+
+        A stop token or the length limit ends the completion.
+        """
         count = self.count[index]
         self.tokens[index, count] = tokens
         self.logps[index, count] = logps
@@ -148,7 +151,7 @@ class Slots:
         self.cache.active[index] = ~self._ended(tokens, count + 1)
 
     def _ended(self, tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return whether completions of `count` tokens end with `tokens`."""
+        """Return whether the new `tokens` end their completions, which then have `count` tokens."""
         return torch.isin(tokens, self.stop_ids) | (count == self.room)
 
     def keep(self, slots: Sequence[int]) -> None:

@@ -67,7 +67,7 @@ class Ended(NamedTuple):
     """Completions that have ended, whose last tokens are on their way to the CPU."""
 
     finished: Sequence[Finished]
-    """The completions, with transcripts that lack the last tokens, and `finish` "length"."""
+    """The completions. Their transcripts still lack the last tokens, and `finish` is "length"."""
     cut: Sequence[bool]
     """Whether each completion ended with a stop string."""
     written: Written

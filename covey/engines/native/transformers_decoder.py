@@ -5,8 +5,8 @@ and can be captured as a CUDA graph. `TransformersDecoder` uses slots that store
 completion. `RecomputeDecoder` is the slowest; it uses no KV cache, for models whose state is more
 than keys and values.
 
-In tensor shapes, W counts occupied slots, S slots, L positions, H heads and K key-value heads, and
-D is the head size.
+In tensor shapes, W is the number of occupied slots, S of all slots, L of positions, H of heads and
+K of key-value heads, and D is the head size.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The engine's process has its own copy of the model. The process receives new weights through shared
 memory, and exchanges requests and completions through a pipe. If the process dies, a new process
-loads the same weights and generates the same requests again, so the run continues with the same
-numbers.
+loads the same weights and generates the completions of the same requests again, so the run
+continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -216,10 +216,11 @@ class _Work:
     progress: bool = False
 
     def run(self, connection: Connection) -> None:
-        """Let the process generate all requests.
+        """Let the process generate the completions of all requests.
 
-        After a restart, completed requests are generated again too. The last bits of
-        log-probabilities may depend on which requests are generated at the same time.
+        After a restart, the completions of requests that were already complete are generated again
+        too. The last bits of log-probabilities may depend on which completions are generated at the
+        same time.
         """
         self.progress = False
         if not self.taken:
@@ -240,7 +241,10 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[tuple[Any, ...]]) -> set[int]:
-        """Pass new completions to the source; return the request indices of all rows."""
+        """Pass new completions to the source.
+
+        Return the request indices of all received completions.
+        """
         self.progress = True
         new = [
             Completion(

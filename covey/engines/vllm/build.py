@@ -118,7 +118,10 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
 def _started(
     config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
 ) -> list[Replica]:
-    """Start servers on consecutive GPUs from `first_gpu` on, or on the CPU if it is None."""
+    """Start servers on consecutive GPUs from `first_gpu` on.
+
+    If `first_gpu` is None, use the CPU.
+    """
     section = config.engine.vllm
     settings = _settings(config, model, cuda=first_gpu is not None)
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))

@@ -279,7 +279,7 @@ def answers(replica: Replica) -> bool:
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:
-    """Wait until a server that the user started replies."""
+    """Wait for a reply of a server that the user started."""
     deadline = time.monotonic() + patience
     while True:
         try:

@@ -1,8 +1,8 @@
 """The probe: compares the log-probs of server and trainer for one prompt after each sync.
 
 vLLM may keep old weights without a warning, for example in a packed head, a cached prefix, or an
-adapter of the same name. With old weights, all log-probs would be slightly wrong, so a difference
-ends the run.
+adapter of the same name. If a server had old weights, all log-probs would be slightly wrong, so a
+difference between server and trainer ends the run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def trainer_logp(
 
 
 def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return the difference of log-probs, or raise an error if it is too large."""
+    """Return how much the log-probs differ, or raise an error if they differ too much."""
     gaps = (torch.tensor(reply.logp[: len(wanted)]) - wanted).abs()
     exact = dtype == torch.float32
     gap, most = float(gaps.max() if exact else gaps.mean()), EXACT if exact else ROUNDED

@@ -1,9 +1,9 @@
-"""The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
+"""The policy's weights as a vLLM server loads them: output head untied, attention heads padded.
 
-A tied head is sent as a separate weight. The CPU build of vLLM packs the head when it loads the
-model. With a tied head, vLLM would keep the packed copy of old weights. Attention heads narrower
-than 32 dimensions, which vLLM rejects, are padded with zeros. The padding does not change the
-results of a head.
+An output head that shares its weight with the embedding is sent as a separate weight. The CPU build
+of vLLM packs the output head when it loads the model. Without a separate weight, vLLM would keep
+the packed copy of old weights. Attention heads narrower than 32 dimensions, which vLLM rejects, are
+padded with zeros. The padding does not change the results of a head.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class HeadPadding:
     """Zero-padding of attention heads from `width` to `padded` dimensions.
 
     RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). A padded
-    head is `times` as wide, so its dimension times * i has the frequency of dimension i in the
-    original head. Attention divides by the square root of the padded width, so queries are
+    head is wider by the factor `times`, so its dimension times * i has the frequency of dimension i
+    in the original head. Attention divides by the square root of the padded width, so queries are
     multiplied by the square root of `times`.
     """
 
@@ -86,7 +86,7 @@ class HeadPadding:
         return padded
 
     def _places(self, kind: str, device: torch.device) -> torch.Tensor:
-        """Return the index of each dimension of a head in the padded head."""
+        """Return, for each dimension of a head, its index in the padded head."""
         if kind in "vo":
             return torch.arange(self.width, device=device)
         half = torch.arange(self.width // 2, device=device) * self.times

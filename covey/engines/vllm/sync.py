@@ -224,7 +224,7 @@ def nccl_engine(clients: Sequence[Client], host: str, sync: NcclSync) -> Any:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     class Source(WeightSource):  # type: ignore[misc]
-        """The weights of the last call of `prepare`."""
+        """The weights that the last call of `prepare` received."""
 
         def metadata(self) -> list[Any]:
             return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in sync.named()]

@@ -47,7 +47,7 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the largest number of tokens of a completion. In a run, the default of
-    `length` is rollout.max_tokens. In Python, `length` must be given. Instead of dividing by a
+    `length` is rollout.max_tokens. A call from Python must pass `length`. Instead of dividing by a
     constant length, some libraries divide by the padded width of the batch, which changes from
     batch to batch.
 

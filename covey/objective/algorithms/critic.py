@@ -32,9 +32,9 @@ def ppo() -> Objective:
     reward, as in RLHF. The value after the last token is 0 for truncated completions too. A
     completion that could not be scored counts in no loss and in no denominator.
 
-    Worth knowing: if the critic's value is always 0, lam is 1 and whitening is off, the advantage
-    is the reward. If the critic's value is the mean reward of the group, the advantage is the
-    advantage of Dr.GRPO.
+    Worth knowing: with lam = 1 and without whitening, a critic whose value is always 0 gives the
+    reward as the advantage. If the critic's value is the mean reward of the group, the advantage is
+    the advantage of Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

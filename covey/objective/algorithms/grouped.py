@@ -34,7 +34,7 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
     `gdpo` refuses a KL penalty in the reward, because `gdpo` normalises only numbers that the
-    reward function reports. Use a KL penalty in the loss.
+    reward function reports. With `gdpo`, put the KL penalty into the loss.
     """
     return Objective(
         advantage=advantage.parts_standardized,

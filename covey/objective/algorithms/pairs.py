@@ -34,8 +34,8 @@ def dpo() -> Objective:
     of them is chosen. If several completions have the lowest reward, the shortest of them is
     rejected. Among equally short completions, the earliest is taken. Completions of a group that
     are neither chosen nor rejected are not trained on. A group with equal rewards has no pair, and
-    the metric `pairs/ties` counts such groups. The configuration section [preferences] reads pairs
-    from a file.
+    the metric `pairs/ties` counts such groups. With the configuration section [preferences], pairs
+    are read from a file.
 
     The two completions of a pair may be in different micro-batches or ranks. So one more forward
     pass first computes the margin D of all pairs of the optimizer step.
