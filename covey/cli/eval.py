@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import Screen
-from covey.cli.startup import STARTING, Smoke, Trust, loaded, tell_edited, waiting
+from covey.cli.startup import STARTING, AsJson, Smoke, Trust, loaded, tell_edited, waiting
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError, RewardError
 from covey.models.model_path import check_model_path
@@ -89,7 +89,7 @@ def eval_command(
     out: Out = None,
     smoke: Smoke = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 

@@ -306,7 +306,7 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
             "vLLM applies them in another order than the native engine"
         )
     special = special_tokens(model, sampling.stop_strings)
-    texts = [text for text in sampling.stop_strings if not _is_special(model, text)]
+    texts = [text for text in sampling.stop_strings if not special_tokens(model, (text,))]
     return {
         "temperature": distribution.temperature,
         "top_k": distribution.top_k,
@@ -320,7 +320,3 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
         "ignore_eos": True,  # only these ids end a completion
         "detokenize": bool(texts),
     }
-
-
-def _is_special(model: LanguageModel, text: str) -> bool:
-    return bool(special_tokens(model, (text,)))
