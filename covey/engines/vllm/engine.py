@@ -59,6 +59,12 @@ class Replica:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """A thread holds this lock while it repairs the server."""
 
+    def close(self) -> None:
+        """Close the connections, and end the server if Covey started it."""
+        self.client.close()
+        if self.process is not None:
+            self.process.stop()
+
 
 @dataclass(slots=True, kw_only=True)
 class VllmEngine:
@@ -108,9 +114,7 @@ class VllmEngine:
         """End the servers that Covey started."""
         self.closed = True
         for replica in self.replicas:
-            replica.client.close()
-            if replica.process is not None:
-                replica.process.stop()
+            replica.close()
         self.release()
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
