@@ -167,7 +167,7 @@ def packed_batch(
     shared: bool,
     bounds: Bounds | None = None,
 ) -> PackedBatch:
-    """Return the model's inputs; with `shared`, rows share prompts, so keys are gathered."""
+    """Return the inputs of the model. `shared` says whether rows of a group share their prompt."""
     return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,

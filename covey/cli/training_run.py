@@ -97,7 +97,8 @@ class Training:
     ) -> None:
         """Resume a run with its own settings plus overrides, or only print these settings.
 
-        If `verify` is true, the newest checkpoint is first trained again and compared.
+        If `verify` is true, the last saved step is trained again before the run resumes. The new
+        weights must equal those of the newest checkpoint.
         """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")

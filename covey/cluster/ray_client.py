@@ -54,7 +54,7 @@ class Actors:
 
     @property
     def whole_gpus(self) -> float:
-        """The number of whole GPUs; actors that need fractions of a GPU share GPUs."""
+        """The number of whole GPUs. Actors that need part of a GPU run together on one GPU."""
         share = self.need.gpus
         return math.ceil(self.count / (1 // share)) if 0 < share < 1 else self.count * share
 

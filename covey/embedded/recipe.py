@@ -136,9 +136,9 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Return careless results, in which each step continues from the previous result.
+    """Return working with deliberate mistakes; each step continues from the previous step's result.
 
-    The result is None if a number leaves the range of the task, or if a step is a held-out sum.
+    The working is None if a number leaves the range of the task, or if a step is a held-out sum.
     """
     working: list[Worked] = []
     left = sums[0].left

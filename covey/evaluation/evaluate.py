@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""All evaluations draw random numbers with this step number, so that their results are paired."""
+"""The random numbers of all evaluations depend on this step number, so that results are paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ def proportion(successes: int, trials: int) -> Estimate:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that one of k samples is correct.
+    """Return the unbiased estimate of the probability that at least one of k samples is correct.
 
     If c of n samples are correct, the estimate is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374). The
     estimate is the fraction of all k-subsets of the samples that contain a correct sample.
@@ -71,12 +71,12 @@ def mean_over_prompts(
 
 
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
-    """Estimate the mean of equal values, for which a bootstrap interval would have width 0.
+    """Estimate a mean if all values are equal. A bootstrap interval would then have width 0.
 
-    If `count` prompts all have the same value, at most the fraction z^2 / (count + z^2) of all
-    prompts has another value (Wilson's upper limit). All values are within `bounds`, which limits
-    the mean. For bounds 0 and 1, the result is Wilson's interval. Without bounds, the interval has
-    width 0.
+    The sample has `count` prompts with the same value. By Wilson's upper limit, at most a fraction
+    of z^2 / (count + z^2) of all possible prompts has another value. All values are within
+    `bounds`, and therefore the mean is too. For bounds 0 and 1, the result is Wilson's interval. If
+    `bounds` is None, the interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -98,7 +98,9 @@ class Difference:
     """The difference between two policies on the same prompts."""
 
     estimate: Estimate
-    """The mean over prompts of first policy minus second policy, with a bootstrap interval."""
+    """The mean over prompts of the first policy's value minus the second policy's value, with a
+    bootstrap interval.
+    """
     gained: int
     """Number of prompts on which the first policy is better."""
     lost: int
@@ -119,8 +121,8 @@ def paired_difference(
 
     Prompts vary much in difficulty. Paired differences do not contain the variance of prompt
     difficulty, so their interval is much narrower than the intervals of the two means. The p-value
-    comes from a sign test over the prompts with a difference. For binary outcomes, the sign test is
-    McNemar's exact test.
+    comes from a sign test over the prompts on which the two policies differ. For binary outcomes,
+    the sign test is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

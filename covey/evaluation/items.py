@@ -130,7 +130,7 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
-    """Split items by a key of their prompts' `info`; the key `task` is the task's name."""
+    """Group items by a value in their prompts' `info`; the key `task` gives the task's name."""
     found: dict[str, list[Item]] = {}
     for item in items:
         info: Mapping[str, Any] = {"task": item.prompt.task, **item.prompt.info}

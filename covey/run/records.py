@@ -155,7 +155,7 @@ SAVED: Shape = TypeAdapter(_Saved)
 ANY_OBJECT: Shape = TypeAdapter(Row)
 
 TAIL = 64 * 1024
-"""Number of bytes at the end of a file in which its last line is searched."""
+"""The last row of a file is searched for in this many bytes at the end of the file."""
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
 """Field names of Covey 0.1 -> current names."""

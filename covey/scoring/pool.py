@@ -292,7 +292,7 @@ class Pool:
         self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
-        """Fail the job that ended its process, and queue the other jobs again."""
+        """Mark the job that crashed its worker process as failed, and queue the others again."""
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
             self._put_back(jobs, self._suspects)

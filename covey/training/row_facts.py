@@ -71,7 +71,7 @@ class RowFacts:
         return {"pairs/count": paired, "pairs/ties": groups - paired}
 
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the positions in `index` of the rows that forward passes compute.
+        """Return which elements of `index` are rows that go through a forward pass.
 
         The row filter does not change the gradient, because token weights are computed before rows
         are left out. At least one row remains, so that a gradient exists, even if it is zero.

@@ -25,8 +25,8 @@ MOST = 2000
 """Maximum number of runs and comparisons that are listed. To list other runs, start the page with a
 deeper folder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Names of files in a run folder. A folder with at least one file of these names counts as a run,
-even if the run is incomplete.
+"""Names of files in a run folder. A folder is listed as a run if it has at least one file with such
+a name, even if the run is incomplete.
 """
 COMPARISON = "comparison.toml"
 
@@ -134,7 +134,10 @@ def _comparison_of(place: Place) -> str | None:
 
 @lru_cache(maxsize=MOST)
 def _last(path: Path, stamp: str) -> dict[str, Any]:
-    """Return the fields of the last step that the list shows, read again only after a change."""
+    """Return the fields of the last step that the list of runs shows.
+
+    The file is read again only if it has changed.
+    """
     last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
 
@@ -156,7 +159,7 @@ def _written(path: Path) -> float | None:
 
 
 def settings_cached(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run; read the file again only after a change."""
+    """Return the configuration of a run. The file is read again only if it has changed."""
     return _settings(str(run.path), _stamp(run.config_file))
 
 

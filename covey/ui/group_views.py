@@ -28,7 +28,7 @@ PAGE = 40
 SHOWN = 64
 """Maximum number of a group's rollouts that are sent with their text."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
-"""Fields of a token that are known only after `covey explain` trains the step again."""
+"""Fields of a token that are known only after `covey explain` has repeated the training step."""
 
 
 def groups(site: Site, query: Query) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _explain_key(site: Site, query: Query) -> tuple[str, ...]:
 
 
 def start_explain(site: Site, query: Query) -> dict[str, Any]:
-    """Train a step again in another process, as `covey explain` does, to see every token."""
+    """Repeat a training step in another process, as `covey explain` does, to see every token."""
     place, step = site.place(query), rollouts_file(site, query).stem
     work = partial(_explain, str(place.path), int(step))
     key = _explain_key(site, query)

@@ -51,7 +51,10 @@ def covey_json(*arguments: str) -> Any:
 
 @dataclass(slots=True)
 class Jobs:
-    """Background jobs, which run one at a time. Results of jobs are kept by key."""
+    """Background jobs, which run one at a time.
+
+    The result of each job is stored under the key of the job.
+    """
 
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _found: dict[tuple[str, ...], Future[Any]] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 A request reads the file for at most a fraction of a second. At first, only a sample of the
 remaining steps of a long file is read, so that curves appear at once. Later requests continue
-reading the file. A run logs more than a hundred metrics, and a page shows a dozen. A table
-therefore keeps only the metrics that requests ask for.
+reading the file. There are more than a hundred metrics in a run, but only a dozen on a page. A
+table therefore keeps only the metrics that requests ask for.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class StepTable:
     def update(
         self, metrics: Collection[str], seconds: float, samples: int = SAMPLED
     ) -> list[Columns]:
-        """Read new lines for some time; return all steps read so far, and a sample of unread steps.
+        """Read new lines of the file for up to `seconds`.
 
-        If `metrics` has a metric that the table does not keep, the table reads the file again.
+        Return all steps read so far, and a sample of the unread steps. If `metrics` has a metric
+        that the table does not keep, the table reads the file again.
         """
         with self._lock:
             try:
@@ -142,7 +143,7 @@ class StepTable:
             self.pieces[-2:] = [new]
 
     def _columns(self, rows: Sequence[Row]) -> Columns:
-        """Return the kept metrics of rows, and record the names of all metrics."""
+        """Return the values of the metrics that the table keeps, and record all metric names."""
         columns: Columns = {}
         for written in dict.fromkeys(chain.from_iterable(rows)):
             name = name_now(written)
@@ -162,7 +163,7 @@ class StepTable:
 
 
 def step_row(raw: bytes) -> Row | None:
-    """Parse a line; None if it is not a step."""
+    """Parse a line of the file; return None if the line is not a step."""
     try:
         row = from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -188,7 +189,7 @@ def joined(first: Columns, then: Columns) -> Columns:
 
 
 def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
-    """Return a metric of all steps."""
+    """Return the values of a metric at all steps."""
     parts = [
         piece[name] if name in piece else np.full(len(piece["step"]), np.nan, dtype=np.float32)
         for piece in pieces
@@ -217,7 +218,10 @@ def curve(
     axis: str = "step",
     between: tuple[float, float] = (-np.inf, np.inf),
 ) -> dict[str, Any]:
-    """Return a metric as at most `points` points: mean, lowest and highest of each interval."""
+    """Return the curve of a metric with at most `points` points.
+
+    Each point has the mean, the lowest and the highest value of an interval of steps.
+    """
     steps, values = (column(pieces, each).astype(np.float64) for each in (axis, name))
     keep = ~np.isnan(values) & (steps >= between[0]) & (steps <= between[1])
     steps, values = steps[keep], values[keep]
@@ -237,7 +241,7 @@ def curve(
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """Round numbers to seven digits, the precision of float32."""
+    """Round the values to seven digits, the precision of float32."""
     with np.errstate(divide="ignore"):
         digits = 6 - np.floor(np.log10(np.abs(values)))
     digits = np.where(np.abs(digits) < 300, digits, 0)

@@ -32,7 +32,7 @@ READ_SECONDS = 0.04
 """Seconds that a request may spend reading a file. The page repeats the request until the whole
 file is read."""
 LEAST_SAMPLED = 40
-"""Minimum number of steps that are sampled from each file, for any number of overlaid runs."""
+"""At least this many steps are sampled from each file, however many runs a chart shows."""
 TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
@@ -117,8 +117,8 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 def series(site: Site, query: Query) -> dict[str, Any]:
     """Return curves of one or several runs, whose ids are separated by NUL.
 
-    All runs share the time for reading. The page repeats its request for runs that are not
-    completely read.
+    The time limit for reading applies to all runs together. The page repeats its request for runs
+    that are not completely read.
     """
     ids = query.get("run", "").split("\0")
     until = time.monotonic() + READ_SECONDS

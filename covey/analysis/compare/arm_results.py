@@ -17,8 +17,8 @@ from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
-"""Fractions of the distance from the starting accuracy to the highest accuracy that all arms reach.
-The report gives the time that an arm takes to reach the accuracy at each fraction.
+"""Fractions of the gain in accuracy: 0 is the starting accuracy, and 1 is the highest accuracy that
+all arms reach. The report shows how long each arm takes to reach the accuracies at these fractions.
 """
 
 
@@ -30,7 +30,7 @@ class TimeToAccuracy:
     reached: int
     """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """Median over seeds of the cost in the unit of the comparison's budget."""
+    """Median over seeds of the cost, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
@@ -93,14 +93,14 @@ class ArmResult:
     finals: tuple[float, ...] = ()
     """Final accuracy (or mean reward) of each seed."""
     improvements: tuple[float, ...] = ()
-    """Final accuracy minus initial accuracy (or mean reward) of each seed."""
+    """The change of accuracy (or mean reward) of each seed, from first to last evaluation."""
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """Results of `reward` and of each reward part (`parts/NAME`) on greedy completions. The mapping
-    is empty if rewards are only 1 for success and 0 for failure.
+    """The mean reward (`reward`) and the means of the reward parts (`parts/NAME`), over greedy
+    completions. The mapping is empty if rewards are only 1 for success and 0 for failure.
     """
     cost: Cost | None = None
 
@@ -159,7 +159,7 @@ def _cost(runs: Sequence[RunResult]) -> Cost:
 
 
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
-    """Return a line for each planned run of an arm that did not finish."""
+    """Return a line for each of an arm's planned runs that did not finish."""
     by_seed = {run.seed: run for run in comparison.runs_of(arm)}
     lines = []
     for seed in sorted({*comparison.seeds, *by_seed}):
@@ -229,7 +229,7 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return the accuracies in the report's table of the time to reach an accuracy.
+    """Return the accuracies for which the report shows how long each arm took to reach them.
 
     An arm reaches an accuracy if more than half of its seeds reach it. A single failed seed
     therefore does not change which accuracies an arm reaches.
@@ -267,7 +267,7 @@ def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, as docs/statistics.md defines it, or None.
 
     A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop in
-    accuracy must also be statistically significant for the number of prompts.
+    accuracy must also be statistically significant, given the number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -65,7 +65,10 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Success or reward of each prompt. A completion without a score gets the lowest reward."""
+        """For each prompt, its success (1 or 0) or its reward.
+
+        A completion without a score gets the lowest reward.
+        """
         if self.by == "success":
             return tuple(map(float, self.correct.values()))
         lowest = min(row["reward"] for row in self.rewards.values())

@@ -23,7 +23,7 @@ class Conclusion:
 
     headline: str
     cautions: tuple[str, ...]
-    """Cautions that limit the conclusion: missing runs, few seeds, collapses."""
+    """Reasons to trust the conclusion less: missing runs, few seeds, collapses."""
     complete: bool
     """Whether every planned run finished."""
     arms: tuple[ArmResult, ...]
@@ -70,7 +70,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences between arms; a failed run counts with its arm's initial accuracy.
+    """Return mean differences between arms, with initial accuracies in place of failed runs.
 
     The result contains a pair of arms only if one of its arms has failed runs. The differences show
     how much the failed runs could change the conclusion.
@@ -93,7 +93,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that says which algorithm is better, or why the runs cannot decide."""
+    """Return a sentence that says which algorithm is better, or why the runs do not show it."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -257,7 +257,7 @@ def _cautions(
     pairs: Sequence[PairResult],
     as_if_untrained: Mapping[tuple[str, str], float],
 ) -> tuple[str, ...]:
-    """Return the cautions that limit the headline."""
+    """Return the cautions: the reasons to trust the headline less."""
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:
@@ -324,7 +324,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of a difference with its sign reversed."""
+    """Return the estimate of the opposite difference, with B - A instead of A - B."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 

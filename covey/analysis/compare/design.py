@@ -1,10 +1,10 @@
 """The design of a comparison: the common configuration, the arms, the seeds and the budget.
 
-An arm consists of the common settings that the user gave, with the arm's overrides. Defaults are
-filled in after the overrides. An arm with another algorithm therefore gets the defaults of its own
-algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
-measured in the same way. The common reward scores the evaluations of all arms, even if an arm is
-trained on another reward.
+An arm consists of the common settings that the user gave, with the arm's overrides. The overrides
+are applied first, and the defaults are filled in afterwards. An arm with another algorithm
+therefore gets the defaults of its own algorithm. No arm may change the budget or the held-out
+evaluation, because all arms must be measured in the same way. The evaluations of all arms are
+scored by the common reward, even if an arm is trained on another reward.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Request:
     """The number of threads of each run; 0 chooses a number for this machine."""
 
     def command(self) -> str:
-        """Return the command line of this request."""
+        """Return the `covey compare` command line that requests this comparison."""
         words = ["covey", "compare", self.source]
         words += ["--algorithms", ",".join(self.algorithms)] if self.algorithms else []
         for arm in self.arms:
@@ -158,7 +158,7 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return an arm that trains an algorithm, with the user's options that the algorithm has."""
+    """Return an arm for an algorithm, with those of the user's options that the algorithm has."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)

@@ -21,7 +21,7 @@ Row = Mapping[str, str]
 GENERATION = (
     "rollout.max_tokens", "rollout.stop", "model.template", "model.chat_options", "model.prefill",
 )  # fmt: skip
-"""Settings that change how a policy generates in training and in evaluations."""
+"""Settings that change how a policy generates completions in training and in evaluations."""
 
 
 def check_prompts(configs: Mapping[str, Config]) -> None:

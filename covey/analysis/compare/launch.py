@@ -56,11 +56,13 @@ class Job:
     """The folder of the shared rollouts."""
     config_toml: str
     common_toml: str
-    """The common configuration, whose reward scores the evaluations of all arms."""
+    """The common configuration. The reward of this configuration is used in the evaluations of all
+    arms.
+    """
     start: str
     """Digest of all data that determines the starting policy."""
     key: str
-    """Digest of all inputs that determine a run; finished runs with the same key are equal."""
+    """Digest of all inputs that determine a run. Runs with equal digests give equal results."""
     threads: int
 
     @property
@@ -134,9 +136,10 @@ def _digest(data: Any) -> str:
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder to start or resume; return False if the run is finished.
 
-    `elsewhere` maps keys to finished runs. If `elsewhere` has a finished run with the key of this
-    job, that run is copied instead of trained again. If the folder contains a run with another key,
-    for example of another version of Covey, that run is renamed. No run is ever deleted.
+    `elsewhere` maps the keys of jobs to finished runs. If `elsewhere` has a finished run with the
+    key of this job, that run is copied instead of trained again. If the folder contains a run with
+    another key, for example of another version of Covey, that run is renamed. No run is ever
+    deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:
@@ -178,7 +181,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:
-    """Return a mapping from keys to finished runs, for all comparisons in a folder."""
+    """Return a mapping from job keys to finished runs, for all comparisons in a folder."""
     found = {}
     for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
         ended = read_outcome(file.parent)

@@ -26,7 +26,7 @@ class Line:
     seed: int
     state: str
     x: Mapping[str, tuple[float, ...]]
-    """Axis -> x values."""
+    """The x value of each evaluation, by the name of the x axis."""
     accuracy: tuple[float, ...]
 
 
@@ -37,7 +37,7 @@ class Curve:
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """Axis -> x values of the mean curve; each x value is also a mean over seeds."""
+    """The x values of the mean curve, by the name of the x axis; each is a mean over seeds."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
     """The lowest value over finished runs; `low` and `high` are not a confidence interval."""
@@ -81,8 +81,9 @@ def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | Non
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """Return the points to average: points at the same step, and the last points of all runs.
+    """Return the lists of points to average, one list for each point of the mean curve.
 
+    A list has the points of all runs at one step; the final list has the last point of each run.
     With a token budget, runs end at different steps, but the last points are still averaged.
     """
     if not runs:

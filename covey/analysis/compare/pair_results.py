@@ -1,4 +1,4 @@
-"""Results of every pair of arms: tests of algorithms over seeds, of checkpoints over prompts.
+"""Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
 Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds,
 because each seed is a separate training run. A difference must be large compared with the variation
@@ -62,7 +62,7 @@ class PairResult:
     difference: Estimate | None
     """The mean difference with Student's t interval over seeds; None below three seeds."""
     difference_new_prompts: Estimate | None
-    """The mean difference with an interval that also includes the choice of held-out prompts."""
+    """The mean difference. The interval also covers the uncertainty from the choice of prompts."""
     p_value: float | None
     """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None
@@ -85,7 +85,7 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """The final evaluations of two arms, on shared seeds and the same prompts."""
+    """The final evaluations of two arms, on the seeds and prompts that both arms have."""
 
     first: str
     second: str
@@ -99,7 +99,10 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """First arm's value minus second arm's value by seed; exactly 0 for equal accuracies."""
+        """The first arm's value minus the second arm's value for each seed.
+
+        Equal accuracies give exactly 0.
+        """
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property

@@ -1,4 +1,4 @@
-"""Agreement on the held-out prompts: counts of prompts that all arms, no arm or one arm solves."""
+"""Agreement of arms: how many held-out prompts all arms, only one arm or no arm solves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SolvedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Counts of held-out prompts.
+    """Numbers of held-out prompts that all arms, some arms or no arm solves.
 
     An arm solves a prompt if more than half of its finished runs solve it.
     """
@@ -38,9 +38,13 @@ class Agreement:
     """The number of prompts solved by several arms, but not by all."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """The fraction of prompts on which two runs of one arm differ; None if no arm has two runs."""
+    """The mean fraction of prompts that only one of two runs of the same arm solves. The value is
+    None if no arm has two finished runs.
+    """
     disagreement_between_arms: float | None
-    """The fraction of prompts on which two runs with the same seed but different arms differ."""
+    """The mean fraction of prompts that only one of two runs solves, for runs of different arms
+    with the same seed.
+    """
     most_different: tuple[SolvedPrompt, ...]
 
 

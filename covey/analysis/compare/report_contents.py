@@ -31,20 +31,19 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""Panel of training health -> metrics of steps.jsonl. A panel shows the first of its metrics that
-the run logged.
+"""For each panel about the health of the training: names of metrics in steps.jsonl.
 
-docs/metrics.md defines each metric.
+A panel shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
 """
 HEALTH_POINTS = 200
-"""The maximum number of points in a panel; in longer runs, each point averages several steps."""
+"""Maximum number of points in a panel; in longer runs, each point is the mean of several steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
-"""Kind of example prompt -> number of prompts shown with every arm's completion."""
+"""The number of example prompts of each kind in the report."""
 
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
 )
-"""Field of a completion in an example -> its name in the evaluation file."""
+"""For each field of an example's completion, the name of the field in the evaluation file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,7 @@ def _ignore(text: str) -> None:
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
-    """Choose example prompts: some on which arms differ, some all correct, some all incorrect.
+    """Choose example prompts of three kinds: solved by all arms, by some arms, or by no arm.
 
     `rows[arm][prompt_id]` is a line of one seed's last evaluation.
     """

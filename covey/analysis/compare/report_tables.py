@@ -300,7 +300,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence that compares the disagreement of arms with the disagreement of seeds."""
+    """Return a sentence that compares the disagreement between arms with that between seeds."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (

@@ -142,7 +142,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
-    """Open the run folder, or create it."""
     if (job.path / "config.toml").is_file():
         return RunFolder.open(job.path)
     environment = describe_environment(

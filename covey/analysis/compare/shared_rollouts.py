@@ -1,10 +1,11 @@
 """Shared rollouts: completions before the first optimizer step, generated once for all arms.
 
 Before the first optimizer step, all runs of a seed have the same weights, prompts and random
-numbers. The runs of a seed therefore have the same completions in the first step. The first run
-that needs the completions stores them, and the other runs read them. On a GPU, rounding could still
-make completions differ. Stored completions are equal for all runs. A file is named by a digest of
-all settings that determine its completions, so a run with other settings never reads the file.
+numbers. All runs with the same seed therefore have the same completions in the first step. The
+first run that needs the completions stores them, and the other runs read them. On a GPU, rounding
+could still make completions differ. Stored completions are equal for all runs. A file is named by a
+digest of all settings that determine its completions, so a run with other settings never reads the
+file.
 """
 
 from __future__ import annotations

@@ -100,11 +100,11 @@ def _quantile(freedom: int) -> float:
 
 
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
-    """Return mean, low and high of accuracies [..., seeds, prompts], for at least two seeds.
+    """Return the mean of accuracies [..., seeds, prompts], and the bounds of its interval.
 
-    The interval is Wilson's interval with an effective sample size. The effective sample size is
-    the number of independent completions that have the same standard error. The interval stays
-    within [0, 1] and never has width 0.
+    There must be at least two seeds. The interval is Wilson's interval with an effective sample
+    size. The effective sample size is the number of independent completions that have the same
+    standard error. The interval stays within [0, 1] and never has width 0.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -157,7 +157,8 @@ def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     With n prompts, accuracies are multiples of 1 / n, so per-seed differences have a rounding
     error. The result is at least the standard deviation of the rounding error. If two seeds have
     equal differences, their standard deviation is 0, and without a minimum any difference would be
-    significant. With n prompts, rewards have a rounding step of `span` / n.
+    significant. For rewards, `span` is the range of the values, and the mean is rounded to a
+    multiple of `span` / n.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -185,7 +186,10 @@ def seed_interval(
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of one number per seed; two or more seeds get Student's interval."""
+    """Estimate the mean of one number per seed.
+
+    With two or more seeds, the estimate has Student's t interval.
+    """
     mean = float(np.mean(values))
     if len(values) == 1:
         return Estimate(mean, mean, mean)
@@ -197,8 +201,9 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the two-sided sign flip test over seeds.
 
     If the arms do not differ, each seed's difference is equally likely to be positive or negative.
-    The p-value is the fraction of sign choices whose sum is at least as far from 0 as the observed
-    sum. The result is None if there are too few seeds to reach a p-value of 5 %.
+    The p-value is the fraction of all choices of signs for which the sum of the differences is at
+    least as far from 0 as the observed sum. The result is None if there are too few seeds to reach
+    a p-value of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -302,6 +307,6 @@ def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) ->
 
 
 def fell(before: Array, final: Array) -> bool:
-    """Return whether a run solves significantly fewer prompts at its end than before."""
+    """Return whether the final evaluation has significantly fewer solved prompts than `before`."""
     found = paired_difference(final.tolist(), before.tolist())
     return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

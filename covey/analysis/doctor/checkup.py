@@ -32,17 +32,18 @@ from covey.training.build import assemble
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
 
-The doctor takes the first size whose estimated time fits into `SHARE` of the time limit.
+The doctor uses the first of these sizes whose estimated time is at most `SHARE` times the limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""`SHARE` is the fraction of the time limit for small steps. All checks together take `ROLLOUTS`
-rollouts and `UPDATES` updates of a small step.
+"""`ROLLOUTS` is the number of small steps whose rollouts the checks generate, and `UPDATES` is the
+number of updates that the checks compute. All rollouts and updates together may take `SHARE` times
+the time limit.
 """
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
 def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
-    """Return the same run with two small steps and without dropout."""
+    """Return the configuration of a short run: two small steps, without dropout."""
     data = config.model_dump()
     most = dict(zip(("prompts_per_step", "group_size", "max_tokens"), size, strict=True))
     data["rollout"] |= {name: min(data["rollout"][name], limit) for name, limit in most.items()}
@@ -81,7 +82,7 @@ def examine_run(config: Config, clock: Clock | None = None) -> Iterator[Result]:
 def _fitting(
     config: Config, facts: TaskFacts, shape: Shape, limit: float
 ) -> tuple[Config, RunTime | None]:
-    """Return the largest small run that fits into the limit, and its estimated time if known."""
+    """Return the largest reduced run that fits into the time limit, and its time if known."""
     device, found = Device.here(config.model.device), None
     for size in SIZES:
         short = small(config, size)
@@ -94,7 +95,10 @@ def _fitting(
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check engine and gradient on the completions of one step; the checks change the weights."""
+    """Check the engine and the gradient on the completions of one step.
+
+    The checks change the weights.
+    """
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped
         return

@@ -1,4 +1,4 @@
-"""The time limit of a checkup: which check runs now, and which checks would take too long.
+"""The clock of a checkup: the time that is left, and the checks that would take too long.
 
 This module does not import torch.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from covey.analysis.doctor.result import Result
 
 LIMIT = 110.0
-"""Time limit of a checkup in seconds. With Python's start and the imports, `covey doctor` takes
-less than two minutes.
+"""Time limit of a checkup in seconds. Including the start of Python and the imports, `covey doctor`
+takes less than two minutes.
 """
 
 
@@ -38,8 +38,9 @@ class Pace:
 
     @property
     def resume(self) -> float:
-        """Seconds of the resume check: two runs with three steps in all. Writing a checkpoint takes
-        about as long as loading a model.
+        """Seconds of the resume check, which trains three steps in two runs.
+
+        Writing a checkpoint takes about as long as loading a model.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 
@@ -55,11 +56,14 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds until the limit."""
+        """Seconds until the time limit."""
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:
-        """Return the result of a skipped check; if the check is not skipped, announce it."""
+        """Announce a check, and return None.
+
+        If the check would take too long, return a skipped result instead.
+        """
         left = max(0.0, self.left)
         if expected <= left:
             self.say(f"{name}{f', about {expected:.0f} s' if expected >= 1 else ''}")

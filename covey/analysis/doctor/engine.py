@@ -27,9 +27,8 @@ EXACT = 1e-3
 RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
-"""Names of two checks."""
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest allowed gap between a greedy token's logit and the highest logit; 0.5 in 16 bits."""
+"""Largest allowed gap from a greedy token's logit to the highest logit; 0.5 for 16-bit models."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
@@ -48,7 +47,7 @@ def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) ->
 def engine_checks(
     parts: Parts, groups: Sequence[Group], clock: Clock | None = None
 ) -> Iterator[Result]:
-    """Check log-probs and greedy text with the current weights."""
+    """Check the engine's log-probs and greedy completions with the current weights."""
     clock = clock or Clock()
     clock.skips("engine: log-probs")
     yield logp_check(

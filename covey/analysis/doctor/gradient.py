@@ -1,4 +1,4 @@
-"""Checks that the gradient does not depend on how a step is split, padded or ordered.
+"""Checks that the gradient does not depend on how a batch is split, padded or ordered.
 
 The gradient of one optimizer step on the run's own completions is computed in several ways. The
 results are compared with a reference gradient, for which each completion has its own forward pass.
@@ -47,7 +47,7 @@ class _OfTwo(World):
 def gradient_checks(
     parts: Parts, groups: Sequence[Group], clock: Clock | None = None
 ) -> Iterator[Result]:
-    """Compare the gradient of an optimizer step with the sum over separate completions."""
+    """Compare the gradient of an optimizer step with the sum of the completions' own gradients."""
     clock = clock or Clock()
     learner = parts.learner_at(State(beta=parts.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
@@ -128,7 +128,7 @@ def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
 
 
 def _distance(one: Gradient, other: Gradient) -> float:
-    """Return the norm of the difference; a parameter without a gradient counts as zero."""
+    """Return the norm of the difference of two gradients; a missing gradient counts as zero."""
     names = {*one, *other}
     away = (one.get(name, _ZERO) - other.get(name, _ZERO) for name in names)
     return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in away))

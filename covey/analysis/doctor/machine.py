@@ -63,7 +63,9 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources it can reach, which must be none in the sandbox."""
+"""A program that lists the forbidden resources that it can reach. In the sandbox, the list must be
+empty.
+"""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
@@ -101,7 +103,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run `PROBE` in the sandbox, which tries to reach files, environment and network."""
+    """Run the program `PROBE` in the sandbox; it tries to reach files, environment and network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"
@@ -162,7 +164,6 @@ def resume_checks(
 
 
 def _reset_peak() -> None:
-    """Reset the measurement of peak memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):  # tells Linux to reset the peak

@@ -26,11 +26,10 @@ class Effect(NamedTuple):
     """Gradients and ratios of an optimizer step, [B, T]; 0 for untrained tokens."""
 
     loss: torch.Tensor
-    """The loss, a scalar."""
     gradient: torch.Tensor
-    """The gradient of the loss for each token's log-prob, d loss / d logp."""
+    """The gradient of the loss with respect to each token's log-prob, d loss / d logp."""
     entropy_gradient: torch.Tensor
-    """The gradient of the loss for each token's entropy; 0 without an entropy bonus."""
+    """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
     """The objective's importance ratio, of the token or of the whole completion."""

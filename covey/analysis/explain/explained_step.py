@@ -1,8 +1,8 @@
 """Explanation of a recorded step, rollout by rollout and token by token.
 
-The step is trained again on its recorded rollouts, in the same mini-batches. The values of a token
-come from the optimizer step that trains the token. With several epochs, the values come from the
-last epoch.
+The recorded step is repeated: the policy is trained on the recorded rollouts again, in the same
+mini-batches. The values of a token come from the optimizer step that trains on the token. With
+several epochs, the values come from the last epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from covey.run.episodes import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
-"""The values of a token that come from the optimizer step that trains the token."""
+"""The values of a token that come from the optimizer step that trains on the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ExplainedToken:
     sampler_logp: float | None = None
     """The log-prob that the engine recorded when it sampled the token."""
     logp: float | None = None
-    """Log-prob in the optimizer step that trains the token."""
+    """Log-prob in the optimizer step that trains on the token."""
     old_logp: float | None = None
     """Log-prob at the start of the training step."""
     ref_logp: float | None = None
@@ -54,7 +54,6 @@ class ExplainedToken:
     """The estimate of the KL to the reference."""
     entropy: float | None = None
     weight: float | None = None
-    """The weight of the token in the loss."""
     gradient: float | None = None
     """d loss / d logp; if negative, the step makes the token likelier."""
 
@@ -74,7 +73,7 @@ class ExplainedRollout:
     """Mean of the advantage over tokens."""
     recorded_advantage: float
     update: int
-    """Index, from 1, of the optimizer step that trains the rollout."""
+    """Index, from 1, of the optimizer step that trains on the rollout."""
     clipped: float
     """The fraction of the rollout's tokens whose ratio is clipped."""
     gradient: float
@@ -83,7 +82,7 @@ class ExplainedRollout:
     """Minus the sum of d loss / d logp; if positive, the step makes the completion likelier."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
-    """A text for each turn, and whether the turn was trained; empty for a single completion."""
+    """The text of each turn, and whether the step trained on it; empty for a single completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,7 @@ class ExplainedGroup:
     prompt: str
     lines: tuple[int, ...]
     zero_variance: bool
-    """Whether all rewards are equal."""
+    """Whether all completions of the group have the same reward."""
     clipped: float
     """The fraction of the group's tokens whose ratio is clipped."""
     share: float
@@ -103,7 +102,7 @@ class ExplainedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a step, and the origin of the weights that computed it."""
+    """The explanation of a step, and the origin of the weights with which it was computed."""
 
     step: int
     algorithm: str
@@ -122,17 +121,17 @@ class Explanation:
     share_raised: float
     """The fraction of the sum of |d loss / d logp| that comes from tokens that become likelier."""
     half_gradient_from: int
-    """The smallest number of rollouts that together have half of the sum of |d loss / d logp|."""
+    """The smallest number of rollouts whose |d loss / d logp| add up to half of the step's sum."""
     metrics: dict[str, float]
-    """The metrics that result when the step is trained again."""
+    """The metrics of the repeated step."""
     logged: dict[str, Any]
     """The metrics that the run logged, with the same names as in `metrics`."""
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
-    """Train a recorded step again, and explain each token.
+    """Repeat a recorded training step, and explain each token.
 
-    Training the step again changes the policy.
+    The repeated step changes the weights of the policy.
     """
     check_trained(recorded)
     batch, watched, metrics = relearn(trainee, recorded)

@@ -27,7 +27,7 @@ class Member:
 
     name: str
     factor: float
-    """The algorithm's token gradients as a multiple of the first algorithm's token gradients."""
+    """The token gradients are `factor` times the token gradients of the first algorithm."""
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
@@ -47,7 +47,7 @@ class Family:
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
     """Return c > 0 if the vector `slopes` is c times the vector `of` up to rounding, else None.
 
-    If one of the vectors is all 0, the other vector must be all 0 too, and c is 1.
+    If both vectors are 0, the result is 1. If only one of the vectors is 0, the result is None.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)
@@ -59,7 +59,10 @@ def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
 
 
 def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
-    """Group algorithms with proportional token gradients, given as a float64 vector for each."""
+    """Group the algorithms whose token gradients are proportional.
+
+    `slopes` has the token gradients of each algorithm as a float64 vector.
+    """
     found: list[list[Member]] = []
     for name, row in slopes.items():
         for members in found:
@@ -84,13 +87,13 @@ class LengthBin:
     gradient: float
     """Mean |d loss / d logp| over the tokens of the completions in this bin."""
     per_advantage: float
-    """Sum of |d loss / d logp| divided by the sum of |advantage|: the weight of a token without its
-    advantage. The value is 0 if all advantages are 0.
+    """Sum of |d loss / d logp| divided by the sum of |advantage|: the mean weight of a token in the
+    loss. The value is 0 if all advantages are 0.
     """
 
 
 def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
-    """Bin completions by their number of trained tokens, and measure the weight of a token."""
+    """Sort completions into bins by length; return the mean weight of a token in each bin."""
     assert batch.advantage is not None
     lengths = batch.mask.sum(dim=1)
     trained = lengths[lengths > 0].sort().values

@@ -17,10 +17,10 @@ from covey.types import Batch
 def parameter_gradients(
     policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of all trained parameters, one vector [parameters] for each effect.
+    """Return the gradient of all trained parameters for each algorithm in `effects`, as a vector.
 
-    All effects share one forward pass, and each effect has its own backward pass. The gradients of
-    all effects stay in memory.
+    All algorithms share the forward pass, and each algorithm has its own backward pass. All
+    gradients are in memory at the same time.
     """
     # The optimizer collects gradients as in training, because some bypass autograd on a GPU.
     optimizer = policy.optimizer
@@ -59,10 +59,11 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Yield the row indices of each forward pass.
+    """Yield, for each forward pass, the indices of its rows in the batch.
 
-    Groups with equal rewards get separate forward passes. Most algorithms have no gradient for
-    groups with equal rewards, so their backward pass can be skipped.
+    Groups whose completions all have the same reward get forward passes of their own. In most
+    algorithms, a group with a single reward value has no gradient, so its backward pass can be
+    skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -2,8 +2,7 @@
 
 A run keeps only some checkpoints, but all rollouts. The policy before a step is therefore loaded
 from the nearest earlier checkpoint, or from the initial model. On request, the recorded steps after
-the checkpoint are trained again, which gives the exact weights. No rollout is generated or scored
-again.
+the checkpoint are repeated, which gives the exact weights. No rollout is generated or scored again.
 """
 
 from __future__ import annotations
@@ -163,13 +162,13 @@ def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The origin of the weights that computed an explanation."""
+    """The origin of the weights with which a step was explained."""
 
     checkpoint: int
     """Step of the loaded checkpoint; 0 means the initial model."""
     path: str
     replayed_steps: int
-    """Number of recorded steps that were trained again after loading the checkpoint."""
+    """Number of recorded steps that were repeated after loading the checkpoint."""
     steps_behind: int
     """Number of steps between the loaded weights and the weights that generated the rollouts."""
 
@@ -201,8 +200,8 @@ class Trainee:
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
-    If `exact` is true, the recorded steps after the checkpoint are trained again, up to `step`.
-    Training the steps again takes as long as the first time, and gives the same weights.
+    If `exact` is true, the recorded steps between the checkpoint and `step` are repeated. Repeating
+    the steps takes as long as the original training, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)

@@ -1,4 +1,4 @@
-"""Trains a recorded step again and observes every token."""
+"""Repeats a recorded training step and observes every token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from covey.training.step import Seen, training_step
 from covey.types import Batch
 
 Watched = dict[str, torch.Tensor]
-"""Name -> values [B, T] of each token, from the last optimizer step that trains the token. The
+"""Name -> values [B, T] of each token, from the last optimizer step that trains on the token. The
 names of the values are logp, entropy, weight, and the fields of `Effect`. The entry `number` [B] is
 the index of the optimizer step, counted from 0.
 """
 
 
 def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
-    """Repeat the optimizer steps of a recorded step; return its batch, token values and metrics."""
+    """Repeat the optimizer steps of a recorded step.
+
+    Return the batch, the values of its tokens, and the metrics.
+    """
     state = trainee.state
     state.step = recorded.step
     beta = recorded.metrics.get("objective/beta")
@@ -44,7 +47,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
 
 
 def _by_rollout(batch: Batch, watched: Watched) -> tuple[Batch, Watched]:
-    """Return the batch and its observed values with one row for each rollout."""
+    """Return the batch and the observed values, with one row for each rollout."""
     rollouts = joined(batch)
     if rollouts.batch is batch:
         return batch, watched
@@ -56,7 +59,6 @@ def _by_rollout(batch: Batch, watched: Watched) -> tuple[Batch, Watched]:
 
 
 def _record(watched: Watched, objective: Objective, batch: Batch, seen: Seen) -> None:
-    """Record the token values of a micro-batch."""
     watched["number"][seen.rows] = seen.number
     found = effect(objective, seen.micro, seen.now)
     now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}

@@ -57,13 +57,15 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The results of all algorithms at one moment: before or after the run's own training."""
+    """The results of all algorithms for one policy: before or after the run's own training step."""
 
     updates: int
     """The number of optimizer steps that the policy has taken within the recorded step."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
-    """The cosines of the parameters' gradients; None if one of the gradients is 0."""
+    """The cosine between the parameter gradients of each pair of algorithms. The cosine is None if
+    one of the two gradients is 0.
+    """
     families: tuple[Family, ...]
     """Groups of algorithms with equal or proportional gradients."""
 
@@ -128,7 +130,10 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Replay a recorded step with algorithms, before and after the policy trains on the step."""
+    """Compute the gradients that algorithms would have had in a recorded step.
+
+    The gradients are computed twice: with the policy before the step, and with the policy after it.
+    """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)
@@ -168,7 +173,7 @@ def _with_own_beta(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Fill in all batch fields that the algorithms may read, computed by the current policy."""
+    """Fill in all fields of the batch that the algorithms may read, using the current policy."""
     model, reference = trainee.policy.model, trainee.learner.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:

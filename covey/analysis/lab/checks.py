@@ -53,7 +53,7 @@ def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: f
 
 @dataclass(slots=True, kw_only=True)
 class Lab:
-    """A reward under test, and its scores so far, which later checks compare."""
+    """A reward under test, and all its scores so far."""
 
     reward: Reward
     scorer: Pool
@@ -63,7 +63,7 @@ class Lab:
     slowest: tuple[float, str] = (0.0, "nothing")
 
     def score(self, cases: Sequence[Case], what: str) -> list[ScoreResult]:
-        """Score completions one by one, and record the slowest time."""
+        """Score completions one by one, and record the longest time."""
         self.progress(what)
         results = []
         for case in cases:
@@ -76,7 +76,7 @@ class Lab:
         return results
 
     def full_reward(self, score: Score | None) -> bool:
-        """Return whether a score is a success and has the highest reward."""
+        """Return whether a score means success with the highest reward."""
         if score is None or not score.success:
             return False
         high = self.reward.bounds[1]
@@ -105,7 +105,7 @@ def solution_of(prompt: Prompt) -> str:
 def _thinking(prompt: Prompt) -> str:
     """Return a long thinking text, with the worked solution if the task has one.
 
-    A worked solution alone may be shorter than the thinking that a format requires.
+    A format may require longer thinking than the worked solution alone.
     """
     return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 
@@ -115,7 +115,10 @@ def _correct(prompt: Prompt, form: Format) -> Case:
 
 
 def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
-    """Check that correct completions in some format get the full reward; return the best format."""
+    """Check that correct completions get the full reward in at least one format.
+
+    Return the result, and the format in which the most completions get the full reward.
+    """
     shares: dict[str, float] = {}
     missed: dict[str, list[str]] = {}
     for form in FORMATS.values():

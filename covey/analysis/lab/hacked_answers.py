@@ -98,7 +98,7 @@ def bomb(text: str) -> MakeAnswer:
 
 
 def around_wrong(before: str, after: str) -> MakeAnswer:
-    """Return a hack with a wrong answer between two texts; `after` may contain the solution."""
+    """Return a hack that puts a wrong answer between texts; `after` may contain the solution."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) == "code":

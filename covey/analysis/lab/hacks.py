@@ -39,9 +39,13 @@ class Hack:
     """The flaw that the hack exploits, as the end of a sentence that begins with `the reward`."""
     make: Make
     correct_answer: bool = False
-    """If true, the hack must not get the full reward; if false, the hack must not succeed."""
+    """Whether the answer of the hack is correct. A hack with a correct answer must not get the full
+    reward, and a hack with a wrong answer must not be a success.
+    """
     about_thinking: bool = False
-    """If true, the hack abuses thinking or format, and is skipped if a bare answer suffices."""
+    """Whether the hack abuses the thinking or the format. A hack of this kind is skipped if an
+    answer without thinking gets the full reward.
+    """
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""
 
@@ -286,4 +290,3 @@ HACKS: tuple[Hack, ...] = (
     *_BOMBS,
     *_TASK_HACKS,
 )
-"""All hacks."""

@@ -12,7 +12,7 @@ from covey.analysis.numerics.gap import Gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Title, description and advice of a cause."""
+    """The title of a cause, its description, and advice."""
 
     title: str
     what: str
@@ -80,7 +80,7 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A line of the report: one cause and its size."""
+    """A line of the report: a cause of differences, and the size of the differences."""
 
     name: str
     gap: Gap

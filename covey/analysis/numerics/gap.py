@@ -37,7 +37,7 @@ class ClipRange:
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio, counted once per completion."""
+        """Whether each completion has a single ratio, which all its tokens share."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Gap:
 
 
 def gap_of(difference: torch.Tensor, mask: torch.Tensor, clip: ClipRange) -> Gap:
-    """Return the statistics of a difference [B, T] over the tokens in the mask, in float64."""
+    """Return statistics of the differences [B, T] over the tokens in the mask, in float64."""
     difference = difference.double().where(mask, 0.0)
     sizes = difference[mask].abs().sort().values
     if not len(sizes):

@@ -80,7 +80,10 @@ class Report:
 def measure(
     parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
 ) -> Report:
-    """Generate the next step's rollouts and measure every cause; measuring changes the weights."""
+    """Generate the rollouts of the next step, and measure the log-prob differences for each cause.
+
+    The measurements change the weights.
+    """
     budget = Budget(settings=parts.config.train)
     used = state.used(parts.policy)
     source = SynchronousSource(parts, reporter)
@@ -133,7 +136,10 @@ def _clips_ratios(parts: Parts) -> bool:
 
 
 def default_updates(config: Config) -> int:
-    """Return the number of optimizer steps on a batch minus 1, but at least 1."""
+    """Return the default number of optimizer steps for measuring staleness.
+
+    The default is the number of optimizer steps per rollout batch minus one, but at least 1.
+    """
     return max(1, config.train.updates - 1)
 
 
@@ -163,7 +169,10 @@ def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure differences over all completions; measure the effect of batch shape over `few`."""
+    """Measure all differences.
+
+    The effect of the batch shape is measured only over the completions in `few`.
+    """
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -186,7 +195,7 @@ def _over_all(
 
 
 def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare two generations of the same completions, up to the token where they diverge."""
+    """Compare the log-probs of completions that were generated twice, up to where they diverge."""
     first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
     width = min(first.tokens.shape[1], second.tokens.shape[1])
     same = common_prefix(one, other, first)[:, :width]
@@ -194,7 +203,7 @@ def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip
 
 
 def _kernel_gap(parts: Parts, solo: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare trainer and engine over completions that were generated one at a time."""
+    """Compare the log-probs of trainer and engine on completions generated one at a time."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     single = collate(solo, policy.model.device)
     kept = log_kept(policy, single, parts.sampling.distribution, budget)
@@ -208,7 +217,7 @@ def _stale(
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
-    """Take optimizer steps on the completions; measure the log-prob difference after each."""
+    """Take optimizer steps on the completions; measure the log-prob difference after each step."""
     policy = parts.policy
     once, notes = _learning(parts, parts.learner_at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))
@@ -233,9 +242,10 @@ def _stale(
 
 
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
-    """Return a learner for one step, with the peak learning rate if the schedule has ended.
+    """Return a learner that takes one optimizer step for each training step.
 
-    With a learning rate of 0, no weight would change, and staleness could not be measured.
+    If the learning rate has reached 0, the learner uses the peak rate. With a learning rate of 0,
+    no weight would change, and staleness could not be measured.
     """
     peak = parts.config.optimizer.learning_rate
     once = replace(learner.settings, mini_batches=1, epochs=1)

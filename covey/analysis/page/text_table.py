@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """A table of text; the first column names the row."""
+    """A table of text; the first column has the names of the rows."""
 
     title: str
     head: Sequence[str]

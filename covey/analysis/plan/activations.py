@@ -1,11 +1,12 @@
 """Memory of activations, which a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` list the number and width of the tensors that autograd saves in a
-layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH` by model and device.
-Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole runs. If a new
-kernel saves fewer tensors, only one line in this module has to change.
+layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH`, depending on model
+and device. Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole
+runs. If a new kernel keeps fewer tensors, only one line of this module has to change.
 
-Tensor shapes use N tokens in a forward pass, and B padded rows of S positions each.
+In tensor shapes, N is the number of tokens in a forward pass, B is the number of padded rows, and S
+is the number of positions in a row.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ class Saved:
     norm_float: int
     """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
-    """The number of further tensors as wide as the hidden state: the outputs of norms."""
+    """The number of other tensors as wide as the hidden state: the outputs of norms."""
     norm_frozen: int
-    """The number of norm outputs that a layer keeps if norms are frozen, as with an adapter."""
+    """The value of `norm` for a model with an adapter, whose norms are frozen."""
     inner: int
     """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
     inner_adapted: int
-    """The number of tensors as wide as the MLP with an adapter, whose layers keep their inputs."""
+    """The value of `inner` for a model with an adapter, whose LoRA layers keep their inputs."""
     output: int = 1
-    """The number of tensors as wide as all queries: the input of the output projection."""
+    """The number of tensors as wide as all query heads: the input of the output projection."""
     projections: int = 7
     """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
     """Whether the model runs accel/fused_forward.py, with a float32 residual stream."""
     flash: bool = False
-    """Whether only keys and values are gathered into rows, and queries stay packed."""
+    """Whether queries stay packed, and only keys and values are copied into padded rows."""
 
 
 EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
@@ -52,13 +53,13 @@ EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
 FUSED = Saved(
     norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=2, projections=0, fused=True
 )
-"""Fused layers: norms keep their input and output; SwiGLU and LoRA products are recomputed."""
+"""Fused layers keep the inputs and outputs of norms, and recompute SwiGLU and LoRA products."""
 FLASH = replace(FUSED, output=0, flash=True)
 """Fused layers in bfloat16 with flash attention, which keeps the output projection's input."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return the kind of layers that a model runs when it computes with `size` bytes per number."""
+    """Return the kind of a model's layers, if the model computes with `size` bytes per number."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -66,11 +67,11 @@ def kernels_of(shape: Shape, size: int, device: str) -> Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The numbers of rows and tokens of one forward pass."""
+    """The numbers of sequences and tokens of one forward pass."""
 
     rows: int
     columns: int
-    """The number of tokens of the longest row."""
+    """The number of tokens of the longest sequence."""
     tokens: int
     """The number of tokens that the model processes, including padding if tokens are not packed."""
     chosen: int
@@ -79,12 +80,12 @@ class Pass:
 
     @property
     def cells(self) -> int:
-        """The number of positions in attention, which gathers packed tokens into padded rows."""
+        """The number of positions if packed tokens are copied into padded rows for attention."""
         return self.rows * self.columns
 
 
 def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that one layer saves for its backward pass, with `size` bytes per number."""
+    """Return the bytes that one layer keeps for its backward pass, with `size` bytes per number."""
     norms = kernels.norm_frozen if shape.rank else kernels.norm
     inner = kernels.inner_adapted if shape.rank else kernels.inner
     token = kernels.norm_float * shape.hidden * FLOAT + norms * shape.hidden * size
@@ -95,7 +96,10 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that attention saves: its inputs, and its scores or its output."""
+    """Return the bytes that attention keeps for the backward pass.
+
+    Attention keeps its inputs, and either its scores or its output.
+    """
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -116,7 +120,7 @@ def _scores(shape: Shape, size: int, batch: Pass) -> int:
 
 
 def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> int:
-    """Return the bytes saved outside of the layers: the last norm and the head's hidden states."""
+    """Return the bytes kept for the backward pass by the last norm and the head."""
     chosen = batch.chosen * shape.hidden * size
     if kernels.fused:  # the residual stream; chosen hidden states and their gradient
         return batch.tokens * shape.hidden * FLOAT + 2 * chosen
@@ -183,5 +187,5 @@ def training_bytes(
 
 
 def _fused_backward(shape: Shape, size: int, batch: Pass) -> int:
-    """Return the temporary memory of the last layer's MLP: gradients of gate, up and product."""
+    """Return the bytes of temporary tensors in the backward pass of the last MLP."""
     return batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))

@@ -9,7 +9,9 @@ from covey.analysis.plan.idle_settings import changed
 from covey.training.schedule import total_updates
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""Section of an extra model, the value in `objective.needs` that requires it, and algorithms."""
+"""For each extra model: its section of the configuration, the value in `objective.needs` that asks
+for it, and the algorithms that use it.
+"""
 
 
 @rule("idle", "other-settings")

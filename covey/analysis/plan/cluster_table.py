@@ -17,9 +17,9 @@ from covey.analysis.plan.model_shape import Shape
 from covey.config import Config
 
 PROMPT_TOKENS = 256
-"""The prompt length that is assumed if prompts cannot be measured."""
+"""The prompt length that is assumed if the tokens of prompts cannot be counted."""
 STALENESS = 1
-"""The staleness of a split in which engines and trainers work at the same time."""
+"""The assumed staleness if engines and trainers work at the same time."""
 
 
 def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
@@ -39,7 +39,7 @@ def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> 
 
 
 def size_of(shape: Shape) -> ModelSize:
-    """Return the sizes of a model that the cost model needs."""
+    """Return the sizes of a model for the cost model."""
     return ModelSize(
         parameters=float(shape.parameters),
         layers=shape.layers,
@@ -49,9 +49,10 @@ def size_of(shape: Shape) -> ModelSize:
 
 
 def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
-    """Return the best split for each model and number of GPUs; models that do not fit are left out.
+    """Return a row for each model and number of GPUs, with the fastest division of the GPUs.
 
-    `own` is the name and size of the configuration's model, which is listed first.
+    A model that does not fit has no row. `own` is the name and size of the configuration's model,
+    which is listed first.
     """
     models = ([own] if own is not None else []) + list(PUBLISHED.items())
     rows = []

@@ -28,7 +28,7 @@ class Gpu:
 
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
-    """Bytes per second when reading weights, measured by a copy."""
+    """Bytes per second when reading weights, measured with a memory copy."""
     key_bandwidth: float = 5.38e12
     """Bytes per second when reading the KV cache."""
     decode_flops: float = 779e12
@@ -36,15 +36,15 @@ class Gpu:
     attention_flops: float = 276e12
     """FLOP per second of flash attention in training, forward and backward."""
     layer_seconds: float = 30.0e-6
-    """The minimum seconds of a layer's kernels in one decode step."""
+    """The smallest time in seconds that the kernels of one layer take in a decode step."""
     row_seconds: float = 17.5e-12
-    """The seconds of a decode step for each row, layer and element of the hidden state."""
+    """The seconds of a decode step per completion, layer and element of the hidden state."""
     token_seconds: float = 146e-12
-    """The seconds of an update for each token, layer and element of the hidden state."""
+    """The seconds of an update per token, per layer and per element of the hidden state."""
     recompute: float = 1.14
     """The factor by which gradient checkpointing increases the time of an update."""
     call_seconds: float = 29.6e-3
-    """The seconds of an engine call besides decoding."""
+    """The seconds of an engine call in addition to the time of decoding."""
     prefill_flops: float = 148e12
     node_link: float = 300e9
     """Bytes per second between GPUs of a node in each direction: 2/3 of the data sheet's value."""
@@ -75,7 +75,7 @@ class Workload:
     updates: int = 1
     """The number of training passes over the completions."""
     forwards: int = 0
-    """The number of passes without a gradient: for a reference, or for old log-probs."""
+    """The number of forward passes without a gradient: for a reference, or for old log-probs."""
     micro_batch: int = 16_384
     checkpointing: bool = True
 
@@ -93,7 +93,10 @@ class Workload:
 def decode_seconds(
     model: ModelSize, rows: float, context: float, gpu: Gpu = H200, split: int = 1
 ) -> float:
-    """Return the seconds of one decode step: one token for each row, over `split` GPUs."""
+    """Return the seconds of one decode step on `split` GPUs.
+
+    The step generates one token for each of `rows` completions.
+    """
     weights = BYTES * model.parameters / split / gpu.bandwidth
     flops = 2 * model.parameters * rows / split / gpu.decode_flops
     keys = rows * context * model.key_numbers * BYTES / split / gpu.key_bandwidth
@@ -105,7 +108,7 @@ def decode_seconds(
 def rollout_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, engines: int = 1, split: int = 1
 ) -> float:
-    """Return the seconds that engines of `split` GPUs need to generate a step's completions."""
+    """Return the seconds that engines with `split` GPUs each need for the completions of a step."""
     rows = work.rows / engines
     waves = max(1, math.ceil(rows / engine_rows(model, work, gpu, split)))
     prompts = rows / work.group * work.prompt
@@ -122,7 +125,7 @@ def engine_rows(model: ModelSize, work: Workload, gpu: Gpu, split: int) -> int:
 
 
 def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return the fewest GPUs of an engine that leave 40 % of GPU memory for the KV cache."""
+    """Return the smallest number of GPUs per engine that leaves 40 % of memory for the KV cache."""
     need = BYTES * model.parameters / (0.6 * gpu.memory)
     return int(2 ** math.ceil(math.log2(need))) if need > 1 else 1
 
@@ -130,7 +133,10 @@ def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
 def update_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, trainers: int = 1
 ) -> float:
-    """Return the seconds of all passes and optimizer steps, sharded over trainers (FSDP2)."""
+    """Return the seconds of all passes and optimizer steps of a training step.
+
+    The model is sharded over the trainers (FSDP2).
+    """
     dense = 6 * model.parameters / gpu.train_flops
     attention = 6 * model.layers * model.hidden * work.context / gpu.attention_flops
     factor = gpu.recompute if work.checkpointing else 1.0
@@ -185,7 +191,10 @@ class Split:
 def splits(
     model: ModelSize, work: Workload, gpus: int, gpu: Gpu = H200, *, staleness: int = 1
 ) -> list[Split]:
-    """Return every split of the GPUs, fastest first; empty if the model does not fit."""
+    """Return every split of the GPUs into trainers and engines, fastest first.
+
+    The list is empty if the model does not fit.
+    """
     least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
     sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
     found = []
@@ -218,6 +227,5 @@ PUBLISHED = {
     "32B": ModelSize(parameters=32.8e9, layers=64, hidden=5120, key_numbers=131_072),
     "70B": ModelSize(parameters=70.6e9, layers=80, hidden=8192, key_numbers=163_840),
 }
-"""The shapes of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B."""
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""The numbers of GPUs for which the table has a row."""
+"""The table has a row for each of these numbers of GPUs."""

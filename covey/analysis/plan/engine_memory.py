@@ -43,11 +43,13 @@ class Call:
     copies: int
     """The number of tensors as large as the logits while first tokens are sampled."""
     max_concurrent: int
-    """The limit on completions generated at once."""
 
     @property
     def graph_copies(self) -> int:
-        """Tensors as large as the logits when later tokens are sampled; 1 without truncation."""
+        """The number of tensors as large as the logits while later tokens are sampled.
+
+        Without truncation, only one tensor is as large as the logits.
+        """
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
     @property
@@ -57,7 +59,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU: at least `together`, and a size that has a CUDA graph."""
+        """The number of slots on a GPU: at least `together`, with a CUDA graph for this number."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
@@ -66,7 +68,10 @@ class Call:
 
 
 def engine_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of generation: the maximum of a training step and an evaluation."""
+    """Return the memory for generating completions.
+
+    The result is for the larger of two calls: a training step or an evaluation.
+    """
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
         graph = _graph_parts(run, calls, run.config.engine.cache_gigabytes)
@@ -98,7 +103,7 @@ def _calls(run: RunFacts) -> list[Call]:
 
 
 def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
-    """Return the memory of one call without CUDA graphs."""
+    """Return the memory of one call of the engine without CUDA graphs."""
     shape, slots = run.shape, call.together
     prompts = call.prefilled(slots)
     capacity = -(-(run.prompt + run.completion) // CAPACITY_STEP) * CAPACITY_STEP
@@ -142,7 +147,8 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list
     """Return the memory of all calls if the engine captures CUDA graphs.
 
     CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
-    allocated between calls and during training. The KV cache is as large as the largest call needs.
+    allocated between calls and during training. The KV cache has the size that the largest call of
+    the engine needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
@@ -189,7 +195,11 @@ def _float8_parts(shape: Shape, config: Config) -> list[Part]:
 
 
 def _graph_bytes(run: RunFacts, call: Call) -> int:
-    """Return the temporary bytes of one decoding step, for logits or for one layer's tensors."""
+    """Return the bytes of temporary tensors in one decode step.
+
+    The logits and the tensors of a layer never exist at the same time, so the result includes only
+    the larger of the two.
+    """
     shape, size = run.shape, run.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
     logits = call.graph_copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT

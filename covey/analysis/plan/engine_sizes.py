@@ -11,40 +11,48 @@ import heapq
 from functools import lru_cache
 
 SHORT = 256
-"""The most positions for which attention on a CPU uses two batched matmuls (accel/attention.py)."""
+"""The largest number of positions for which attention on a CPU uses two batched matmuls
+(accel/attention.py).
+"""
 LONG = 2048
-"""Mean length from which rows may train without CUDA graphs (accel/attention_choice.py)."""
+"""The smallest mean sequence length at which training may do without CUDA graphs
+(accel/attention_choice.py).
+"""
 FUSED_BYTES = 64 * 2**20
 """Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384
-"""The most prompt tokens in one forward pass of prefill (native/prefill.py)."""
+"""The largest number of prompt tokens in one forward pass of prefill (native/prefill.py)."""
 CAPACITY_STEP = 32
 """The length of a KV-cache slot is a multiple of this number (native/backend.py)."""
 SPARE_BYTES = 64 * 2**20
 """A KV cache of at most this many bytes is kept between steps (native/backend.py)."""
 PAGE, LEAST_PAGE = 128, 16
-"""Largest and smallest size of a page of the completion cache, in positions (native/pages.py)."""
+"""Largest and smallest size of a page of the completion cache, in tokens (native/pages.py)."""
 PROMPT_STEP = 128
 """Cached prompts are padded to a multiple of this number (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of slots for which CUDA graphs are captured (native/shared_prompt_cache.py)."""
 TOKEN_STEP = 256
-"""The smallest difference between two padded token counts (accel/static_buffers.py)."""
+"""Token counts are padded to multiples of this number or of a larger number
+(accel/static_buffers.py).
+"""
 VOCABULARY_BLOCK = 2048
-"""Vocabulary entries that one program of the sampling kernel reads (accel/kernels/sample.py)."""
+"""Number of vocabulary entries per program of the sampling kernel (accel/kernels/sample.py)."""
 CHUNK_STEP = 128
-"""Large chunks of logits have a multiple of this number of rows (accel/fused_head.py)."""
+"""In large chunks of logits, the number of tokens is a multiple of this number
+(accel/fused_head.py).
+"""
 
 
 def width_for(completions: int) -> int:
-    """Return the number of KV-cache slots for this many completions at once."""
+    """Return the number of KV-cache slots for generating this many completions at once."""
     if completions > WIDTHS[-1]:
         return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
     return next(width for width in WIDTHS if width >= completions)
 
 
 def page_for(capacity: int) -> int:
-    """Return the positions of a page, for completions of up to `capacity` tokens."""
+    """Return the number of tokens in a page, for completions of up to `capacity` tokens."""
     return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
 
 
@@ -59,11 +67,12 @@ def padded_tokens(count: int) -> int:
 def largest_micro_batch(
     rows: int, group_size: int, prompt: int, completion: int, micro_batch_tokens: int
 ) -> tuple[int, int]:
-    """Return the rows and prompts of the largest micro-batch on a GPU, if all lengths are equal.
+    """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
 
-    The result equals the result of `balanced` in accel/packing.py, for `rows` rows in groups of
-    `group_size`. A group is split into pieces that fit the token budget. The pieces of all groups
-    are distributed over the fewest micro-batches.
+    All prompts have `prompt` tokens, and all completions have `completion` tokens. The result
+    equals the result of `balanced` in accel/packing.py, for `rows` rows in groups of `group_size`.
+    A group is split into pieces that fit the token budget. The pieces of all groups are distributed
+    over the fewest micro-batches.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

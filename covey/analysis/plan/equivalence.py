@@ -28,10 +28,10 @@ ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences, best_of_k, kept_standardized}
     - {advantage.returns_whitened}
 )
-"""Advantages that all tokens of a completion share."""
+"""Advantage functions that give all tokens of a completion the same advantage."""
 
 IGNORES_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
-"""Advantages that depend only on which completions are correct, not on their rewards."""
+"""Advantage functions that use whether each completion is correct, but not its reward."""
 
 THROUGH_LOGP = frozenset(
     {
@@ -50,7 +50,7 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates that treat marked tokens like all other tokens while every ratio is 1."""
+"""Surrogates that ignore `Objective.marks` while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -82,7 +82,10 @@ def piece_of(piece: Callable[..., Any]) -> Piece:
 
 
 def normal_form(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of an objective; equal normal forms have equal gradients."""
+    """Return the normal form of an objective.
+
+    Objectives with the same normal form have the same gradient.
+    """
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
@@ -106,7 +109,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the normal form without constant factors of the loss."""
+    """Return a normal form in which constant factors of the loss are left out."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # a constant factor would not scale the whole loss
@@ -173,7 +176,7 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of ratio, surrogate, token weights and token marks."""
+    """Return the normal form of ratio, surrogate, token weights and the marking of tokens."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)
@@ -203,7 +206,10 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio with the same gradient at ratio 1, and matching token weights."""
+    """Return the simplest ratio that has the same gradient as the objective's ratio at 1.
+
+    Also return the token weights that belong to the ratio.
+    """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
         return ratio.token, token_weights
@@ -235,7 +241,7 @@ def _weights(setup: Setup) -> Piece:
 
 
 def _single_tokens(config: Config) -> bool:
-    """Whether every completion has exactly one trained token."""
+    """Whether the run trains on exactly one token of every completion."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
 
 

@@ -74,13 +74,13 @@ class Setup:
     def one_update(self) -> bool:
         """Whether each rollout batch is used for one optimizer step, so that every ratio is 1.
 
-        The property is false if rollouts may come from older weights.
+        The value is False if rollouts may come from older weights.
         """
         return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, including ratios to the engine's log-probs."""
+        """Whether every ratio is 1, also the ratio between trainer and engine."""
         return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
 
     @property
@@ -111,7 +111,7 @@ class Setup:
 
 Rule = Callable[[Setup], Iterator[Said]]
 RULES: list[Callable[[Setup], Iterator[Finding]]] = []
-"""All rules about one configuration, in the order of their findings."""
+"""All rules that check one configuration, in the order in which their findings appear."""
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:

@@ -31,7 +31,7 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 
 
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
-    """Return findings about arms of a comparison that train the same run under several names.
+    """Return findings about arms of a comparison that are trained in exactly the same way.
 
     All configurations must be resolved. Arms are the same if their gradients are equal in every
     optimizer step. The gradients are equal bit for bit if the arithmetic is the same, else up to

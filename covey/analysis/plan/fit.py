@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 def memory_findings(
     config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int = 1
 ) -> Iterator[Finding]:
-    """Yield a finding if a resolved configuration does not fit on the device of its forecast."""
+    """Yield a finding if a configuration needs more memory than the device of the forecast has."""
     if found.fits:
         return
     if ranks > 1:
@@ -129,7 +129,10 @@ def _changes(config: Config) -> Iterator[Settings]:
 def _fitting(
     config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return the changes with a micro-batch size that fits; None if no size fits."""
+    """Return `changes`, with a micro-batch size if the current size does not fit.
+
+    Return None if no size fits.
+    """
     same_shape = shape if "adapter.rank" not in changes else None
     found = forecast(changed(config, changes), device, facts, same_shape)
     tokens = found.suggested_micro_batch_tokens

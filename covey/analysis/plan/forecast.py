@@ -16,7 +16,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""Kind of device -> bytes in use before any tensor exists, and a description.
+"""For each kind of device: bytes in use before any tensor exists, and a description.
 
 Measured by benchmarks/memory.py.
 """
@@ -26,7 +26,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ANY_GPU = "one GPU"
 """The name of a GPU of which only the memory is known."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""The driver files that show a GPU on Linux, for NVIDIA, WSL, Jetson and AMD."""
+"""Device files that exist on Linux if there is a GPU driver of NVIDIA, WSL, Jetson or AMD."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -101,9 +101,9 @@ class Part(NamedTuple):
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """The phases in which the part is allocated."""
+    """The phases of a training step in which this part of the memory is allocated."""
     why: str
-    """A description of the part's tensors."""
+    """A description of the tensors in this part of the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """Return a line with the peak memory and whether it fits."""
+        """Return a line of text that gives the peak memory and says whether it fits."""
         share = self.peak / self.device.memory
         fits = "fits" if self.fits else "DOES NOT FIT"
         device = f"{size_text(self.device.memory)} of {self.device.name}"

@@ -56,7 +56,7 @@ def changed_options(setup: Setup, *names: str) -> dict[str, str]:
 
 @rule("same", "one-update-per-rollout")
 def one_update_equivalence(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms that are equal with one update per rollout batch."""
+    """Rule about algorithms that have equal gradients with one update per rollout batch."""
     others = equivalent_algorithms(setup) if setup.one_update else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step

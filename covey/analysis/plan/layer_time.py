@@ -1,8 +1,8 @@
 """Seconds of a training step on a CPU, estimated from one decoder layer with arbitrary weights.
 
-The measured layer has the sizes of the model's layers. The layer decodes one token for every
-completion, and runs forward over a few tokens. A backward pass takes about twice as long as a
-forward pass. The time of the layer is multiplied by the number of layers. A part of the output
+The layer is as large as a layer of the model. Two times are measured: for decoding one token of
+each completion, and for a forward pass over a few tokens. A backward pass takes about twice as long
+as a forward pass. The time of the layer is multiplied by the number of layers. A part of the output
 layer is measured in the same way as the layer. The layer is computed with numpy, so that a plan
 does not import torch.
 """
@@ -25,13 +25,15 @@ TRAIN_FLOPS = 1e10
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Maximum operations of a measured decode step; FEWEST_ROWS rows may exceed this maximum."""
+"""Maximum number of operations in the measured decode step. With FEWEST_ROWS completions, more
+operations are allowed.
+"""
 KEY_NUMBERS = 2e7
-"""Maximum number of elements in the keys of a measured decode step."""
+"""The attention keys in the measured decode step have at most this many elements."""
 HEAD_ROWS = 2048
 """Number of vocabulary tokens in the measured part of the output layer."""
 REPEATS = 3
-"""Number of measurements; the fastest measurement counts."""
+"""Number of measurements, of which the fastest is used."""
 WITH_BACKWARD = 3
 """Time of a forward and a backward pass, divided by the time of a forward pass."""
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -53,7 +55,10 @@ class _Layer:
         return sum(weight.size for weight in (self.qkv, self.out, self.up, self.down))
 
     def __call__(self, x: Array, past: Array | None = None) -> Array:
-        """Return the hidden states [B, T, hidden]. Tokens also attend to the keys in `past`."""
+        """Return the hidden states [B, T, hidden].
+
+        If `past` is given, tokens attend to the keys and values in `past`.
+        """
         shape = self.shape
         query, key, value = np.split(
             _norm(x) @ self.qkv, [shape.query, shape.query + shape.key], axis=-1
@@ -101,7 +106,10 @@ def cpu_seconds(
 
 
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
-    """Return the seconds of a decode step of one token per row, measured on some of the rows."""
+    """Return the seconds to decode one token for each of `rows` completions.
+
+    To save time, the measured decode step has fewer completions.
+    """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))
     some = max(1, min(rows, few, int(KEY_NUMBERS / (context * shape.key))))
@@ -138,7 +146,10 @@ def _shortest(work: Callable[[], Any]) -> float:
 
 
 def _weights(inputs: int, outputs: int) -> Array:
-    """Return the weights of a linear layer whose outputs are a tenth of its inputs' mean."""
+    """Return a constant weight matrix.
+
+    Each output is a tenth of the mean of the inputs, and stays small.
+    """
     return np.full((inputs, outputs), 0.1 / inputs, dtype=np.float32)
 
 

@@ -1,8 +1,8 @@
 """Forecast of a run's peak memory, part by part, before anything is loaded.
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
-backward passes, and the optimizer step. Each part of the memory is allocated in some phases. The
-phase that needs the most memory determines the peak. The forecast assumes the worst case: all
+backward passes, and the optimizer step. Each part of the memory is allocated in one or more phases.
+The phase that needs the most memory determines the peak. The forecast assumes the worst case: all
 completions have `rollout.max_tokens` tokens, and all prompts are as long as the longest prompt of a
 sample.
 """
@@ -105,7 +105,7 @@ class _Run(RunFacts):
     """A run whose memory is forecast."""
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the largest forward pass within a token budget, if all rows have full length."""
+        """Return the largest forward pass within a token budget; sequences have full length."""
         completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
         if self.on_gpu:
             rows, prompts = largest_micro_batch(
@@ -142,7 +142,7 @@ class _Run(RunFacts):
         )
 
     def _model_parts(self) -> list[Part]:
-        """Return the parts of memory that are always allocated, and sharded gradients."""
+        """Return the memory of weights and optimizer state, and of gradients if sharded."""
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
         state = self.config.optimizer.state
@@ -173,7 +173,7 @@ class _Run(RunFacts):
         ]
 
     def _engine_copies(self, weights: int) -> list[Part]:
-        """Return the memory of an engine with its own weights, if it is on the same device."""
+        """Return the memory of an engine that has its own weights and runs on the same device."""
         overlap, engine = self.config.overlap, self.config.engine
         if engine.kind == "native" or engine.device not in ("auto", self.config.model.device):
             return []
@@ -262,7 +262,7 @@ class _Run(RunFacts):
         ]
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the output layer's gradient, unless other parts include it."""
+        """Return the bytes of the output layer's gradient, or 0 if another part includes it."""
         if self.gradient_sinks or self.sharded:
             return 0
         return self.shape.head * self.size * self.shape.head_trained

@@ -41,7 +41,7 @@ class Shape:
     """Sizes of a model and of its adapter."""
 
     parameters: int
-    """The number of parameters without the adapter; tied weights count once."""
+    """The number of parameters without the adapter; tied weights are counted once."""
     added: int
     """The number of parameters of the adapter."""
     trained: int
@@ -64,7 +64,9 @@ class Shape:
     inner: int
     """Width of the MLP; in a mixture of experts, the sum over the experts that a token uses."""
     fused_attention: bool
-    """Whether attention is one fused operation, which keeps no scores and allows packing."""
+    """Whether attention is one fused operation, which does not store attention scores and allows
+    packed sequences.
+    """
     fuses: bool
     """Whether the fused CUDA kernels support the model; they support only Llama layers."""
     head_norms: bool
@@ -85,7 +87,7 @@ class Module(NamedTuple):
     """A module of a model."""
 
     parameters: int
-    """Parameters of the module and of the modules in it; tied weights count once."""
+    """The number of parameters of the module and its submodules; tied weights are counted once."""
     weight: tuple[int, ...] = ()
     """The shape of a linear layer's weight; empty for other modules."""
 

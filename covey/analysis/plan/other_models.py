@@ -11,7 +11,9 @@ from covey.config.schema import Adapter
 from covey.models.model_path import adapter_base
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""optimizer.state -> bytes of a master weight besides its bfloat16 copy; bytes of two moments."""
+"""optimizer.state -> bytes of a master weight in addition to its bfloat16 copy, and bytes of the
+two moments of AdamW.
+"""
 
 
 def teacher_parts(run: RunFacts) -> list[Part]:
@@ -62,8 +64,8 @@ def reference_part(run: RunFacts, weights: int) -> Part:
 def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
     """Return the memory of a critic, whose passes never overlap with the policy's passes.
 
-    `size` is the number of bytes per number in the critic's computations. `state` has the
-    additional bytes of a master weight, and the bytes of two moments.
+    `size` is the number of bytes per number in the critic's computations. `state` is a value of
+    `STATE_BYTES`.
     """
     path, (master, moments) = config.critic.path, state
     model = config.model.model_copy(update={"path": path})

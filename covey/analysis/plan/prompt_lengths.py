@@ -1,8 +1,8 @@
 """Token counts of prompts and solutions.
 
 A tokenizer needs transformers, which takes a second to import. Nothing else in a plan needs
-transformers. `covey plan` therefore measures prompts in a separate process, and reads the task at
-the same time. This module does not import torch.
+transformers. `covey plan` therefore counts tokens in a separate process, and reads the task at the
+same time. This module does not import torch.
 """
 
 from __future__ import annotations

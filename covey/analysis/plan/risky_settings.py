@@ -21,7 +21,9 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The fewest changed prompts that are significant if all change one way (2 / 2^6 < 0.05)."""
+"""If the results of this many prompts change, all in the same direction, the change is significant
+(2 / 2^6 < 0.05).
+"""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
 """The finding about max_tokens appears if at least this fraction of solutions is truncated."""
@@ -32,7 +34,9 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Rewards for the format; their `success` does not mean that the final answer is correct."""
+"""Rewards for the format of a completion. The `success` of such a reward does not mean that the
+final answer is correct.
+"""
 
 
 @rule("risk", "learning-rate")
@@ -117,7 +121,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that use `success` of a reward for the format."""
+    """Rule about algorithms and filters that use `success`, with a reward for the format only."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:

@@ -13,7 +13,7 @@ from covey.config import Config
 from covey.objective import Objective
 
 ASSUMED_PROMPT = 256
-"""The assumed prompt length in tokens if prompts cannot be measured."""
+"""The assumed prompt length in tokens if the tokens of prompts cannot be counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class RunFacts:
 
     @property
     def captured(self) -> bool:
-        """Whether training passes are CUDA graphs, which keep their activations between steps."""
+        """Whether training passes run as CUDA graphs, which keep activations between steps."""
         # On current GPUs, long rows are faster without a graph.
         recorded = self.config.records_passes and self.row_tokens - 1 < LONG
         return self.gradient_sinks and self.shape.fuses and recorded
@@ -94,6 +94,6 @@ class RunFacts:
 
     @property
     def stored(self) -> int:
-        """Bytes of the KV cache of CUDA graphs per token."""
+        """Bytes of keys and values per token in the KV cache that CUDA graphs use."""
         float8 = self.config.engine.kv_dtype == "float8"
         return self.position // self.size if float8 else self.position

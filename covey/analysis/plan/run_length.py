@@ -1,4 +1,4 @@
-"""Length of a run before it starts: steps, tokens and evaluations that a budget allows."""
+"""The length of a planned run: the steps, tokens and evaluations that its budget allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def step_tokens(config: Config) -> int:
 
 
 def least_steps(config: Config) -> int:
-    """Return the fewest steps of a run, as if all completions had the maximum length."""
+    """Return the smallest possible number of steps of a run.
+
+    This number is reached if all completions have the maximum length.
+    """
     train = config.train
     if train.budget == "tokens":
         return math.ceil(train.amount / step_tokens(config))
@@ -24,10 +27,10 @@ def least_steps(config: Config) -> int:
 
 
 def most_steps(config: Config) -> int:
-    """Return the most steps of a run, as if all completions had one token.
+    """Return the largest possible number of steps of a run.
 
-    With a budget of optimizer steps, a run has more steps if dynamic sampling drops all groups of a
-    step.
+    With a token budget, this number is reached if all completions have one token. With a budget of
+    optimizer steps, a run has more steps if dynamic sampling drops all groups of a step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

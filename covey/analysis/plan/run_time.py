@@ -90,7 +90,7 @@ def run_time(
 
 
 def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
-    """Return the median token count of the prompts; a few long prompts do not slow a run down."""
+    """Return the median token count, because a few long prompts do not slow a run down."""
     usable, lengths = usable_prompt(config, facts), facts.prompt_tokens
     return usable if usable is None or not lengths else min(usable, lengths[len(lengths) // 2])
 

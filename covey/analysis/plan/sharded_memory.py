@@ -1,9 +1,9 @@
 """Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
 
 A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores the
-engine's full copy of the weights. During a pass, every rank has the complete weights of the current
-and the next block, the embedding, the head and the last norm. If a single rank has all shards,
-fused passes use weights that are gathered once per optimizer step.
+engine's full copy of the weights. During a forward or backward pass, every rank has the complete
+weights of the current and the next block, the embedding, the head and the last norm. With only one
+rank, fused passes use weights that are gathered once per optimizer step.
 """
 
 from __future__ import annotations

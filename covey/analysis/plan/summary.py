@@ -28,7 +28,7 @@ REFERENCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The planned numbers of a run."""
+    """The plan of a run: numbers of steps, completions, tokens and evaluations."""
 
     algorithm: str
     steps: int
@@ -39,7 +39,7 @@ class Plan:
     prompts_per_step: int
     group_size: int
     rounds: int
-    """The most rounds of generation in a step; more than 1 only with dynamic sampling."""
+    """The largest number of generation rounds in a step; more than 1 only with dynamic sampling."""
     max_tokens: int
     mini_batches: int
     epochs: int
@@ -67,7 +67,9 @@ class Plan:
     learning_rate: str = ""
     """The learning rate: peak, schedule and warm-up."""
     cluster: str = ""
-    """A sentence about actors, CPUs and GPUs on Ray; empty without settings of [cluster]."""
+    """A sentence about actors, CPUs and GPUs on Ray; empty if the section [cluster] has no
+    settings.
+    """
 
     @property
     def completions(self) -> int:

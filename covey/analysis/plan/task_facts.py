@@ -42,23 +42,23 @@ class TaskFacts:
     solution_tokens: tuple[int, ...] = ()
     """Token counts of some training prompts' solutions, each including its end token."""
     prompt_tokens: tuple[int, ...] = ()
-    """Token counts of some prompts of the whole task, with the chat template, shortest first."""
+    """Token counts of a sample of the task's prompts, with the chat template; shortest first."""
     long_prompts: tuple[int, ...] = ()
     """The token counts of the prompts with the most characters, if all prompts are in memory."""
     context: int | None = None
     """The model's context length."""
     longest_prompt: int | None = None
-    """The token count of the longest measured prompt."""
+    """The token count of the longest prompt that was tokenized."""
     measured: int = 0
     """The number of prompts whose tokens were counted."""
     prompts: int = 0
     """The number of training prompts of the task."""
     problem: str = ""
-    """The reason why prompts could not be measured."""
+    """The reason why the tokens of prompts could not be counted."""
     unreadable: str = ""
     """The error of a task that cannot be read."""
     overlap: int = 0
-    """The number of held-out prompts that are also training prompts, if all are in memory."""
+    """The number of held-out prompts that are also training prompts; 0 if prompts are generated."""
     baselines: Baselines | None = None
     """Scores of trivial answers (constant, empty, copied prompt) on the held-out prompts."""
 
@@ -104,7 +104,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers (constant, empty, copied prompt), but only with a quick reward."""
+    """Score trivial answers (constant, empty, copied prompt), but only if the reward is quick."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:

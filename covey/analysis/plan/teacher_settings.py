@@ -1,4 +1,4 @@
-"""Rules about self-teachers that cannot teach, or that equal a simpler teacher."""
+"""Rules about self-teachers that cannot teach, or that are equivalent to a simpler teacher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.training.schedule import total_updates
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Rule about a self-teacher with only one privileged text, which is often missing."""
+    """Rule about a self-teacher whose only extra context, a correct answer, is often missing."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
@@ -36,7 +36,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """Rule about a moving self-teacher that always equals the policy, or never moves."""
+    """Rule about a moving self-teacher that always equals the policy, or is never updated."""
     teacher, updates = setup.config.teacher, total_updates(setup.config.train)
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return

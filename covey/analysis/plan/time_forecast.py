@@ -16,12 +16,11 @@ from covey.run.resume import Start
 from covey.stopping import StopSignal
 
 WARM_UP, MEASURED = 1, 2
-"""The numbers of warm-up steps and of measured steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeForecast:
-    """The forecast seconds of a run, of its steps and of its evaluations."""
+    """The forecast of the seconds that a run, its steps and its evaluations take."""
 
     rollout: float
     score: float

@@ -27,8 +27,9 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def svg(title: str, trend: Trend, *, style: bool = False) -> Markup:
-    """Return the chart of a metric as SVG. `style` is the style sheet of a chart in a separate
-    file.
+    """Return the chart of a metric as SVG.
+
+    If `style` is true, the SVG contains its own style sheet, so that it can be a separate file.
     """
     x0, x1 = _range(trend.steps, 0.0)
     y0, y1 = _range(trend.values, 0.06)

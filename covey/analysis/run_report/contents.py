@@ -36,7 +36,9 @@ PANELS = MappingProxyType(
         **HEALTH,
     }
 )
-"""Panel of the report -> metrics; the panel shows the first metric that the run has."""
+"""The metrics of each panel of the report. A panel shows the first of its metrics that the run
+logged.
+"""
 SAMPLES = 3
 """The number of highest-reward and of lowest-reward rollouts in the report."""
 READ_SECONDS = 60.0

@@ -30,7 +30,7 @@ from covey.training.resolve import task_of
 SHOWN = 3
 """The largest number of problems that a result lists."""
 COUNTED = {"episode": "episode", "tokens": "tokens", "version": "updates"}
-"""Counter in a checkpoint's state -> the metric that it must equal."""
+"""For each counter in a checkpoint's state, the metric that must have the same value."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -62,7 +62,7 @@ def _result(name: str, figure: str, problems: Sequence[str], remedy: str = "") -
 
 
 def _gaps(rows: Rows) -> list[str]:
-    """Return the places where steps are lost or repeated, or where a counter decreases."""
+    """Return a text for each lost or repeated step, and for each counter that decreases."""
     found = [f"step {rows[0]['step']} is the first"] if rows and rows[0]["step"] != 1 else []
     for a, b in pairwise(rows):
         if b["step"] != a["step"] + 1:
@@ -114,7 +114,7 @@ def _versions(rollouts: Rows) -> set[int]:
 
 
 def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
-    """Check that each step drew the prompts that the seed determines, with unchanged contents."""
+    """Check that each step used the prompts that the seed determines, with unchanged contents."""
     if config.curriculum.active:
         return Result(name="data", passed=None, figure="not checked with a curriculum")
     try:
@@ -149,7 +149,7 @@ def _reward(run: RunFolder, rows: Rows) -> Result:
 
 
 def _config(run: RunFolder) -> Result:
-    """Check that every changed setting was changed by a resume of the run."""
+    """Check that the settings changed only when the run was resumed."""
     problems: list[str] = []
     start = run.environment(problems.append).get("config")
     if start is None and not problems:

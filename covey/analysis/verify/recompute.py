@@ -1,4 +1,4 @@
-"""Trains a saved step again from its recorded rollouts, and compares the checkpoints."""
+"""Repeats the training steps before a checkpoint, and compares the weights with the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "recomputed step"
 
 
 def recomputed(run: RunFolder) -> Result:
-    """Train again from the second-newest checkpoint to the newest one; compare all weights.
+    """Repeat the steps between the two newest checkpoints; compare all weights with the newest one.
 
     No rollouts are generated or scored; the recorded rollouts are used.
     """

@@ -113,9 +113,9 @@ def opo() -> Objective:
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    OPO's baseline weights each completion by its length, so every token has the same weight. OPO's
-    baseline minimises the variance of the gradient if the squared norm of a completion's gradient
-    grows with its length.
+    The baseline of OPO is the mean reward of a group, weighted by completion length, so every token
+    counts equally. This baseline minimises the variance of the gradient if the squared norm of a
+    completion's gradient grows with its length.
 
     Departure: the paper takes one optimizer step per batch, so that a clip would have no effect.
     Covey's `opo` has a clip for runs with several optimizer steps per batch.

@@ -57,9 +57,9 @@ def gpg(
         loss = - 1/T sum_i sum_t A logp
 
     `gpg` has no ratio and no clip, so with several optimizer steps per batch, the change of the
-    policy is not limited. The factor alpha compensates for groups with equal rewards. If all groups
-    have equal rewards, all advantages are 0. To compute alpha, verl counts completions with
-    non-zero rewards, which gives a different factor.
+    policy is not limited. The factor alpha compensates for groups whose rewards are all equal. If
+    the rewards within every group are equal, all advantages are 0. To compute alpha, verl counts
+    completions with non-zero rewards, which gives a different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,
