@@ -82,10 +82,6 @@ class Meter:
             low, high = values.where(mask, torch.inf).amin(), values.where(mask, -torch.inf).amax()
             self._ranges.setdefault(name, []).append((low, high))
 
-    def read(self) -> dict[str, float]:
-        """Return means, and extremes as `name_min` and `name_max`, of all observations."""
-        return self.measured().means()
-
     def measured(self) -> Measured:
         """Fetch the sums, counts and ranges of all observations."""
         numbers = self._fetched()
