@@ -116,7 +116,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
     """Compare the engine's log-probs of sampled tokens with the trainer's in real updates."""
     shape = sizes.shapes["smollm2"]
     model = random_model(shape.config, dtype=dtype, device=sizes.device, scale=scale)
-    policy = policy_for(model, Setting(device=sizes.device))
+    policy = policy_for(model, Setting(device=sizes.device, megabytes=512.0))
     prompts = prompts_for(sizes, policy.model, sizes.logp_completions)
     found = rollouts_of(
         NativeEngine(policy.model),

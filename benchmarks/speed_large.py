@@ -123,7 +123,8 @@ def update_forecast(shape: Shape, setting: Setting) -> int:
         "optimizer.state": setting.state, "objective.beta": 0.0,
         "rollout.prompts_per_step": shape.completions // setting.group,
         "rollout.group_size": setting.group, "rollout.max_tokens": shape.completion,
-        "train.micro_batch_tokens": setting.budget, "train.logits_megabytes": setting.megabytes,
+        "train.micro_batch_tokens": setting.budget,
+        "train.logits_megabytes": setting.megabytes or shape.megabytes,
         "train.old_logp": "sampler",
     }  # fmt: skip
     config = load_config(None, [f"{k}={str(v).lower()}" for k, v in settings.items()])

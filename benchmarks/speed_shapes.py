@@ -31,6 +31,8 @@ class Shape:
     completion: int
     budgets: tuple[int, int]
     """Packed tokens of a micro-batch, without checkpointing and with it."""
+    megabytes: float = 512.0
+    """For logits."""
 
     @property
     def key_numbers(self) -> int:
@@ -52,7 +54,9 @@ def shapes() -> dict[str, Shape]:
                 num_key_value_heads=3, intermediate_size=1536, max_position_embeddings=8192,
                 tie_word_embeddings=True, rms_norm_eps=1e-5,
             ),
-            completions=128, prompt=128, completion=256, budgets=(12_288, 12_288),
+            # One micro-batch, whose logits are not computed again.
+            completions=128, prompt=128, completion=256, budgets=(36_864, 36_864),
+            megabytes=12_288.0,
         ),
         "qwen2.5": Shape(
             transformers.Qwen2Config(

@@ -133,7 +133,7 @@ def run_config(
         always = (
             *always,
             f"train.micro_batch_tokens={shape.budgets[0]}",
-            "train.logits_megabytes=512.0",
+            f"train.logits_megabytes={shape.megabytes}",
         )
     return resolve(load_config(recipe, [*always, *overrides]))
 

@@ -55,8 +55,8 @@ class Setting:
     graphs: bool = True
     budget: int = 0
     """Packed tokens of a micro-batch; 0: the shape's own."""
-    megabytes: float = 512.0
-    """For logits."""
+    megabytes: float = 0.0
+    """For logits; 0: the shape's own."""
     group: int = 8
     repeat: int = 7
     warmup: int = 3
@@ -152,6 +152,7 @@ def milliseconds(call: Any) -> float:
 def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     device = setting.device
     budget = setting.budget or shape.budgets[setting.checkpointing]
+    setting = replace(setting, megabytes=setting.megabytes or shape.megabytes)
     forget(device)
     policy = make_policy(shape.config, setting)
     objective = ALGORITHMS["grpo"](beta=0.0)
@@ -228,7 +229,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help="of a LoRA adapter")
     parser.add_argument("--offload", action="store_true", help="with --checkpointing yes")
     parser.add_argument("--budget", type=int, default=0, help="packed tokens; 0: the shape's own")
-    parser.add_argument("--megabytes", type=float, default=512.0, help="for logits")
+    parser.add_argument(
+        "--megabytes", type=float, default=0.0, help="for logits; 0: the shape's own"
+    )
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, to try it out")

@@ -100,7 +100,8 @@ def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
 def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:
     """Return the order in which a refill round of dynamic sampling takes the prompts."""
     generator = np.random.Generator(_philox(seed, step, _REFILL, index=round_number))
-    return [int(index) for index in generator.permutation(size)]
+    order: list[int] = generator.permutation(size).tolist()
+    return order
 
 
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
@@ -114,13 +115,15 @@ def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     times = generator.standard_exponential(len(weights))
     racing = np.flatnonzero(weights > 0)
     order = np.argsort(times[racing] / weights[racing], kind="stable")
-    return [int(index) for index in racing[order]]
+    found: list[int] = racing[order].tolist()
+    return found
 
 
 def replay_order(*, seed: int, step: int, size: int) -> list[int]:
     """Return a random order of the groups of a replay buffer."""
     generator = np.random.Generator(_philox(seed, step, _REPLAY))
-    return [int(index) for index in generator.permutation(size)]
+    order: list[int] = generator.permutation(size).tolist()
+    return order
 
 
 def mini_batch_order(*, seed: int, step: int, epoch: int, groups: int) -> list[int]:

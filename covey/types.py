@@ -192,7 +192,7 @@ class Rollout:
     @property
     def sampled(self) -> int:
         """The number of tokens that the policy sampled."""
-        return sum(sum(segment.trained) for segment in self.segments)
+        return sum(segment.trained.count(True) for segment in self.segments)
 
     @property
     def policy_version(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,8 @@ from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt, generate
 from covey.training.garbage import freeze_garbage_collector
 from covey.types import Batch, Rollout
+from tests import interpreted
+from tests.processes import FORKED_WORKERS
 
 # Modules that tests write, or that stand among them, and name in configurations.
 os.environ["COVEY_TRUST"] = (
@@ -48,59 +49,9 @@ os.fsync = lambda handle: None  # type: ignore[assignment]
 
 
 def pytest_configure() -> None:
-    """Let Triton's interpreter do once what it does in every call, which takes a fifth of its time.
-
-    It looks up the names of its language, patches them again in every function that a kernel calls,
-    and makes a table of all types to look up one.
-    """
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    tl, is_builtin = interpreter.tl, interpreter.tl.core.is_builtin
-    patch_all, find_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-    names: dict[Any, list[str]] = {}
-    dtypes: dict[Any, Any] = {}
-
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        if package not in names:
-            names[package] = [n for n, m in inspect.getmembers(package) if is_builtin(m)]
-        for name in names[package]:
-            member = getattr(package, name)
-            if is_builtin(member):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    def patch_once(function: Any) -> Any:
-        scope = function.__globals__.values()
-        seen = [value for value in scope if value is tl or value is tl.core]
-        left = any(is_builtin(package.load) for package in seen)
-        return patch_all(function) if left else interpreter._LangPatchScope()
-
-    def np_dtype(kind: Any) -> Any:
-        element = kind.scalar
-        if isinstance(element, tl.pointer_type):
-            return find_dtype(element)
-        if element not in dtypes:
-            dtypes[element] = find_dtype(element)
-        return dtypes[element]
-
-    interpreter._patch_builtin = patch
-    interpreter._patch_lang = patch_once
-    interpreter._get_np_dtype = np_dtype
-    _round_float8(interpreter)
-
-
-def _round_float8(interpreter: Any) -> None:
-    """Let Triton's interpreter carry into the exponent when it rounds a float8 number up."""
-    convert = interpreter._convert_float
-
-    def rounded(values: Any, kind: Any, wanted: Any, mode: Any) -> Any:
-        if wanted != interpreter.tl.float8e4nv or kind != interpreter.tl.float32:
-            return convert(values, kind, wanted, mode)
-        numbers = torch.from_numpy(values.astype("float32")).to(torch.float8_e4m3fn)
-        return numbers.view(torch.uint8).numpy()
-
-    interpreter._convert_float = rounded
+    """Make Triton's interpreter faster, where kernels are interpreted."""
+    if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        interpreted.speed_up()
 
 
 FROZEN = contextlib.ExitStack()
@@ -120,6 +71,13 @@ def pytest_unconfigure() -> None:
 def embedded() -> LanguageModel:
     """The embedded model. Tests must not change its weights."""
     return load_language_model("embedded", device="cpu")
+
+
+@pytest.fixture
+def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes of pools and engines be forks of this process, which start at once."""
+    for module in ("covey.scoring.pool", "covey.engines.process.engine"):
+        monkeypatch.setattr(f"{module}.subprocess", FORKED_WORKERS)
 
 
 def rollouts_of(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,9 +12,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from covey.subprocesses import module_command
 
 # On a busy machine anything can take long: this is when a test would hang, not how long things take.
 PATIENCE = 120.0
@@ -70,8 +75,15 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
 
-    def wait(self) -> int | None:
-        return self.poll(options=0)
+    def wait(self, timeout: float | None = None) -> int | None:
+        if timeout is None:
+            return self.poll(options=0)
+        limit = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            time.sleep(0.005)
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -98,3 +110,35 @@ def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[
 
 FORKS = SimpleNamespace(run=_run, Popen=_start, DEVNULL=subprocess.DEVNULL)
 """What scripts use of `subprocess`. The commands of Covey that they start import nothing again."""
+
+
+def _start_module(
+    command: Sequence[str], *, pass_fds: Sequence[int] = (), start_new_session: bool = False
+) -> Forked:
+    """Run a command of `module_command` in a fork of this process."""
+    *start, _ = module_command("")
+    assert list(command[: len(start)]) == start
+    module, *arguments = command[len(start) :]
+
+    def work() -> int:
+        if start_new_session:
+            os.setsid()
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for before, after in pairwise(sorted({0, 1, 2, *pass_fds, most})):
+            os.closerange(before + 1, after)
+        sys.argv = [module, *arguments]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the module has been imported before
+                runpy.run_module(module, run_name="__main__")
+        except SystemExit as exit:
+            return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        except BaseException:
+            return 1
+        return 0
+
+    return Forked(work, Path(os.devnull))
+
+
+FORKED_WORKERS = SimpleNamespace(Popen=_start_module, TimeoutExpired=subprocess.TimeoutExpired)
+"""What pools and engines use of `subprocess`. Their workers import nothing again."""

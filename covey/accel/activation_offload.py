@@ -66,7 +66,7 @@ class ActivationOffload:
             return checkpoint(function, *arguments, **options)
 
     def join(self) -> None:
-        """Make the device wait for the last copy, which is required at the end of a CUDA graph."""
+        """Make the device wait for the last copy. A CUDA graph requires this at its end."""
         last = self._last()
         if last is not None and last.values is not None:  # else backward has taken it
             _wait(last.device, last.saved)
@@ -98,7 +98,10 @@ class ActivationOffload:
         return values
 
     def _load(self, kept: _Kept) -> torch.Tensor:
-        """Return the activation on the device; it is complete after the event `loaded`."""
+        """Return the activation on the device.
+
+        Its values are complete after the event `loaded`.
+        """
         if kept.values is None:
             kept.values = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
             kept.loaded = self._copy(kept.host, kept.values, kept.device)
@@ -135,7 +138,7 @@ def _wait(device: torch.device, event: torch.cuda.Event | None) -> None:
 
 
 def checkpoint_layers(model: Any, *, offload: bool) -> None:
-    """Turn on gradient checkpointing; with `offload`, store the inputs of layers in CPU memory."""
+    """Turn on gradient checkpointing; if `offload` is true, store layer inputs in CPU memory."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if not offload:
         return

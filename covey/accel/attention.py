@@ -9,8 +9,8 @@ each token on its own. Attention needs to know which tokens form a row. Without 
 packed tokens are gathered into padded rows (PaddedRows). Flash attention reads the packed tokens
 without padding (VarlenRows, in varlen_attention.py).
 
-In tensor shapes, N counts packed tokens, B rows, S columns, H heads and K key-value heads, and D is
-the head size.
+The dimensions in tensor shapes are N (packed tokens), B (rows), S (columns), H (heads), K
+(key-value heads) and D (head size).
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ class PaddedRows:
     rows: torch.Tensor
     """[B, S] int64: the index of the packed token at each position of a padded row."""
     home: torch.Tensor
-    """[N] int64: a position of each packed token in the flattened `rows`."""
+    """[N] int64: for each packed token, one index in the flattened `rows` at which the token
+    occurs."""
 
 
 class CustomAttention(Protocol):
-    """A cache that computes attention itself, because only the cache knows where the keys are."""
+    """A key-value cache that computes attention itself.
+
+    Only the cache knows where its keys and values are stored.
+    """
 
     def attend(
         self,
@@ -171,7 +175,10 @@ def short_bias(mask: torch.Tensor, dtype: torch.dtype, key_heads: int, shared: i
 def short_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute attention as two batched products; heads that share keys are rows of a product."""
+    """Compute attention as two batched matrix products.
+
+    Query heads that use the same key head are rows of the same matrix.
+    """
     batch, heads, positions, size = query.shape
     rows = query.reshape(batch * key.shape[1], heads // key.shape[1] * positions, size)
     scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=scale)

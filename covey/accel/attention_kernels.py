@@ -1,17 +1,18 @@
-"""Kernels for attention over packed rows: torch's flash attention and cuDNN's.
+"""Kernels for attention over packed rows: torch's flash attention, cuDNN's, and Triton kernels.
 
 Attention is causal and aligned at the end of a row (varlen_attention.py). Flash attention computes
-all rows in one call and supports rows with fewer queries than keys. The causal mask of cuDNN is
-aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's queries, if
-these queries belong to another row. The results of copied queries are discarded, and their gradient
-is zero. For cuDNN, rows of similar length are computed in one call. The cuDNN operator for rows of
-different lengths is not used, because in torch 2.11 it reads invalid addresses.
+all rows in one call and supports rows with fewer queries than keys. So do the Triton kernels
+(kernels/packed_attention.py), which are made for short rows. The causal mask of cuDNN is aligned at
+the start of a row. So for cuDNN, a row also gets copies of its prompt's queries, if these queries
+belong to another row. The results of copied queries are discarded, and their gradient is zero. For
+cuDNN, rows of similar length are computed in one call. The cuDNN operator for rows of different
+lengths is not used, because in torch 2.11 it reads invalid addresses.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
 
-In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
-the head size.
+The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
+heads) and D (head size).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Kernel(NamedTuple):
     backward: Callable[[torch.Tensor, Found, Found, Inputs], Found]
     """Takes the gradient of the output, (queries, keys, values) and the result of `forward`."""
     captured: bool
-    """Whether the kernel can be part of a CUDA graph whose rows change."""
+    """Whether a CUDA graph with this kernel can be replayed with rows of other lengths."""
 
 
 class _Attention(torch.autograd.Function):
@@ -91,8 +92,8 @@ def attend(
 ) -> torch.Tensor:
     """Return the output [N, H, D] of attention for queries [N, H, D], keys and values [R, K, D].
 
-    If `kept` is an empty list, the result is stored in the list. If `kept` contains a result, that
-    result is taken out and returned.
+    If `kept` is an empty list, the output is also stored in the list. If `kept` contains an output
+    of an earlier call, that output is removed from the list and returned.
     """
     attended: torch.Tensor = _Attention.apply(query, key, value, kernel, inputs, kept)
     return attended
@@ -126,6 +127,32 @@ def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
     return back
 
 
+def _triton_scale(query: torch.Tensor, inputs: Inputs) -> float:
+    from covey.accel.kernels.packed_attention import SIZES  # needs Triton
+
+    size = query.shape[2]
+    if inputs.window is not None or size not in SIZES:
+        raise NotImplementedError("Triton's attention needs a usual head size, without a window")
+    return size**-0.5 if inputs.scale is None else inputs.scale
+
+
+def _triton_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
+) -> Found:
+    from covey.accel.kernels.packed_attention import attention_forward
+
+    return attention_forward(query, key, value, inputs.spans, _triton_scale(query, inputs))
+
+
+def _triton_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+    from covey.accel.kernels.packed_attention import attention_backward
+
+    query, key, value = tensors
+    attended, norm = found
+    scale = _triton_scale(query, inputs)
+    return attention_backward(grad, (query, key, value), attended, norm, inputs.spans, scale)
+
+
 class _Row(NamedTuple):
     """A row as two slices: its queries in the packed tokens, and its keys in the key positions."""
 
@@ -134,7 +161,7 @@ class _Row(NamedTuple):
 
     @property
     def missing(self) -> int:
-        """Number of tokens at the start of the row whose queries belong to another row."""
+        """Number of tokens at the start of this row that have their query in another row."""
         return _length(self.key) - _length(self.query)
 
     @property
@@ -148,7 +175,7 @@ def _length(part: slice) -> int:
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
-    """Return the rows grouped by padded length; each group is computed in one call."""
+    """Return lists of rows that have the same padded length. One cuDNN call processes each list."""
     bounds = inputs.spans.bounds
     if inputs.window is not None or bounds is None:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
@@ -174,10 +201,11 @@ def _key_rows(values: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
 def _query_rows(
     values: torch.Tensor, rows: list[_Row], tokens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return values of queries [N, H, D] as padded rows [rows, H, S, D].
+    """Copy queries, or tensors of the same shape [N, H, D], into padded rows [rows, H, S, D].
 
-    `tokens` has the packed token of each key position. Queries that belong to another row are
-    copied from their packed tokens, or are zero without `tokens`.
+    `tokens` has the index of the packed token at each key position. If `tokens` is given, queries
+    that belong to another row are copied from that row. If `tokens` is None, these queries are
+    zero.
     """
     if not any(row.missing for row in rows):
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
@@ -229,17 +257,19 @@ def _cudnn_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
 
 
 def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row]) -> None:
-    """Write the results [rows, H, S, D] of all queries to their packed tokens [N, H, D]."""
+    """Write the results [rows, H, S, D] of all queries to the places of their tokens [N, H, D]."""
     for row, values in zip(rows, padded.transpose(1, 2), strict=True):
         target[row.query] = values[row.missing : _length(row.key)]
 
 
 FLASH = "flash attention"
 CUDNN = "cuDNN"
+TRITON = "Triton"
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         FLASH: Kernel(_flash_forward, _flash_backward, captured=True),
         CUDNN: Kernel(_cudnn_forward, _cudnn_backward, captured=False),
+        TRITON: Kernel(_triton_forward, _triton_backward, captured=True),
     }
 )
 """Attention kernels by name. Flash attention supports all rows, and is deterministic if torch's

@@ -4,7 +4,8 @@ An adapted layer computes `W x + scale * B A x`. For layers with the same input,
 computes W x of all layers, and another computes A x of all layers. B A x is added to W x in place.
 The backward pass computes gradients of A and B only, never of W.
 
-In tensor shapes, N counts tokens, I inputs and O outputs of a layer, and R is the adapter rank.
+The dimensions in tensor shapes are N (tokens), I and O (inputs and outputs of a layer) and R
+(adapter rank).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Adapted(NamedTuple):
 
 
 def adapted(module: Any) -> Adapted | None:
-    """Return a linear layer with its LoRA weights; None if it computes more than products."""
+    """Return a linear layer with its LoRA weights.
+
+    Return None if the layer computes anything besides these matrix products.
+    """
     if module._forward_hooks:
         return None
     if type(module) is nn.Linear:
@@ -59,7 +63,10 @@ def adapted(module: Any) -> Adapted | None:
 
 
 class LowRankProducts:
-    """The LoRA weights of layers with the same input, whose outputs are columns of one tensor."""
+    """The LoRA weights of layers that have the same input.
+
+    The outputs of these layers are columns of one tensor.
+    """
 
     def __init__(self, layers: Sequence[Adapted]) -> None:
         self._parts: list[tuple[slice, LowRank]] = []
@@ -71,7 +78,7 @@ class LowRankProducts:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All matrices A, then all matrices B."""
+        """The LoRA matrices: the matrix A of every layer, then the matrix B of every layer."""
         return [*self._first, *(part.second for _, part in self._parts)]
 
     @property
@@ -102,7 +109,7 @@ class LowRankProducts:
             result[:, columns].addmm_(reduced, part.second.t())
 
     def inner_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient with respect to A x of all layers, [N, all ranks]."""
+        """Return the gradient with respect to A x of all layers, [N, sum of all adapter ranks]."""
         if not self._parts:
             return None
         ranks = [len(a) for a in self._first]
@@ -121,7 +128,10 @@ class LowRankProducts:
     def grads(
         self, grad: torch.Tensor, inner: torch.Tensor | None, values: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of `parameters`; None for gradients added to a GradSink."""
+        """Return the gradients of `parameters`.
+
+        Gradients that were added to a GradSink are returned as None.
+        """
         if inner is None:
             return []
         first = product_grads(self._first, inner, values)
@@ -135,7 +145,10 @@ class LowRankProducts:
 def product_grads(
     weights: Sequence[torch.Tensor], grad: torch.Tensor, values: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the weights of one product; None if added to a GradSink."""
+    """Return the gradients of weights that are fused in one matrix product.
+
+    Gradients that were added to a GradSink are returned as None.
+    """
     sink = sink_of(weights)
     if sink is not None:
         sink.add_product(grad.t(), values)

@@ -1,18 +1,19 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the model's own weights. Only the code between the matrix products, and
-the order of a LoRA adapter's products, differ from the model's code. The residual stream is
-float32, as in the decoder. Norms take the residual stream as input, and their outputs have the
-dtype of the weights. The results of matrix products are added to the residual stream. Layers with
-the same input are computed as one product if their parameters are fused. The gradient of a weight
-is added to a float32 sum if the optimizer attached a GradSink.
+The fused forward pass uses the weights of the model. Only the operations between the matrix
+products, and the order in which LoRA matrices are multiplied, differ from the model's own code. The
+residual stream is float32, as in the decoder. Norms take the residual stream as input, and their
+outputs have the dtype of the weights. The results of matrix products are added to the residual
+stream. One matrix product computes all layers that have the same input, if their parameters are
+fused. The gradient of a weight is added to a float32 sum if the optimizer attached a GradSink.
 
-In tensor shapes, N counts packed tokens, H heads and K key-value heads, and D is the head size.
+The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
+size).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,15 +34,16 @@ from covey.accel.kernels.rope import apply_rope
 from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
-KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
+"""A function that receives the rotated keys and the values [N, K, D] of each layer, in order."""
 
 LAYER_ENTRY = "covey_layer"
-"""Name of a method of a sharded model's layers. The method gathers the layer's weights, runs
-`fused_layer` and frees the weights."""
+"""Name of the method that is added to every layer of a sharded model. The method gathers the
+layer's weights, runs `fused_layer` and frees the weights."""
 
 
 class _Place(NamedTuple):
-    """Data about the packed tokens that every layer needs."""
+    """Data that every layer needs about the packed tokens."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
@@ -53,12 +55,9 @@ def fused_backbone(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     packing: PaddedRows | VarlenRows,
-    collect: KeysAndValues | None = None,
+    collect: Collect | None = None,
 ) -> torch.Tensor:
-    """Run a backbone over packed tokens [N]; return hidden states [N, hidden size].
-
-    Appends the rotated keys and the values [N, K, D] of every layer to `collect`.
-    """
+    """Run a backbone over packed tokens [N]; return hidden states [N, hidden size]."""
     model: Any = backbone
     hidden = _embed(input_ids, model.embed_tokens)
     rope = rope_table(model.rotary_emb, hidden[None, :1], position_ids)
@@ -90,19 +89,41 @@ def fused_layer(
     hidden: torch.Tensor,
     delta: torch.Tensor | None,
     place: _Place,
-    collect: KeysAndValues | None,
+    collect: Collect | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
     if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
         return _layer(layer, hidden, delta, place, collect)
+    options: dict[str, Any] = {
+        "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+        "context_fn": _first_and_again,
+    }  # fmt: skip
     offload: ActivationOffload | None = getattr(layer, "activation_offload", None)
-    recomputed = checkpoint if offload is None else offload.checkpoint
-    found: tuple[torch.Tensor, torch.Tensor] = recomputed(
-        _layer, layer, hidden if delta is None else hidden + delta, None, place, collect, [],
-        use_reentrant=False, preserve_rng_state=False, determinism_check="none",
-        context_fn=_first_and_again,
-    )  # fmt: skip
+    found: tuple[torch.Tensor, torch.Tensor]
+    if offload is None:
+        source = _Source(hidden, delta)
+        found = checkpoint(_layer_from, source, layer, place, collect, [], **options)
+    else:  # which moves arguments to main memory
+        hidden = hidden if delta is None else hidden + delta
+        found = offload.checkpoint(_layer, layer, hidden, None, place, collect, [], **options)
     return found
+
+
+class _Source:
+    """The input of a checkpointed layer: a sum that the layer computes and keeps."""
+
+    def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
+        self.hidden, self.delta = hidden, delta
+
+    def keep(self, total: torch.Tensor) -> None:
+        """Replace both summands by the sum, from which the layer is recomputed."""
+        self.hidden, self.delta = total.detach().requires_grad_(total.requires_grad), None
+
+
+def _layer_from(
+    source: _Source, layer: Any, place: _Place, collect: Collect | None, kept: Kept
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _layer(layer, source.hidden, source.delta, place, collect, kept, source.keep)
 
 
 def _layer(
@@ -110,19 +131,19 @@ def _layer(
     hidden: torch.Tensor,
     delta: torch.Tensor | None,
     place: _Place,
-    collect: KeysAndValues | None,
+    collect: Collect | None,
     kept: Kept | None = None,
+    keep: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream after attention, and the output of the MLP.
 
     A checkpointed layer stores the output of attention in `kept`, so that the recomputation need
-    not repeat attention. No other tensor of this size is as expensive to compute.
+    not repeat attention. No other tensor of this size is as expensive to compute. `keep` receives
+    the layer's input, from which the layer is recomputed.
     """
-    weight_and_eps = gain(layer.input_layernorm)
-    if delta is None:
-        normed = norm(hidden, *weight_and_eps)
-    else:
-        hidden, normed = add_norm(hidden, delta, *weight_and_eps)
+    hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
+    if keep is not None:
+        keep(hidden)
     attended = _attend(layer.self_attn, normed, place, collect, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
@@ -135,7 +156,7 @@ def _attend(
     module: Any,
     normed: torch.Tensor,
     place: _Place,
-    collect: KeysAndValues | None,
+    collect: Collect | None,
     kept: Kept | None,
 ) -> torch.Tensor:
     products = fused_linear([module.q_proj, module.k_proj, module.v_proj], normed)
@@ -146,7 +167,7 @@ def _attend(
         products = _normed_heads(module, products, shape)
     query, key, value = apply_rope(*products, rope=place.rope, shared=place.shared, shape=shape)
     if collect is not None:
-        collect.append(_unshared(key, value, place))
+        collect(_unshared(key, value, place))
     if isinstance(place.packing, VarlenRows):
         attended = flash_attention(query, key, value, place.packing, module.scaling, kept=kept)
     else:
@@ -159,7 +180,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize each head of queries and keys in float32, because RoPE rounds the result."""
+    """Normalize each head of queries and keys; return float32, which RoPE rounds later."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -183,7 +204,7 @@ def _unshared(
 
 
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts: for a checkpointed layer's forward pass and for its recomputation."""
+    """Return one context for a checkpointed layer's forward pass and one for its recomputation."""
     return nullcontext(), skip_swiglu_output()
 
 

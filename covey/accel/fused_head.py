@@ -1,11 +1,12 @@
 """Fused head on a GPU: float32 logits, with one kernel per chunk for forward and one for backward.
 
-Logits are never rounded to bfloat16, because bfloat16 numbers of a usual logit's size are 1/16
-apart. The gradient of logits is rounded for the two matrix products that use it. The weight's
-gradient is summed over chunks in float32. The backward pass recomputes the logits of all chunks but
-the last, which are still in memory. So if all logits fit into one chunk, nothing is recomputed.
+Logits are never rounded to bfloat16. Near the usual size of logits, neighbouring bfloat16 numbers
+are 1/16 apart. The gradient of logits is rounded for the two matrix products that use it. The
+weight's gradient is summed over chunks in float32. In the backward pass, the logits of the last
+chunk are still in memory, and the logits of all other chunks are recomputed. So if all logits fit
+into one chunk, nothing is recomputed.
 
-In tensor shapes, M counts chosen tokens, D is the hidden size and V is the vocabulary size.
+The dimensions in tensor shapes are M (chosen tokens), D (hidden size) and V (vocabulary size).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Rows of a tensor core tile; larger chunks have a multiple of this number of rows."""
+"""Number of rows of a tile on tensor cores. The number of rows of a larger chunk is a multiple of
+this number."""
 
 
 def fused_token_logp(

@@ -23,7 +23,7 @@ from covey.accel.unrecorded import call
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return a linear layer, or the linear layer inside an adapter or a trained copy."""
+    """Return the linear layer itself; of an adapter or a trained copy, return the layer inside."""
     found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found
@@ -43,7 +43,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
 def swiglu_linear(
     gates: Sequence[torch.Tensor], activation: nn.Module, down: nn.Module
 ) -> torch.Tensor:
-    """Return down(activation(gate) * up); gate and up are one fused tensor or two tensors."""
+    """Return down(activation(gate) * up); `gate` and `up` are one fused tensor or two tensors."""
     result: torch.Tensor
     if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
@@ -90,7 +90,7 @@ class _Weights:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All weights, then all biases, then LoRA weights, which autograd receives as inputs."""
+        """Inputs of the autograd function: all weights, then all biases, then all LoRA weights."""
         return [*self.weights, *self.biases, *self.low_rank.parameters]
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,10 @@ class _Weights:
         return result
 
     def input_grad(self, grad: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient of the input; `inner` is `low_rank.inner_grad(grad)`."""
+        """Return the gradient of the layers' input.
+
+        `inner` is the result of `low_rank.inner_grad`.
+        """
         back = grad @ self.weight
         self.low_rank.add_input_grad(back, inner)
         return back
@@ -112,7 +115,10 @@ class _Weights:
         values: torch.Tensor,
         inner: torch.Tensor | None,
     ) -> list[torch.Tensor | None]:
-        """Return gradients of parameters; None for gradients not needed or added to a GradSink."""
+        """Return the gradients of `parameters`.
+
+        The result is None for a gradient that is not needed or was added to a GradSink.
+        """
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[:count]):
@@ -162,7 +168,10 @@ class _Product(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """SwiGLU for autograd; saves only gate and up, and recomputes silu(gate) * up in backward."""
+    """SwiGLU for autograd.
+
+    The forward pass saves only `gate` and `up`, and the backward pass recomputes silu(gate) * up.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights: _Weights, count: int, *tensors: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from covey.accel.kernels.matmul import add_matmul, matmul
 
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
-"""Names of linear layers in Llama-like models that have the same input."""
+"""Names of linear layers that have the same input, in Llama-like models."""
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ class GradSink:
         """Start a new gradient sum; the caller must fill the returned tensor.
 
         The new sum reuses the memory of the last sum. A second buffer would double the memory of
-        gradients, and a CUDA graph always writes to the same address.
+        gradients. A CUDA graph also requires that the address of the sum never changes.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.
@@ -116,7 +116,10 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """Return the gradient sum if it was cleared; the caller must set the sum to zero."""
+        """Return the gradient sum if an optimizer step cleared it, or else None.
+
+        The caller must set the returned tensor to zero.
+        """
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 
@@ -185,7 +188,7 @@ def _give_sink(run: Sequence[tuple[nn.Parameter, HoldsGrad]]) -> None:
 
 
 def set_grad_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Set the hook that receives a parameter's gradient; replaces an earlier optimizer's hook."""
+    """Set the hook that receives a parameter's gradient; remove an earlier optimizer's hook."""
     if (former := getattr(parameter, "grad_hook", None)) is not None:
         former.remove()
     handle = parameter.register_post_accumulate_grad_hook(hook)

@@ -1,7 +1,7 @@
 """Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
 
-In tensor shapes, M counts chosen tokens, D is the hidden size and V is the vocabulary size. Logits
-exist for one chunk of tokens at a time. The backward pass recomputes the logits.
+The dimensions in tensor shapes are M (chosen tokens), D (hidden size) and V (vocabulary size).
+Logits exist for one chunk of tokens at a time. The backward pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def token_logp(
     megabytes: float,
     kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
+    """Return log-probability [M] of `tokens` [M] and entropy [M] (nats), predicted from `hidden`.
 
     The distribution has the given `temperature`, and is restricted to the kept sets (top-k, top-p)
     if there are any. Log-probability and entropy are differentiable. Logits of tokens that

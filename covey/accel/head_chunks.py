@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 LIVE_COPIES = 3
-"""Number of chunk-sized tensors in memory at once: logits, their product, a rounded copy."""
+"""Number of tensors of a chunk's size that are in memory at the same time: the logits, a buffer for
+intermediate results and a rounded copy."""
 
 
 def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:

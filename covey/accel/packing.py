@@ -3,17 +3,19 @@
 The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
 computes the layout because reading a length from the device would wait for all queued work.
 
-In tensor shapes, B counts rows, P prompt tokens, T completion tokens, N packed tokens and R key
-positions.
+The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
+tokens) and R (key positions).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from covey.accel.attention import PaddedRows
@@ -131,24 +133,22 @@ class MaxLengths(NamedTuple):
 
 
 def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
-    """Compute the index tables of a batch on the CPU."""
+    """Compute the index tables of a batch on the CPU.
+
+    The device may be idle meanwhile. So this function uses numpy, for the same reason as
+    `row_of_each`, and repeats the numbers of rows instead of looking them up for every token.
+    """
     rows = _RowIndex.of(host)
-    row, position = rows.query_tokens()
-    prompt = rows.prompt[row]
-    ids = torch.where(
-        position < prompt,
-        host.prompt_tokens[row, position.clamp(max=host.prompt_tokens.shape[1] - 1)],
-        host.tokens[row, (position - prompt).clamp(0, host.tokens.shape[1] - 1)],
+    chosen, at = host.mask.numpy().nonzero()
+    predictor = np.where(
+        at == 0, (rows.prompt_start + rows.prompt)[chosen] - 1, rows.start[chosen] + at - 1
     )
-    cells = host.mask.flatten().nonzero().squeeze(1)
-    where, at = cells // host.mask.shape[1], cells % host.mask.shape[1]
-    predictor = torch.where(
-        at == 0, (rows.prompt_start + rows.prompt)[where] - 1, rows.start[where] + at - 1
-    )
-    chosen = host.tokens.flatten()[cells]
-    spans = rows.spans(row, position)
-    tables = PackedTables._make([ids.long(), position, predictor, chosen.long(), cells, *spans])
-    return tables, MaxLengths(int(rows.queries.max()), int(rows.keys().max()))
+    cells = chosen * host.mask.shape[1] + at
+    position = rows.positions()
+    wide = [rows.ids(host), position, predictor, host.tokens.numpy()[chosen, at], cells]
+    tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
+    tables += [torch.from_numpy(table.astype(np.int32)) for table in rows.spans(position)]
+    return PackedTables._make(tables), MaxLengths(int(rows.queries.max()), int(rows.keys.max()))
 
 
 def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
@@ -185,101 +185,117 @@ def packed_batch(
     )
 
 
-def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
-    """Pack prompts one after another, to predict the first token after each prompt."""
+def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
+    """Compute the index tables of prompts, one after another, on the CPU.
+
+    The tables predict the first token after each prompt, so `chosen` is not known.
+    """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
+    row = row_of_each(lengths)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
-    position = torch.arange(len(ids)) - (ends - lengths)[row_of_each(lengths)]
-    starts = torch.nn.functional.pad(ends, (1, 0)).int()
-    over = to_device([ids, position, ends - 1, starts], device)
+    position = torch.arange(len(ids)) - (ends - lengths)[row]
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    blank = torch.zeros_like(ends)
+    spans = [starts, starts, torch.arange(len(ids)), ends - lengths, row, row + 1, position]
+    tables = [ids, position, ends - 1, blank, blank, *(part.int() for part in spans)]
     longest = int(lengths.max())
-    return PackedBatch(
-        input_ids=over[0],
-        position_ids=over[1],
-        predictor=over[2],
-        chosen=over[2][:0],
-        cells=over[2][:0],
-        packing=VarlenRows(
-            query_starts=over[3],
-            key_starts=over[3],
-            longest_query=longest,
-            longest_key=longest,
-        ),
-    )
+    return PackedTables._make(tables), MaxLengths(longest, longest)
+
+
+def pack_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> PackedBatch:
+    """Pack prompts one after another, to predict the first token after each prompt."""
+    tables, longest = prompt_tables(prompts)
+    tables = PackedTables._make(to_device(list(tables), device))
+    return packed_batch(tables, longest, shared=False)
+
+
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowIndex:
-    """The position of each row's tokens in the packed sequence.
+    """The position of each row's tokens in the packed sequence; all fields are [B]."""
 
-    All fields of this class are [B] int64 tensors on the CPU.
-    """
-
-    prompt: torch.Tensor
+    prompt: Numbers
     """Prompt tokens."""
-    length: torch.Tensor
+    length: Numbers
     """Number of completion tokens in the model's input, which are all but the last."""
-    number: torch.Tensor
+    number: Numbers
     """Index of the row's prompt."""
-    queries: torch.Tensor
-    """Number of queries: completion tokens, plus prompt tokens in the first row of a prompt."""
-    prompt_start: torch.Tensor
-    start: torch.Tensor
-    """Index of the completion's first packed token."""
+    home: npt.NDArray[np.bool_]
+    """Whether the row is the first of its prompt, which has the prompt's queries."""
+    prompt_start: Numbers
 
     @staticmethod
     def of(host: HostRows) -> _RowIndex:
-        number, prompt = prompt_numbers(host), host.prompt_lengths.long()
-        length = (host.lengths - 1).clamp(min=0)
-        count = len(number)
-        first = torch.full((int(number.max()) + 1,), count).scatter_reduce(
-            0, number, torch.arange(count), "amin"
-        )
-        home = first[number] == torch.arange(count)
-        queries = length + prompt.where(home, 0)
-        starts = queries.cumsum(0) - queries
+        number, prompt = prompt_numbers(host).numpy(), host.prompt_lengths.numpy().astype(np.int64)
+        length = np.maximum(host.lengths.numpy().astype(np.int64) - 1, 0)
+        _, first = np.unique(number, return_index=True)
+        home = first[number] == np.arange(len(number))
+        starts = _starts(length + np.where(home, prompt, 0))
         return _RowIndex(
-            prompt=prompt,
-            length=length,
-            number=number,
-            queries=queries,
+            prompt=prompt, length=length, number=number, home=home,
             prompt_start=starts[first[number]],
-            start=starts + prompt.where(home, 0),
-        )
+        )  # fmt: skip
 
-    def query_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row [N] and the position [N] of every packed token."""
-        row = row_of_each(self.queries)
-        behind = torch.arange(len(row)) - (self.queries.cumsum(0) - self.queries)[row]
-        return row, behind + (self.prompt + self.length - self.queries)[row]
+    @property
+    def queries(self) -> Numbers:
+        """Number of queries: completion tokens, plus prompt tokens in the first row of a prompt."""
+        return self.length + np.where(self.home, self.prompt, 0)
 
-    def keys(self) -> torch.Tensor:
-        """Return [B]: the number of keys of each row, or 0 for a row without queries."""
-        return (self.prompt + self.length).where(self.queries > 0, 0)
+    @property
+    def keys(self) -> Numbers:
+        """The number of keys of each row, or 0 for a row without queries."""
+        return np.where(self.queries > 0, self.prompt + self.length, 0)
 
-    def spans(self, row: torch.Tensor, position: torch.Tensor) -> list[torch.Tensor]:
+    @property
+    def start(self) -> Numbers:
+        """Index of the completion's first packed token."""
+        return _starts(self.queries) + np.where(self.home, self.prompt, 0)
+
+    def ids(self, host: HostRows) -> Numbers:
+        """Return the token [N] of every packed token."""
+        columns, width = np.arange(host.prompt_tokens.shape[1]), host.tokens.shape[1]
+        in_prompt = (columns < self.prompt[:, None]) & self.home[:, None]
+        in_completion = np.arange(width) < self.length[:, None]
+        ids = np.concatenate([host.prompt_tokens.numpy(), host.tokens.numpy()], axis=1)
+        found: Numbers = ids[np.concatenate([in_prompt, in_completion], axis=1)]
+        return found
+
+    def positions(self) -> Numbers:
+        """Return the position [N] of every packed token in its row."""
+        queries = self.queries
+        before = self.prompt + self.length - queries
+        found: Numbers = np.arange(queries.sum()) + np.repeat(before - _starts(queries), queries)
+        return found
+
+    def spans(self, position: Numbers) -> list[Numbers]:
         """Return the fields of VarlenRows in order, for the rows that have queries."""
-        keys, kept = self.keys(), self.queries > 0
-        holder = row_of_each(keys)
-        place = torch.arange(len(holder)) - (keys.cumsum(0) - keys)[holder]
-        tokens = torch.where(
-            place < self.prompt[holder],
-            self.prompt_start[holder] + place,
-            (self.start - self.prompt)[holder] + place,
-        )
-        order = self.number.argsort(stable=True)
+        queries, keys = self.queries, self.keys
+        kept, starts = queries > 0, _starts(keys)
+        place = np.arange(keys.sum()) - np.repeat(starts, keys)
+        of_prompt = np.repeat(self.prompt_start, keys)
+        of_completion = np.repeat(self.start - self.prompt, keys)
+        tokens = place + np.where(place < np.repeat(self.prompt, keys), of_prompt, of_completion)
+        order = self.number.argsort(kind="stable")
         order = order[kept[order]]
-        entry = torch.zeros_like(keys)
-        entry[order] = torch.arange(len(order))
+        entry = np.zeros_like(keys)
+        entry[order] = np.arange(len(order))
         # A prompt's tokens are in all of its rows, which are adjacent; any other token is in one
         # row.
-        sharing = kept.long().new_zeros(len(keys)).index_add(0, self.number, kept.long())
-        begin, in_prompt = entry[row], position < self.prompt[row]
-        end = begin + sharing[self.number][row].where(in_prompt, 1)
-        bounds = [torch.nn.functional.pad(n[kept].cumsum(0), (1, 0)) for n in (self.queries, keys)]
-        table = [*bounds, tokens, (keys.cumsum(0) - keys)[order], begin, end, position]
-        return [part.int() for part in table]
+        sharing = np.bincount(self.number, weights=kept).astype(np.int64)[self.number]
+        begin = np.repeat(entry, queries)
+        in_prompt = position < np.repeat(self.prompt, queries)
+        end = begin + np.where(in_prompt, np.repeat(sharing, queries), 1)
+        bounds = [np.concatenate([[0], n[kept].cumsum()]) for n in (queries, keys)]
+        return [*bounds, tokens, starts[order], begin, end, position]
+
+
+def _starts(counts: Numbers) -> Numbers:
+    """Return where each part begins if parts of these sizes follow each other."""
+    found: Numbers = counts.cumsum() - counts
+    return found
 
 
 def to_device(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
 """Parity checks: compare an implementation with the model's own code, in float32.
 
 In bfloat16, the hidden states of two correct implementations may differ by a third after thirty
-layers, if the token sequences are unlike the training data. Rounding differences as large as a
-third could hide a mistake. A parity check therefore runs the model's first layers, with the model's
-own weights, in float32.
+layers, if the token sequences are unlike the training data. Such large rounding differences could
+hide a mistake. A parity check therefore runs the model's first layers, with the model's own
+weights, in float32.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def matches(
 
 
 def parity_rows(vocabulary: int) -> HostRows:
-    """Return rows for a parity check: three completions of different lengths of one prompt."""
+    """Return rows for a parity check: one prompt with three completions of different lengths."""
     prompt, lengths = torch.arange(2, 6) % vocabulary, torch.tensor([3, 1, 5])
     mask = torch.arange(5) < lengths[:, None]
     return HostRows(

@@ -1,11 +1,11 @@
 """Static buffers for CUDA graphs: a packed micro-batch at fixed addresses, padded to a bucket size.
 
 A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
-tokens form separate short rows. Padding tokens are computed like other tokens, so no memory stays
-uninitialized, and their gradient is zero. Index tables are padded with empty rows, unused key
+tokens form separate short rows. Padding tokens go through the model like other tokens, so no memory
+stays uninitialized. Their gradient is zero. Index tables are padded with empty rows, unused key
 positions, and trained tokens with zero gradient.
 
-In tensor shapes, N counts packed tokens, R key positions and M trained tokens.
+The dimensions in tensor shapes are N (packed tokens), R (key positions) and M (trained tokens).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Size(NamedTuple):
         return all(mine >= needed for mine, needed in zip(self, other, strict=True))
 
     def padded_to(self, tokens: int) -> Size:
-        """Return the size padded to `tokens`; padding tokens also need rows and key positions."""
+        """Return the size after padding to `tokens` tokens.
+
+        Padding tokens also take up rows and key positions.
+        """
         more = tokens - self.tokens
         return self._replace(
             tokens=tokens, places=self.places + more, rows=self.rows + -(-more // PADDING_ROW)
@@ -86,7 +89,8 @@ def _power_of_two(count: int, least: int) -> int:
 class StaticBuffers:
     """A packed micro-batch on a device at fixed addresses."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(self, size: Size, device: torch.device, *, shared: bool = True) -> None:
+        """Allocate the buffers; if not `shared`, no rows share a prompt."""
         self.size = size
         self._shapes: list[tuple[int, int, torch.dtype]] = []
         total = 0
@@ -96,7 +100,7 @@ class StaticBuffers:
         self._whole = torch.zeros(total, dtype=torch.uint8, device=device)
         self.tables = self._tables(self._whole)
         longest = MaxLengths(size.longest_query, size.longest_key)
-        self.packed: PackedBatch = packed_batch(self.tables, longest, shared=True)
+        self.packed: PackedBatch = packed_batch(self.tables, longest, shared=shared)
 
     def fill(self, tables: PackedTables) -> None:
         """Copy a micro-batch into the buffers in one asynchronous transfer."""

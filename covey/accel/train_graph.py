@@ -7,15 +7,17 @@ reads or writes stays at fixed addresses: the packed micro-batch (static_buffers
 parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
-capture. The second micro-batch runs on the bucket's own buffers, which compiles kernels. The third
-micro-batch is captured as a graph. Later micro-batches of the captured size, or slightly smaller,
-replay the graph. Micro-batches of long rows run eagerly if that is faster (attention_choice.py).
-Without a CUDA device, passes run on the bucket's buffers and are not captured.
+capture. The second micro-batch runs on the bucket's own buffers, so that all kernels are compiled.
+The passes of the third micro-batch are captured as graphs. Later micro-batches of the captured
+size, or slightly smaller, replay the graph. Micro-batches of long rows run eagerly if that is
+faster (attention_choice.py). Without a CUDA device, passes run on the bucket's buffers and are not
+captured.
 
 All graphs share memory, mostly for activations. Therefore no other pass may run between a forward
 pass and its backward pass, and each forward pass has at most one backward pass.
 
-In tensor shapes, M counts trained tokens of a bucket, and m counts trained tokens of a micro-batch.
+The dimensions in tensor shapes are M (trained tokens of a bucket) and m (trained tokens of a
+micro-batch).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class GradientSums:
     """Gradient sums at fixed addresses.
 
     An optimizer step clears gradients by setting them to None. Before the next backward pass, this
-    class zeroes its tensors and makes them the gradients again.
+    class sets its sums to zero and assigns them to `.grad` again.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -72,7 +74,7 @@ class GradientSums:
         self._own: dict[nn.Parameter, torch.Tensor] = {}
 
     def attach(self) -> None:
-        """Make the stored sums the gradients of their parameters again."""
+        """Assign the stored sums to `.grad` of their parameters again."""
         cleared = [total for sink in self._sinks if (total := sink.resume()) is not None]
         for parameter, total in self._own.items():
             if parameter.grad is total:
@@ -86,7 +88,7 @@ class GradientSums:
             torch._foreach_zero_(cleared)
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the parameters' gradients.
+        """Add gradients of the parameters to the sums.
 
         A gradient is None if it was already added to a GradSink or does not exist.
         """
@@ -137,7 +139,7 @@ class _Pass:
         return logp, entropy
 
     def run_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Run the backward pass from the gradients [m] of the last forward pass's results."""
+        """Run the backward pass, given the gradients [m] of log-probability and entropy."""
         self.incoming.zero_()
         for buffer, grad in zip(self.incoming, grads, strict=True):
             if grad is not None:
@@ -218,7 +220,7 @@ class _PassFunction(torch.autograd.Function):
 
 
 class _Bucket:
-    """The state of one bucket: one size of micro-batches."""
+    """The state of one bucket, that is, of one size to which micro-batches are padded."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -245,7 +247,7 @@ class TrainGraphs:
         """
 
     def run(self, host: HostRows) -> GraphResult | None:
-        """Run a micro-batch, with gradient if enabled; return None if it must run eagerly."""
+        """Run a micro-batch, with gradients if these are on; return None if it must run eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None
@@ -306,7 +308,10 @@ class TrainGraphs:
         return not KERNELS[name].captured
 
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
-        """Return the key of the smallest captured bucket that fits, else of the exact size."""
+        """Return the key of the smallest captured bucket that is large enough but not too large.
+
+        If there is none, return the key of a bucket with exactly the needed number of tokens.
+        """
         sizes = [one.rows.size for one in self.captured() if one.backward is backward]
         fitting = [
             size.tokens

@@ -2,12 +2,12 @@
 
 Every packed token has one query, in the row to which the token belongs. The queries of a shared
 prompt belong to the first row that uses the prompt. A row has a key for every token, so the keys of
-a shared prompt appear in several rows. Attention is causal and aligned at the end of a row. The
-last query of a row sees all keys of the row, and the second-to-last query sees all keys but the
-last.
+a shared prompt appear in several rows. Attention is causal, and the causal mask is aligned at the
+end of a row. The last query of a row sees all keys of the row, and the second-to-last query sees
+all keys but the last.
 
-In tensor shapes, N counts packed tokens, R key positions and K key-value heads, and D is the head
-size.
+The dimensions in tensor shapes are N (packed tokens), R (key positions), K (key-value heads) and D
+(head size).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyIndex(NamedTuple):
-    """Indices that copy keys and values of packed tokens to each row that shares a prompt."""
+    """Indices for copying the keys and values of packed tokens to each row that shares a prompt."""
 
     tokens: torch.Tensor
     """[R] int32: the index of the packed token at each key position."""
     starts: torch.Tensor
     """[rows] int32: the first key position of each row; rows that share a prompt are adjacent."""
     begin: torch.Tensor
-    """[N] int32: the index of the first entry of `starts` whose row contains the token."""
+    """[N] int32: the first index in `starts` of a row that contains the token."""
     end: torch.Tensor
-    """[N] int32: the index after the last entry of `starts` whose row contains the token."""
+    """[N] int32: one more than the last index in `starts` of a row that contains the token."""
     position: torch.Tensor
     """[N] int32: a token's offset from its row's start."""
 
     def first(self) -> torch.Tensor:
-        """Return [N] int64: a key position of each packed token."""
+        """Return [N] int64: each token's key position in the first row that contains the token."""
         return (self.starts[self.begin.long()] + self.position).long()
 
 
@@ -49,7 +49,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenRows:
-    """Offsets of each row's queries and keys (cu_seqlens), and the index of shared keys."""
+    """Offsets of each row's queries and keys (cu_seqlens), and indices for keys that rows share."""
 
     query_starts: torch.Tensor
     """[rows + 1] int32: where each row's queries begin, and where the last row's queries end."""
@@ -60,8 +60,8 @@ class VarlenRows:
     shared: KeyIndex | None = None
     """None if no rows share a prompt; every token then has one key position."""
     bounds: Bounds | None = None
-    """The offsets on the CPU; None if a CUDA graph may replace the rows."""
+    """The offsets on the CPU. None if a CUDA graph may be replayed with other rows."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
-        """Copy packed keys or values [N, K, D] to their key positions [R, K, D]."""
+        """Copy keys or values [N, K, D] of packed tokens to all their key positions [R, K, D]."""
         return packed if self.shared is None else packed.index_select(0, self.shared.tokens)

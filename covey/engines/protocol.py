@@ -79,6 +79,8 @@ class Completion:
     """
     kept: str = ""
     """For each token, the tokens that truncation kept (see kept_sets.py), if requested."""
+    text: str | None = None
+    """The text of the tokens, if the engine has decoded them as `LanguageModel.decode` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

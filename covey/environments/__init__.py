@@ -16,9 +16,9 @@ Methods of an environment may be plain or async. An exception ends the rollout w
 and no reward. Most environments are a `ToolEnvironment` (tools.py). The public methods of a
 `ToolEnvironment`, with type hints and docstrings, are the tools of the policy. A message without
 calls ends the episode, and an exception in a tool becomes an error message to the policy. To add an
-environment to the package, write its class and name it in ENVIRONMENTS (registry.py). The modules
-models/conversation.py and rollout/multi_turn.py handle the chat template, tokens and masks, which
-no environment sees.
+environment to the package, write its class and add the class to ENVIRONMENTS (registry.py). The
+modules models/conversation.py and rollout/multi_turn.py handle the chat template, tokens and masks,
+which no environment sees.
 """
 
 from covey.environments.adapters import as_environment

@@ -4,7 +4,8 @@ An environment class for TRL's `environment_factory` has `reset(**row)`, which m
 add to the prompt. The public methods of the class are tools, and `get_reward()` is optional.
 Differences to TRL:
 
-- Each rollout has its own instance of the class. TRL reuses instances and calls `reset` again.
+- Each rollout has its own instance of the class. TRL reuses the instances of an environment class
+  and calls `reset` again.
 - Tools are listed in the order of their definition in the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
 - If the class draws random numbers itself, a resumed run does not reproduce them. If `reset` has a
@@ -33,7 +34,7 @@ def is_contract(kind: Callable[..., Any]) -> bool:
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class with Covey's interface unchanged; wrap a TRL-style class in an adapter.
+    """Return a class unchanged if it has Covey's interface; wrap a TRL-style class in an adapter.
 
     A function that returns environments is not checked.
     """

@@ -65,7 +65,7 @@ def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
 
 
 def tag_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Parse tool calls of the form `<name>argument</name>`, for each tool's name."""
+    """Parse tool calls of the form `<name>argument</name>`, where `name` is the name of a tool."""
     if not tools:
         return []
     names = "|".join(map(re.escape, tools))
@@ -105,11 +105,14 @@ class CallFormat:
     """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """A function that parses calls, given the text after the thinking and the tools' names."""
+    """A function that takes the text after the thinking and the names of the tools, and returns the
+    parsed tool calls."""
     stops: Callable[[Sequence[str]], list[str]]
-    """A function that returns the texts that end a call, given the tools' names."""
+    """A function that takes the names of the tools, and returns the texts at which generation stops
+    after a tool call."""
     instruction: str
-    """Instructions for models whose chat template does not support tools; {tools} are schemas."""
+    """Instructions for models whose chat template does not support tools. The placeholder {tools}
+    is replaced by the JSON schemas of the tools."""
 
 
 _JSON_INSTRUCTION = (

@@ -30,7 +30,7 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the reward parts; edits and rounds measure efficiency."""
+"""Weights of the reward parts `tests`, `edits` and `rounds`. The last two measure efficiency."""
 Test = tuple[Case, object]
 
 
@@ -40,9 +40,9 @@ class CodeRepair(ToolEnvironment):
     The reward is 0.75 times the fraction of all tests that the final program passes. A program that
     passes all tests gets up to 0.125 more for few edits. The bonus for few edits is full up to
     `expected_edits` edits, and falls linearly to 0 at twice as many edits. A program that passes
-    all tests also gets up to 0.125 more for few test rounds. Each round after the first reduces the
-    bonus for few rounds by the fraction 1 / `max_rounds`. A correct program therefore gets at least
-    0.75, and an incorrect program gets less.
+    all tests also gets up to 0.125 more for few test rounds. Each test round after the first
+    reduces the bonus for few test rounds by 0.125 / `max_rounds`. A correct program therefore gets
+    at least 0.75, and an incorrect program gets less.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ class Reply:
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The parts of the environment's own reward; None before the end or without a reward."""
+    """The parts of the environment's own reward. None before the end of the episode, or if the
+    environment has no reward."""
     error: str = ""
     """The error that ended the episode, which then has no reward."""
 
@@ -70,7 +71,10 @@ Settle = Callable[[Awaitable[Any]], Any]
 
 @dataclass(slots=True)
 class Driver:
-    """Runs one environment, in a thread that may block."""
+    """Runs one environment.
+
+    The environment's methods may block, so a Driver is used in a thread.
+    """
 
     factory: Factory
     settle: Settle
@@ -122,7 +126,6 @@ class Driver:
 
 
 def _digest(state: Any, messages: tuple[Message, ...]) -> str:
-    """Return a digest that is equal for equal states."""
     shown = messages if state is None else state
     text = json.dumps(shown, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -51,11 +51,10 @@ class Step:
     messages: Sequence[Message] = ()
     """The messages that the policy sees next; empty if the episode is done."""
     reward: float | None = None
-    """The reward of this turn."""
     done: bool = False
     state: Any = None
-    """Data that identifies the state after this step, for advantages that compare equal states. If
-    the value is None, the messages identify the state.
+    """Data that identifies the state after this step. Some advantages compare steps that start from
+    equal states. If `state` is None, the messages identify the state.
     """
 
 

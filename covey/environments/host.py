@@ -1,7 +1,7 @@
 """Hosts, which run the episodes of environments in this process or in worker processes.
 
-A host accepts commands and replies asynchronously, so that tools run during generation. The caller
-chooses a key for each episode.
+A host runs commands asynchronously and returns the replies later, so that tools run while the
+policy generates. The caller chooses a key for each episode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mutations of Python programs: inserts small errors, such as `<` in place of `<=`."""
+"""Inserts small errors into Python programs, such as `<` in place of `<=`."""
 
 from __future__ import annotations
 

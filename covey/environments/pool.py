@@ -1,11 +1,11 @@
 """Worker processes of environments, which are killed if they exceed limits on time or memory.
 
-Each process runs many episodes, and each step runs in a thread. The prompt, the seed and the
-policy's messages determine an episode. If a process is lost, its episodes are therefore replayed in
-a new process. If a replayed episode gives different replies, the episode ends with an error. A step
-that takes too long ends its episode. If a process dies by itself, the steps that were running are
-tried again one at a time. If a step kills its process a second time, its episode ends with an
-error.
+Each process runs many episodes. Each step of an episode runs in a thread of the process. The
+prompt, the seed and the policy's messages determine an episode. If a process is lost, its episodes
+are therefore replayed in a new process. If a replayed episode gives different replies, the episode
+ends with an error. A step that takes too long ends its episode. If a process dies by itself, the
+steps that were running in it are retried one at a time. If a step kills its process a second time,
+its episode ends with an error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Keys of commands that ran when the process died, which are retried one at a time."""
+    """Keys of the episodes whose commands were running when the process died. The commands of these
+    episodes are retried one at a time."""
 
 
 class ProcessHost:
@@ -130,7 +131,7 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send the commands that may run now: all, or one at a time after a process has died."""
+        """Send all waiting commands; after a process has died, send one command at a time."""
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]

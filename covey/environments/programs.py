@@ -16,7 +16,8 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The wall-time limit is this many CPU-time limits, so that a busy machine changes no result."""
+"""The limit on wall time is the limit on CPU time multiplied by this factor. Wall time has the
+higher limit, so that a busy machine does not change results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ code runs in the sandbox, so that the policy's text is never parsed outside the 
 class Python(ToolEnvironment):
     """An environment with one tool, which runs a Python program and returns its output.
 
-    No variables are kept between calls. The last turn, which has no call, is scored.
+    No variables are kept between calls. The last turn, which has no tool call, is scored.
     """
 
     def __init__(

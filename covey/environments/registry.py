@@ -62,7 +62,7 @@ def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
 
 
 def environment_factory(environment: Any) -> Factory:
-    """Return the factory for an environment class or function that a program passed."""
+    """Return the factory for an environment class or function that was passed from Python."""
     if not callable(environment):
         raise ConfigError(
             "environment: pass a class, or a function that creates an environment for each "

@@ -60,10 +60,10 @@ class Search(ToolEnvironment):
 
     With `info["sources"]`, a correct answer gets a reward of 0.7. If the prompt has
     `info["sources"]`, 0.3 times the `citations` reward is added. The `minimum` of the `citations`
-    reward is the number of documents in `info["sources"]`. A source is cited as `[id]`, and counts
-    only if a tool has shown the document in this episode. Every unknown id that looks like a
-    document's id reduces the reward for citations by a quarter. Without `info["sources"]`, a
-    correct answer gets a reward of 1.
+    reward is the number of documents in `info["sources"]`. A source is cited as `[id]`. The
+    citation earns a reward only if a tool has shown the document in this episode. Every unknown id
+    that looks like a document's id reduces the reward for citations by a quarter. Without
+    `info["sources"]`, a correct answer gets a reward of 1.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Search(ToolEnvironment):
 
 
 def _snippet(text: str, query: str, most: int) -> str:
-    """Return the text around the longest query word in a document, on one line."""
+    """Return a part of a document as one line, around the longest query word that it contains."""
     flat = " ".join(text.split())
     folded = flat.casefold()
     places = [folded.find(word) for word in sorted(words(query), key=len)]

@@ -1,4 +1,6 @@
-"""Tools of the policy: methods of a class, whose type hints and docstrings give the schemas.
+"""The tools of the policy, which are methods of a class.
+
+The type hints and docstrings of the methods give the JSON schemas of the tools.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:
@@ -50,7 +52,6 @@ def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def _arguments(name: str, tool: Tool) -> Any:
-    """Return a pydantic model of a tool's parameters."""
     hints = typing.get_type_hints(tool)
     described = _described(inspect.getdoc(tool) or "")
     fields: dict[str, Any] = {}

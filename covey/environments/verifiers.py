@@ -1,10 +1,10 @@
 """Runs environment packages of the `verifiers` library (0.1), without changes.
 
-A package has a function `load_environment()` and its own rollout loop, which this module runs. A
-model call in the package's loop waits for the policy's next turn. The package's rubric is the
-environment's reward. The task `verifiers` provides the rows of the package's dataset. Unsupported
-features raise an error: rubrics that score a whole group, conversations that change earlier
-messages, images, and tasksets of verifiers 0.2 and later.
+A package has a function `load_environment()` and its own rollout loop, which this module runs. When
+the package's rollout loop calls its model, the policy generates the next turn. The package's rubric
+is the environment's reward. The task `verifiers` provides the rows of the package's dataset.
+Unsupported features raise an error: rubrics that score a whole group, conversations that change
+earlier messages, images, and tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations

@@ -35,7 +35,10 @@ class Server:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, key: int, op: str, message: Any, history: Any) -> None:
-        """Run a command and send its reply; first replay an episode that is not in this process."""
+        """Run a command and send its reply.
+
+        If the command has a `history`, the episode is first replayed from this history.
+        """
         past, reply = None, Reply()
         if history is not None:
             prompt, seed, messages = history
@@ -56,7 +59,7 @@ class Server:
 
 
 def serve(connection: Connection) -> None:
-    """Run commands until the connection closes; the command None forgets all episodes."""
+    """Run commands until the connection closes. The command None removes all episodes."""
     factory, _ = loaded(connection, prepare_factory)
     server = Server(connection, factory)
     pool = ThreadPoolExecutor(THREADS)

@@ -109,7 +109,10 @@ class GradientDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply dropout if gradients are on; callers seed torch's generator before every pass."""
+        """Apply dropout if gradients are on.
+
+        The caller must set the seed of torch's random generator before every pass.
+        """
         return super().forward(input) if torch.is_grad_enabled() else input
 
 
@@ -199,7 +202,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(model: LanguageModel, on: bool) -> Any:
-    """Return the output layer; with `on`, return its trained copy if the adapter has one."""
+    """Return the output layer.
+
+    If the adapter has a trained copy of the output layer, `on` chooses the copy instead of the
+    original layer.
+    """
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):
         return layer

@@ -26,8 +26,8 @@ from covey.models.chat_template import Renderer, chat_text
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""A private-use character that marks where tokenisation splits a text. The same character is
-removed from messages."""
+"""A private-use character that marks where tokenisation splits a text. If a message contains this
+character, the character is removed from the message."""
 PROBE = "COVEYTOOL"
 
 
@@ -150,7 +150,9 @@ class Conversations:
         return self._spelled(special=False)
 
     def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return a pattern for the texts of control tokens; with `special`, of special tokens only.
+        """Return a pattern that matches the text of any control token.
+
+        If `special` is true, the pattern matches only special tokens.
 
         Added tokens for runs of spaces or line breaks are not control tokens.
         """

@@ -12,8 +12,8 @@ turns on torch's deterministic versions of the following operations:
     cuBLAS         with a workspace of fixed size
 
 Torch raises an error for operations without a deterministic version. Training passes do not use
-CUDA graphs in deterministic mode. CUDA graphs pad micro-batches, and whether a graph is used
-depends on earlier micro-batches.
+CUDA graphs in deterministic mode. A CUDA graph needs padded micro-batches, and whether a graph
+exists for a micro-batch depends on earlier micro-batches.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def skip_determinism_check() -> Iterator[None]:
     """Allow operations that are deterministic although torch's determinism check refuses them.
 
     Torch refuses, for example, a cumulative sum over each row, although the order of its additions
-    is fixed. Torch also has deterministic index writes, but they cannot be captured in a CUDA
-    graph.
+    is fixed. Torch also has deterministic versions of writes to indexed elements, but these
+    versions cannot be captured in a CUDA graph.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -19,19 +19,23 @@ TRIED_TOGETHER = 64
 Pieces = tuple[bytes, ...]
 
 
+def joined_bytes(pieces: Pieces, tokens: Sequence[int]) -> bytes:
+    """Return the bytes of tokens, which may begin or end within a character."""
+    if len(tokens) < 2:  # itemgetter returns several items as a tuple, but one item as it is
+        return b"".join(pieces[token] for token in tokens)
+    return b"".join(itemgetter(*tokens)(pieces))
+
+
 def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
     """Return the text of tokens; bytes that are not valid UTF-8 become U+FFFD."""
-    if len(tokens) < 2:  # itemgetter returns several items as a tuple, but one item as it is
-        found: Sequence[bytes] = [pieces[token] for token in tokens]
-    else:
-        found = itemgetter(*tokens)(pieces)
-    return b"".join(found).decode("utf-8", errors="replace")
+    return joined_bytes(pieces, tokens).decode("utf-8", errors="replace")
 
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of each of `size` tokens; special tokens have no bytes. Return None if the
-    tokenizer is not byte-level.
+    """Return the bytes of the first `size` tokens of the vocabulary.
+
+    Special tokens have no bytes. Return None if the tokenizer is not byte-level.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):

@@ -12,7 +12,10 @@ DEVICE = r"auto|cpu|cuda(:[0-9]{1,4})?"
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device with this name, and check that it exists; auto is a GPU if there is one."""
+    """Return the device with this name, and check that it exists.
+
+    The name `auto` means a GPU if there is one, and otherwise the CPU.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from torch import nn
 from covey.accel.head import Head
 from covey.accel.packing import PackedBatch
 from covey.models.chat_template import Renderer
-from covey.models.detokenize import byte_pieces, joined_text
+from covey.models.detokenize import Pieces, byte_pieces, joined_text
 from covey.types import Message
 
 
@@ -79,9 +79,14 @@ class LanguageModel:
         assert isinstance(text, str)
         return text
 
+    @property
+    def pieces(self) -> Pieces | None:
+        """The bytes of each token; None if the text of tokens is not that of their bytes."""
+        return byte_pieces(self.tokenizer, len(self.head.linear.weight))
+
     def decode_many(self, completions: Sequence[Sequence[int]]) -> list[str]:
         """Decode several completions, with a table of bytes if the tokenizer allows it."""
-        pieces = byte_pieces(self.tokenizer, len(self.head.linear.weight))
+        pieces = self.pieces
         if pieces is not None:
             return [joined_text(pieces, tokens) for tokens in completions]
         backend = getattr(self.tokenizer, "backend_tokenizer", None)

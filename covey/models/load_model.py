@@ -60,8 +60,8 @@ def load_language_model(
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
 
-    With `offload_activations`, the inputs of checkpointed layers are stored in CPU memory. With
-    `four_bit`, the weights of linear layers are stored in 4 bits and cannot be trained.
+    If `offload_activations` is true, the inputs of checkpointed layers are stored in CPU memory. If
+    `four_bit` is true, the weights of linear layers are stored in 4 bits and cannot be trained.
     """
     where = device_of(device)
     wanted = _dtype(dtype, where)
@@ -160,8 +160,8 @@ def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
     With dropout, the trained policy would differ from the policy that sampled the completions. With
-    dropout, probability ratios would also be noisy from the first optimizer step on. The ratios
-    would depend on random state that checkpoints do not contain.
+    dropout, probability ratios would also be noisy from the first optimizer step on. The results of
+    training would depend on the state of a random generator, which checkpoints do not contain.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -174,8 +174,8 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Find the scale and soft cap that reproduce the model's own logits.
 
     Architectures use different names for the scale and the soft cap, and some multiply where others
-    divide. A wrong guess would silently train on wrong probabilities, so every guess is compared
-    with the model.
+    divide. After a wrong guess, training would silently use wrong probabilities. So the logits of
+    every guess are compared with the model's logits.
     """
     config = model.config
     scales = [1.0]
@@ -207,9 +207,11 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
-    Return two flags: whether packed rows, and whether flash attention, give the same hidden states.
-    The check runs three rows of different lengths. A model's configuration does not say whether its
-    attention is standard, and whether its other layers process each token separately.
+    Return two flags. The first says whether packed rows give the same hidden states as the model's
+    own attention, and the second says whether flash attention does. The check runs the model on
+    three rows of different lengths. The check is necessary because a model's configuration does not
+    say whether its attention is standard, or whether its other layers process each token
+    separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
@@ -248,7 +250,10 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
 
 
 def _checked_backbone(model: Any) -> nn.Module:
-    """Return the backbone for parity checks: in 16 bits, only the first layers, as float32."""
+    """Return the backbone for parity checks.
+
+    Of a 16-bit model, return only the first layers, converted to float32.
+    """
     rounds = model.get_output_embeddings().weight.dtype in HALF
     backbone: nn.Module = model.base_model
     return first_layers(backbone) if rounds else backbone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -31,8 +31,8 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""Name of a method of a sharded model's root module. Passes call this method, so that FSDP2 gathers
-the weights of the head too."""
+"""Name of the method that is added to the root module of a sharded model. Every pass calls this
+method, so that FSDP2 also gathers the weights of the head."""
 
 
 def entry_method(
@@ -45,8 +45,8 @@ def entry_method(
 def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The layout of the batch, packed or padded, changes only rounding errors. The layout "auto" is
-    packed if the model supports packing.
+    The results of the packed and the padded layout differ only by rounding errors. The layout
+    "auto" is packed if the model supports packing.
     """
     if not model.sharded:
         return _batch_logp(model, batch, **options)
@@ -116,11 +116,11 @@ def scatter_logp(
 def packed_hidden(
     model: LanguageModel,
     packed: PackedBatch,
-    collect: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    collect: Callable[[tuple[torch.Tensor, torch.Tensor]], None] | None = None,
 ) -> torch.Tensor:
     """Run the model over packed tokens; return hidden states [N, D].
 
-    The fused forward pass appends the keys and values [N, K, D] of every layer to `collect`.
+    The fused forward pass calls `collect` with the keys and values [N, K, D] of each layer.
     """
     if not model.fused:
         return packed_forward(model.backbone, packed)
@@ -134,7 +134,7 @@ def packed_hidden(
 def padded_hidden(
     model: LanguageModel, batch: Batch, side: Side, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden states [B * S, D], and the index of the one that predicts each token [B, T]."""
+    """Return hidden states [B * S, D], and indices [B, T] of the states that predict the tokens."""
     padded = pad_batch(batch, side=side, width=width)
     hidden = model.backbone(
         input_ids=padded.input_ids,

@@ -65,8 +65,8 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     """Return the row indices of each micro-batch. Micro-batches have similar sizes, of at most
     `micro_batch_tokens` packed tokens.
 
-    Rows that share a prompt stay together if the limit allows, so that a pass computes the prompt
-    only once. A single row may exceed the limit, because a row cannot be split.
+    Rows that share a prompt stay together if the limit allows, so that the prompt goes through the
+    model only once. A single row may exceed the limit, because a row cannot be split.
     """
     host = host_rows(batch)
     number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()
@@ -93,7 +93,10 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
 def _pieces(
     rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
 ) -> list[tuple[int, list[int]]]:
-    """Split a prompt's rows into pieces within the limit; return each piece and its token count."""
+    """Split the rows of a prompt into pieces of at most `micro_batch_tokens` tokens.
+
+    Return the number of tokens and the rows of each piece.
+    """
     pieces: list[tuple[int, list[int]]] = []
     for row in rows:
         if not pieces or pieces[-1][0] + lengths[row] > micro_batch_tokens:

@@ -52,7 +52,7 @@ def check_model_path(path: str) -> None:
 
 
 def prepare_hub(path: str) -> bool:
-    """Return whether a path must be a hub name while the hub cannot be reached."""
+    """Return whether a path can only be a model name of the hub, and the hub cannot be reached."""
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     return bool(path) and "\0" not in path and not known and offline_if_unreachable()
 
@@ -72,7 +72,7 @@ def adapter_base(path: str) -> str | None:
 
 
 def missing_folder_note(path: str) -> str:
-    """Return a note for error messages that there is no local folder of this name either."""
+    """Return text for error messages: "there is no folder of that name either"."""
     if Path(path).exists():
         return ""
     return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"

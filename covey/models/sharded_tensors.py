@@ -20,7 +20,9 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather full tensors, and copy them to CPU memory; without `keep`, return {}.
+    """Gather full tensors, and copy them to CPU memory.
+
+    A rank whose `keep` is false takes part in the gathering, but returns {}.
 
     Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
     """

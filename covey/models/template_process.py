@@ -2,7 +2,8 @@
 
 A chat template comes with a downloaded tokenizer and is a Jinja program. The sandbox of Jinja
 protects Python objects, but does not prevent endless loops or gigabytes of output. A separate
-process therefore renders the templates, with kernel limits on the time and memory of every render.
+process therefore renders the templates. The operating system limits the time and memory of every
+rendering.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from covey.subprocesses import module_command
 from covey.types import Message
 
 SECONDS = 5.0
-"""Maximum CPU seconds for one render; ordinary templates take milliseconds."""
+"""Maximum CPU seconds to render one conversation; ordinary templates take milliseconds."""
 MEGABYTES = 1024
 LONGEST = 64 * 2**20
 """Maximum size of a rendered prompt in bytes."""
@@ -46,7 +47,7 @@ class RenderProcess:
         self._owner = 0
 
     def render(self, request: Mapping[str, Any]) -> str:
-        """Render one conversation; raises jinja2.TemplateError if the template refuses it."""
+        """Render one conversation; raise jinja2.TemplateError if the template refuses it."""
         # Values that are not JSON, such as a token with properties, reach the template as text.
         data = json.dumps(request, default=str).encode()
         with self._lock:

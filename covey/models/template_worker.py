@@ -29,7 +29,7 @@ the same prompts."""
 
 
 TOO_BIG = 3
-"""Exit code after a render that exceeded the memory limit."""
+"""Exit code if rendering exceeded the memory limit."""
 
 
 class _Generation(Extension):
@@ -90,7 +90,10 @@ def render(request: dict[str, Any]) -> dict[str, str]:
 
 
 def serve(connection: Connection, seconds: float, megabytes: int) -> None:
-    """Render requests until the connection closes; the kernel enforces the limits."""
+    """Answer rendering requests until the connection closes.
+
+    The operating system enforces the limits of time and memory.
+    """
     limit = megabytes * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -74,7 +74,7 @@ def by_task(
     """Score each task with its own reward.
 
     Each entry of `tasks` is a table with `name` and options. With `column`, the value of that data
-    column selects the reward instead of the task. `default` is the reward for prompts that do not
+    column selects the reward, whatever the task is. `default` is the reward for prompts that do not
     have the column.
     """
     rewards = {}

@@ -123,10 +123,11 @@ def _split_entries(text: str) -> tuple[str, dict[str, str]]:
 def sources(text: str) -> set[str]:
     """Return the distinct sources that a text cites, each in normalised form.
 
-    A URL, DOI or arXiv number counts anywhere in the text. A mark such as `[1]` cites the entry
-    with this number in a list of sources. An entry is a line `[1] ...`, or a line `1. ...` under a
-    heading such as References. An entry is identified by its address, or by its title if the title
-    has at least three words. A citation mark without an entry in the list does not count.
+    A URL, DOI or arXiv number is a citation wherever it occurs in the text. A mark such as `[1]`
+    cites the entry with this number in a list of sources. An entry is a line `[1] ...`, or a line
+    `1. ...` under a heading such as References. An entry is identified by its address, or by its
+    title if the title has at least three words. A citation mark that has no entry in the list of
+    sources is ignored.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -143,7 +144,9 @@ def _shape(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citations(Reward):
-    """The number of different sources after the thinking, divided by `minimum`; at most 1.
+    """The number of different sources that the text after the thinking cites, divided by `minimum`.
+
+    The reward is at most 1.
 
     Sources are URLs, DOIs, arXiv numbers, and entries in a list of sources that a mark such as [1]
     cites. A repeated source counts once.

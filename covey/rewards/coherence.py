@@ -29,7 +29,7 @@ prove little."""
 LOW, HIGH = 3.0, 4.1
 """Mean levels of letter pairs: a text below LOW is noise, and a text above HIGH is language."""
 WINDOW, WINDOWS = 4096, 5
-"""A text longer than WINDOWS windows of WINDOW characters is sampled in evenly spaced windows."""
+"""Of a long text, only WINDOWS evenly spaced parts of WINDOW characters are measured."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
@@ -188,7 +188,10 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return the level of each letter pair, with word edges; a third equal letter has level 0."""
+    """Return the level of each letter pair of a word, including pairs of a word edge and a letter.
+
+    The pair that ends with the third of three equal letters has level 0.
+    """
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
     levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]
@@ -199,7 +202,10 @@ def _levels(word: str) -> list[int]:
 
 
 def _sum_of_levels(word: str) -> tuple[float, int]:
-    """Return the sum of levels over the letter pairs of a word, and their number."""
+    """Return the sum of the levels of a word's letter pairs, and the number of pairs.
+
+    Each rare letter pair lowers the sum by RARE_COSTS.
+    """
     total, pairs = 0.0, 0
     for levels in map(_levels, _pieces(word)):
         total += sum(levels) - RARE_COSTS * sum(level <= RARE for level in levels)
@@ -226,13 +232,19 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Whether letter cases, or letters and digits, alternate often, as in encoded data."""
+    """Whether a word often changes between upper and lower case or between letters and digits.
+
+    Encoded data, such as base64, has many changes of this kind.
+    """
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
 
 
 def _signs(text: str) -> float:
-    """Return how plausible neighbouring signs are, compared with formulas and programs."""
+    """Return the plausibility of neighbouring signs, from 0 to 1.
+
+    A pair of signs is plausible if it is common in formulas or programs.
+    """
     odd = pairs = len(_ODD_INFIX.findall(text))
     for run in _SIGNS.findall(text):
         pairs += len(run) - 1
@@ -274,7 +286,6 @@ def coherence(text: str) -> float:
 
 
 def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[str, float]:
-    """Return the plausibility of each kind of character."""
     plausible = {kind: 1.0 for kind in kinds} | {"noise": 0.0, "sign": _signs(text)}
     if kinds["latin"]:
         plausible["latin"] = _latin(text)
@@ -303,7 +314,7 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """Return the number of characters in runs of one character, without each run's first three."""
+    """Count the characters in repetitions such as `aaaaaa`, without the first three of each."""
     # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))

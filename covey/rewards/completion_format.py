@@ -11,12 +11,12 @@ THINKING = (
     "through it one step at a time, check each step against the question, and only after that "
     "write down the result."
 )
-"""A thinking text without content, but with the length that formats require."""
+"""A text for the thinking part that fits every problem and is long enough for all formats."""
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Return the answer between an opening and a closing mark, unless it already has them."""
+    """Put the opening and the closing mark around an answer that does not have these marks yet."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 
@@ -63,4 +63,3 @@ _FORMATS = (
     Format("cited", f"{_THINK}{_ANSWER}\n{LINKS}", "think", "answer"),
 )
 FORMATS: Mapping[str, Format] = MappingProxyType({each.name: each for each in _FORMATS})
-"""All formats, by name."""

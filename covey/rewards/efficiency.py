@@ -1,4 +1,4 @@
-"""The efficiency reward: few tool calls, edits and turns, few words and no repetition."""
+"""The efficiency reward, which penalises tool calls, edits, turns, words and repetition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""In a long text, only this many characters at the beginning and at the end count."""
+"""Of a long text, only this many characters at the beginning and at the end are used."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
@@ -48,11 +48,12 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of the fractions of repeated sentences and repeated phrases. The
-    fraction of repeated sentences counts only if there are more than 3 sentences. The fraction of
-    repeated phrases of 6 words or signs counts only if there are at least 24 words. Counting
-    phrases also detects padding that has no punctuation or has varying sentence ends. Phrases are
-    not counted if repeated tokens are so few that the fraction cannot exceed `above`.
+    The result is the larger of the fractions of repeated sentences and repeated phrases. Repeated
+    sentences are considered only if the text has more than 3 sentences. Repeated phrases of 6 words
+    or signs are considered only if the text has at least 24 words. The fraction of repeated phrases
+    also detects padding without punctuation, and padding in which only the ends of the sentences
+    differ. To save time, repeated phrases are ignored if so few tokens are repeated that the result
+    cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -89,9 +90,9 @@ class Efficiency(Reward):
     expected_steps: int = 3
     max_words: int = 512
     expected_edits: int = 0
-    """Number of edits without a penalty; with 0, edits are not counted."""
+    """Number of edits without a penalty; with 0, no edit is penalised."""
     max_rounds: int = 0
-    """Number of turns without a penalty; with 0, turns are not counted."""
+    """Number of turns without a penalty; with 0, no turn is penalised."""
     edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from covey.rewards.tool_call import parse_call
 
 MAX_BOXED = 10_000
 TAIL = 2000
-"""Number of characters at the end of a text in which an unmarked number counts."""
+"""An unmarked number is an answer only if it is among this many characters at the end of a text."""
 
 _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
@@ -44,10 +44,12 @@ _SUFFIX = re.compile(r"[A-Za-z]+| [A-Za-z]+")
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number in a text as written, without currency and unit, or None.
+    """Return the last number in a text as it is written, without currency and unit.
 
-    Digits in names, units (`CO2`, `cm^2`) and ordinals are skipped. An operand of an expression is
-    not an answer, so the result for `5**2` and `sqrt(2)` is None.
+    The result is None if the text has no number that can be an answer.
+
+    Digits in names, units (`CO2`, `cm^2`) and ordinals are skipped. A number inside an expression
+    is not an answer, so the result for `5**2` and `sqrt(2)` is None.
 
     >>> last_number("So 5 + 3 = 8 cm^2, or $1,008."), last_number("that is 5**2")
     ('1,008', None)
@@ -160,7 +162,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
     | call | the value of a calculator call that is the whole text |
     | number | the last number |
 
-    Answers inside the thinking and empty answers do not count.
+    Answers inside the thinking and empty answers are ignored.
 
     >>> extract_answer("<think>7 or 8?</think>It is 8."), extract_answer("<think>It is 8.")
     ('8', None)
@@ -180,7 +182,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 def extract_text(text: str) -> str:
     """Return the content of `<answer>` after the thinking, or all text after the thinking.
 
-    Several different answers in a completion count as no answer.
+    If a completion gives several different answers, the result is an empty text.
 
     >>> extract_text("<think>Hm.</think> So: <answer> Paris </answer>"), extract_text("Paris\\n")
     ('Paris', 'Paris')

@@ -20,16 +20,17 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 class ThinkAnswerForm(Reward):
     """1 if the completion consists of a non-empty thinking part and answer part; otherwise 0.
 
-    Repeated, nested or unclosed tags and text outside the tags break the format. With `graded`, a
-    broken format gets 0.25 for each part (thinking, answer) that occurs exactly once, is closed and
-    is not empty.
+    The format is wrong if a tag is repeated, nested or not closed, or if there is text outside the
+    tags. With `graded`, a broken format gets 0.25 for each part (thinking, answer) that occurs
+    exactly once, is closed and is not empty.
     """
 
     graded: bool = False
     think: str = "think"
     answer: str = "answer"
     prefilled: bool = False
-    """Whether the prompt ends with the opening thinking tag, so the completion starts inside it."""
+    """Whether the prompt ends with the opening thinking tag. The completion then starts with
+    thinking."""
 
     def __post_init__(self) -> None:
         for name in (self.think, self.answer):
@@ -56,7 +57,7 @@ class ThinkAnswerForm(Reward):
 
 
 def is_call(text: str) -> bool:
-    """Whether a text looks like a tool call, `name(arguments)`, or a JSON object with a name.
+    """Whether a text looks like a tool call: either `name(arguments)` or a JSON object with a name.
 
     >>> is_call("search('tea')"), is_call('{"name": "search"}'), is_call("search")
     (True, True, False)
@@ -84,7 +85,9 @@ def _unpaired(text: str, tag: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """The format reward 0.4 think + 0.4 tool + 0.2 tidy: thinking, then tool calls or an answer.
+    """A format reward for completions that consist of thinking, then tool calls or an answer.
+
+    The reward is 0.4 think + 0.4 tool + 0.2 tidy.
 
     | part | value |
     |---|---|
@@ -150,7 +153,7 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    The published code accepts tags in any order; in this reward the closing tag must come second.
+    The published code also accepts a closing tag before its opening tag, and this reward does not.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

@@ -45,7 +45,7 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
 def load() -> None:
     """Import slow packages and fill the caches of sympy.
 
-    Child processes inherit the packages and the caches.
+    Processes that are forked later inherit the imported packages and the filled caches.
     """
     importlib.import_module("reasoning_gym.composite")
     sympy = importlib.import_module("sympy")
@@ -74,7 +74,7 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 
 
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
-    """Return the score of an answer that has passed `readable`, from 0 to 1."""
+    """Return the score of an answer, from 0 to 1. The answer must be a result of `readable`."""
     try:
         given = float(dataset.score_answer(answer, entry))
     except Exception:  # scorers raise different errors for an answer in an unexpected form
@@ -83,7 +83,10 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 
 
 def readable(name: str, text: str, entry: Entry) -> str:
-    """Return the answer for the scorer, parsed and printed again if the scorer evaluates it.
+    """Return the text that the scorer gets as the answer.
+
+    If the scorer evaluates the answer, the answer is parsed, and the scorer gets a text that is
+    generated from the syntax tree.
 
     Raises NotPlainError if the text is not plain data or arithmetic.
     """

@@ -48,7 +48,9 @@ def _state(value: Any) -> Mapping[str, Any] | None:
 
 
 def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> str:
-    """Describe a value and everything it contains, and collect the hashes of its source files.
+    """Return a text that describes a value and everything that the value contains.
+
+    The hashes of the source files are added to `sources`.
 
     A function is described by its name, not by its memory address.
     """

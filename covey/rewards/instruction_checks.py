@@ -1,7 +1,7 @@
 """The 25 verifiable instructions of IFEval (arXiv 2311.07911), each as a check of a text.
 
-An instruction has a name and arguments, as in google/IFEval. The names and arguments in
-open-instruct's data are accepted for the same instructions.
+An instruction has a name and arguments, as in google/IFEval. The names and arguments by which
+open-instruct's data refers to these instructions are accepted too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MOST_CHARACTERS = 200_000
 
 
 def counts(number: int, relation: str, wanted: int) -> bool:
-    """Return whether a count has the required relation to a wanted count.
+    """Return whether a number has the required relation, such as `at least`, to another number.
 
-    The relation `around` allows a difference of 10 %, but at least 1.
+    With the relation `around`, the numbers may differ by 10 % or by 1, whichever is more.
     """
     if relation == "around":
         return abs(number - wanted) <= max(round(wanted * 0.1), 1)
@@ -186,7 +186,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "punctuation:no_comma": lambda text, given: "," not in text,
     }
 )
-"""The checks of the published instructions, by name."""
+"""The check of each instruction, by the name of the instruction in IFEval."""
 
 OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -238,7 +238,7 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""The name of each instruction in open-instruct, and its argument names that differ from IFEval."""
+"""Name of an instruction in open-instruct -> (name in IFEval, names of arguments that differ)."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
@@ -269,7 +269,7 @@ def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
 
 
 def instructions_of(info: Mapping[str, Any], target: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return a prompt's instructions, from columns as in google/IFEval, or from the target."""
+    """Return a prompt's instructions, from the columns of google/IFEval or from the target."""
     names: Sequence[str] | None = info.get("instruction_id_list")
     if not names:
         return [from_open_instruct(target)]

@@ -21,7 +21,7 @@ class Instructions(Reward):
     """
 
     all_or_nothing: bool = False
-    """Whether the reward is 1 only if all instructions are followed, and 0 otherwise."""
+    """If true, the reward is 1 if the completion follows all instructions, and 0 otherwise."""
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""

@@ -153,14 +153,14 @@ class Judge(Reward):
     out."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Time limit in seconds, both for a wait without data from the server and for the whole
-    reply."""
+    """Time limit of one attempt, in seconds. The time limit applies to the whole reply, and to
+    every wait for data from the server."""
     total_seconds: float = 25.0
     """Time limit in seconds for all attempts together, including the waits between them."""
     retries: int = 3
     backoff: float = 0.5
-    """Seconds before the first retry, doubled for each further retry; the server's Retry-After
-    overrides it."""
+    """Seconds to wait before the first retry. The wait is doubled for each further retry. If the
+    server sends the header Retry-After, its value is used as the wait."""
     requests_per_minute: int = 0
     """Maximum completions per minute, over all scoring processes of this machine; 0 means no
     limit."""
@@ -260,7 +260,10 @@ class Judge(Reward):
         return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
-        """Return the request to the judge, and the number of removed sentences that address it."""
+        """Return the messages for the judge.
+
+        Also return how many sentences were removed because they address the judge.
+        """
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]

@@ -66,7 +66,7 @@ _WORD = re.compile(r"[^\W\d_]+[^\W\d_\u0900-\u0dff]*|[\u0900-\u0dff]+")
 
 
 def language_of(text: str) -> str | None:
-    """Return the ISO 639-1 code of the language of most of a text; None if it is unclear.
+    """Return the ISO 639-1 code of a text's main language; None if the language is unclear.
 
     >>> language_of("The cat is on the table."), language_of("Это не то, что он знал.")
     ('en', 'ru')
@@ -83,7 +83,10 @@ def language_of(text: str) -> str | None:
 
 
 def _script(text: str) -> str | None:
-    """Return the script of most letters; None without letters or for an unsupported script."""
+    """Return the script to which most letters of a text belong.
+
+    The result is None if the text has no letters or the script is not supported.
+    """
     counts = Counter(_script_of(sign) for sign in text if sign.isalpha())
     # Japanese mixes kana with Han characters.
     if counts["kana"] and counts["other"]:

@@ -13,8 +13,8 @@ ROUNDING = 1e-9
 """Allowed rounding error in the product of a fraction and a group size, such as 0.8 * 5."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""A function that returns a penalty (0 or less) for each rollout of a group, to add to its
-reward."""
+"""A function that returns a penalty for each rollout of a group. A penalty is 0 or negative, and is
+added to the reward of the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Soft:
     limit: int
     """Maximum completion length; by default rollout.max_tokens."""
     cache: int
-    """Number of tokens before the limit over which the penalty grows; the default is limit / 5."""
+    """The penalty starts this many tokens before the limit; the default is limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -62,8 +62,8 @@ class GroupRelative:
     `easy`), the length L is computed from the correct rollouts, and only correct rollouts are
     penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In groups
     that are neither easy nor hard, the length L is computed from all rollouts. In groups that are
-    neither easy nor hard, the more frequent kind of rollout (correct or incorrect) is penalised, or
-    the incorrect rollouts in a tie.
+    neither easy nor hard, only the correct rollouts are penalised if they are the majority;
+    otherwise, only the incorrect rollouts are penalised.
 
     The paper gives no value for `easy`.
     """
@@ -79,7 +79,7 @@ class GroupRelative:
             )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the penalty of each rollout; unscored rollouts do not count."""
+        """Return the penalty of each rollout. Unscored rollouts are ignored and get no penalty."""
         scored = [r for r in rollouts if r.success is not None]
         correct = [r for r in scored if r.success]
         incorrect, bound = len(scored) - len(correct), self.easy * len(scored) - ROUNDING

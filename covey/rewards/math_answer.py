@@ -46,8 +46,9 @@ class MathAnswer(TargetReward):
 
     With `symbolic`, formulas are compared by evaluation at a few points. If evaluation at a few
     points does not decide, the library math-verify compares the formulas. The library math-verify
-    gets only the final answer, because in the whole completion it would pick the part that matches.
-    Formulas must be marked, because the style `number`, for unmarked answers, finds only numbers.
+    gets only the final answer. From a whole completion, math-verify would pick the part that
+    matches the target. Formulas must be marked, because the style `number`, for unmarked answers,
+    finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -78,7 +79,7 @@ class MathAnswer(TargetReward):
     def quick(self) -> bool:
         """Whether scoring any text is fast.
 
-        Scoring is not always fast if formulas are compared.
+        The comparison of formulas can be slow.
         """
         return not self.symbolic
 
@@ -117,7 +118,7 @@ class MathAnswer(TargetReward):
         return self._same_formula(answer, target)
 
     def _states(self, stated: list[str], wanted: list[str]) -> bool:
-        """Whether every side of an equation that could be the target equals the target."""
+        """Whether an equation states a value, and every value that it states equals the target."""
         if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
             return False
         values = stated_values(stated, wanted[-1])
@@ -142,6 +143,6 @@ class MathAnswer(TargetReward):
 
 
 def _plain(formula: str) -> str:
-    """Return a formula in LaTeX signs, without its unit and markup."""
+    """Return a formula without unit and markup, and with LaTeX in place of Unicode signs."""
     text = exact_decimals(unicode_to_latex(normalise(formula)))
     return strip_markup(strip_unit(text))

@@ -24,22 +24,23 @@ class Mix(Reward):
     """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
 
     The reward part called `accuracy` decides `success`. With `gated` and a reward part called
-    `format`, accuracy counts only if the format is correct. If the format is wrong, accuracy is
-    replaced by its lower bound. If the format is wrong and accuracy has no bounds, a positive
-    accuracy is replaced by 0. Without `gated`, accuracy and format add up.
+    `format`, a completion earns accuracy only if its format is correct. If the format is wrong,
+    accuracy is replaced by its lower bound. If the format is wrong and accuracy has no bounds, a
+    positive accuracy is replaced by 0. Without `gated`, a wrong format does not change the
+    accuracy.
 
-    At the start of a run, the weights are `early`. The weights change linearly from `early` to
-    `weights` over the fraction `early_until` of the run's steps. With `robust`, the amount by which
-    the reward exceeds its lower bound is multiplied by `robust_factor`.
+    At the start of a run, the option `early` gives the weights. The weights change linearly from
+    `early` to `weights` over the fraction `early_until` of the run's steps. With `robust`, the
+    amount by which the reward exceeds its lower bound is multiplied by `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
-    weights. A correct completion scores in the upper half of the range: half the range plus half of
-    the weighted mean. If the format of a correct completion is wrong, only the format counts in the
-    weighted mean. An incorrect completion scores in the lower half of the range. The score of an
-    incorrect completion is half of the weighted mean of accuracy, judges and, if `gated`, the
-    format. Reward parts other than accuracy, judges and format do not count for an incorrect
-    completion. A completion without a final answer, or a completion that is not language, has the
-    lowest reward.
+    weights. A correct completion scores in the upper half of the reward range. Correct completions
+    are ordered by the weighted mean within the upper half. If the format of a correct completion is
+    wrong, the weighted mean includes only the reward part `format`. An incorrect completion scores
+    in the lower half of the reward range. The score of an incorrect completion is half of the
+    weighted mean of accuracy, judges and, if `gated`, the format. Reward parts other than accuracy,
+    judges and format are ignored for an incorrect completion. A completion without a final answer,
+    or a completion that is not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -76,7 +77,7 @@ class Mix(Reward):
         return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
 
     def _check_judges(self) -> None:
-        """Check that rules have at least half of the weight, because judges can be manipulated."""
+        """Check that judges have at most half of the weight, because judges can be manipulated."""
         judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)
@@ -108,7 +109,10 @@ class Mix(Reward):
         return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return this mix, and mixes within it, with the weights at a fraction of the run."""
+        """Return this mix with the weights that apply after the fraction `share` of the run.
+
+        The weights of mixes inside this mix are set for the same fraction of the run.
+        """
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
         weights = {k: w + (early[k] - w) * left for k, w in self.weights.items()}
@@ -134,7 +138,6 @@ class Mix(Reward):
         )
 
     def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return the weighted mean of the reward parts."""
         values = {name: score.reward for name, score in scores.items()}
         if not holds:
             values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
@@ -170,7 +173,8 @@ class Mix(Reward):
 def _is_noise(text: str, robust: bool) -> bool:
     """Whether the thinking or the answer is noise and not language. Links are ignored.
 
-    A `robust_factor` of 1 shows that the thinking has already passed the noise test.
+    If `robust` is true, only the answer is tested, because `robust_factor` has already tested the
+    thinking.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:
@@ -180,7 +184,7 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound; for a reward part without bounds, the smaller of 0 and the reward."""
+    """Return the lower bound if it is finite, and otherwise the smaller of 0 and the reward."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 
@@ -189,7 +193,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts of composite reward parts, named `part/inner`."""
+    """Return the parts inside each reward part, under names such as `format/think`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()
@@ -224,7 +228,7 @@ class ByTask(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The largest time limit among the rewards."""
+        """The largest of the rewards' time limits."""
         return max(max_seconds(reward) for reward in self.tasks.values())
 
     @property
@@ -234,7 +238,7 @@ class ByTask(Reward):
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return the rewards with their weights at the given fraction of the run."""
+        """Return this reward with the weights that apply after the fraction `share` of the run."""
         return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,8 +1,8 @@
-"""Parses an answer as data or arithmetic and prints it again, before a scorer evaluates it.
+"""Parses an answer as data or arithmetic, and generates a new text for scorers that evaluate it.
 
 Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Scorers that
 evaluate an answer never get the text that a model wrote. The text is parsed, and only the node
-types that this module lists are allowed. The scorer gets a text that is printed from the parsed
+types that this module lists are allowed. The scorer gets a new text, which is generated from the
 syntax tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
 """
 
@@ -19,7 +19,7 @@ MAX_DEPTH = 300
 """Maximum depth of a formula's syntax tree; a sum of n terms has a depth of n."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
-"""Maximum size, in bits, of every intermediate number and of the degree of a power."""
+"""Maximum size, in bits, of every intermediate number and of every exponent."""
 
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",
@@ -36,7 +36,7 @@ class NotPlainError(ValueError):
 
 
 def plain_data(text: str) -> str:
-    """Parse and print a list of numbers and texts, or a list of such lists.
+    """Parse a list of numbers and texts, or a list of such lists, and return it as a new text.
 
     >>> plain_data('[[0, 1],\\n [-2, "a"]]')
     "[[0, 1], [-2, 'a']]"
@@ -45,7 +45,9 @@ def plain_data(text: str) -> str:
 
 
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
-    """Parse and print arithmetic with functions and powers; names must be letters, or in `names`.
+    """Parse arithmetic with functions and powers, and return it as a new text.
+
+    Each name must be a single letter or occur in `names`.
 
     >>> plain_formula("x**3/3+sin( 2*x ) + C")
     'x ** 3 / 3 + sin(2 * x) + C'
@@ -54,7 +56,7 @@ def plain_formula(text: str, names: Collection[str] = ()) -> str:
 
 
 def plain_sum(text: str) -> str:
-    """Parse and print whole numbers with + - * / and parentheses.
+    """Parse an expression of whole numbers, + - * / and parentheses, and return it as a new text.
 
     >>> plain_sum("(3+4)*2")
     '(3 + 4) * 2'
@@ -101,12 +103,12 @@ def _number(node: ast.expr) -> int | float:
 
 
 class _Sum:
-    """Checks the nodes of a syntax tree, and bounds the size of its value."""
+    """Checks the nodes of a syntax tree, and computes an upper bound on the size of its value."""
 
     operators: tuple[type[ast.operator], ...] = SUMS
 
     def bits(self, node: ast.expr, depth: int) -> int:
-        """Return an upper bound on the bits of the value.
+        """Return an upper bound on the number of bits of the value.
 
         Raises NotPlainError for a node that is not allowed.
         """

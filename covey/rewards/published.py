@@ -1,12 +1,12 @@
 """Rewards of published implementations, with their published values.
 
-Bugs of the originals are fixed, and each docstring names the fixes. Expressions are evaluated with
-limits instead of `eval`, signs are parsed, numbers are compared exactly, and no completion raises
-an error.
+Bugs of the published implementations are fixed, and the docstring of each reward names the fixes.
+Expressions are evaluated with limits and without `eval`, the signs of numbers are read, numbers are
+compared exactly, and no completion raises an error.
 
-Known hacks of the published rewards still work, because published results were trained with these
-rewards. Each docstring lists the hacks of `covey rewards lab` that exploit the reward. For your own
-runs, use the reward `think_answer` or a template.
+Known hacks of the published rewards are not fixed, because published models were trained with these
+rewards. The docstring of each reward lists the hacks of `covey rewards lab` that work on the
+reward. For your own runs, use the reward `think_answer` or a template.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = Fraction(1, 100_000)
 
 
 def gamed_by(reward: object) -> tuple[str, ...]:
-    """Return the lab's hacks that work on a published reward, according to its docstring.
+    """Return the names of the hacks that work on a published reward, from its docstring.
 
     >>> gamed_by(NanoAha)[-1], gamed_by(str)
     ('correct then wrong', ())
@@ -66,8 +66,8 @@ class LmBook(Reward):
     | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
     | format | 0.2 for each of the four tags that occurs |
 
-    The text `...` is the placeholder of the prompt and not an answer. The number is parsed exactly,
-    not as a float, and `1,000` is parsed as one number, not as two.
+    The text `...` is a placeholder in the prompt, and is not accepted as an answer. The number is
+    parsed exactly, not as a float, and `1,000` is parsed as one number, not as two.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;
@@ -118,7 +118,7 @@ def _solves(equation: str, numbers: list[int], target: Fraction) -> bool:
 
 
 def _countdown_answer(text: str) -> str | None:
-    """Return the answer of a text `<think>..</think>`, a newline and `<answer>..</answer>`."""
+    """Return the answer if the text is one `<think>` part, a newline and one `<answer>` part."""
     found = split_tags(text, ("think", "answer"))
     if found is None or found[0] not in (["", "\n", ""], ["", "\n", "\n"]):
         return None
@@ -165,7 +165,7 @@ class NanoAha(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoZero(Reward):
-    """The countdown reward of GRPO-Zero: 0.1 format + answer, from 0 to 1.1.
+    """The countdown reward of GRPO-Zero: 0.1 * format + answer, from 0 to 1.1.
 
     | part | value |
     |---|---|
@@ -218,7 +218,8 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The published pattern drops the minus sign, so that -5 counts as 5, and cuts `1,000` to 0.
+    The regex in the published code reads -5 as 5, and the end of `1,000` as 0. This reward parses
+    both numbers correctly.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; numbers, target last; target
@@ -242,7 +243,7 @@ class SimpleGrpo(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenInstruct(Reward):
-    """The format gate reward of open-instruct: 0 or `verification_reward`.
+    """The reward of open-instruct, which requires a correct format: 0 or `verification_reward`.
 
     The format is correct if an answer part directly follows the end of the thinking, with only
     whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number
@@ -253,10 +254,11 @@ class OpenInstruct(Reward):
     | false | `verification_reward` for a correct answer in the format; nothing for the format |
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
-    If the format is wrong, the whole text is searched for the answer. The published code tests
-    whether the format reward equals 1, so that every score is 0 if the format reward has another
-    value. This reward tests whether the format is correct. The published number pattern drops the
-    minus sign of whole numbers; this reward keeps the sign.
+    If the format is wrong, the whole text is searched for the answer. The published code takes a
+    format reward of exactly 1 as the sign of a correct format. With any other value of
+    `r1_style_format_reward`, every score in the published code is 0. This reward tests the format
+    itself. The regex in the published code drops the minus sign of whole numbers; this reward keeps
+    the sign.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;

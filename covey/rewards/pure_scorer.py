@@ -3,8 +3,9 @@
 The scorer's bytecode is inspected before the scorer runs. The inspection includes `score_answer`,
 each method and function that it refers to, and the functions, lambdas and comprehensions inside
 them. A scorer is pure if everything that it uses is on the lists of this module. The lists contain
-instructions, builtins, functions of `math` and `json`, patterns of `re`, and names of methods.
-Anything that is not on a list makes a scorer impure, and an impure scorer runs in the sandbox.
+bytecode instructions, builtins, functions of `math` and `json`, regex patterns, and names of
+methods. Anything that is not on a list makes a scorer impure, and an impure scorer runs in the
+sandbox.
 
 A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
 scorer does not combine `range` with whole numbers that it reads from text. A pure scorer keeps no
@@ -52,8 +53,8 @@ FUNCTIONS = (
 )  # fmt: skip
 """Not `Fraction`:
 
-`Fraction("1e999999999")` never ends. A `Decimal` is allowed, because it stores the exponent
-separately.
+`Fraction("1e999999999")` never ends. A `Decimal` is allowed, because `Decimal("1e999999999")`
+stores the exponent as a small integer.
 """
 
 METHODS = _words(
@@ -76,7 +77,8 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Pairs of functions that let a number in the text decide how long the scorer runs."""
+"""Pairs of functions that a pure scorer may not combine. With both functions of a pair, a scorer
+could run as long as a number in the text says."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -118,7 +120,7 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """Raised if a scorer uses something that is not on the lists."""
+    """Raised if a scorer uses something that is not on the lists of this module."""
 
 
 def is_pure(dataset: Any) -> bool:
@@ -168,7 +170,10 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses. Raises ImpureError if the value is not on the lists."""
+        """Check a value that a scorer uses.
+
+        Raises ImpureError if the value is not on the lists of allowed values.
+        """
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:
@@ -244,7 +249,7 @@ def _looked_up(following: Iterator[dis.Instruction]) -> str:
 
 
 def _check_step(step: dis.Instruction, loops: set[int]) -> None:
-    """Raise ImpureError unless the instruction is known and refers to no name."""
+    """Raise ImpureError if a bytecode instruction is unknown or refers to a name."""
     if step.opname == "BINARY_OP":
         known = step.argrepr == "[]" or step.argrepr.rstrip("=") in OPERATORS
     elif step.opname == "FORMAT_VALUE":

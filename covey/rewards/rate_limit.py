@@ -1,7 +1,7 @@
 """Rate limits of an endpoint, which all scoring processes of a machine share.
 
-A file lists the requests of the last minute. Every process adds its own requests under a lock,
-and waits while another request would exceed a limit.
+A file lists the requests of the last minute. Every process locks this file and then adds its own
+requests. If a request would exceed a limit, the process waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from covey.errors import RewardError
 
 WINDOW = 60.0
-"""The period of a limit, in seconds."""
+"""The period to which a limit applies, in seconds."""
 SHORTEST_WAIT = 0.01
 
 
@@ -33,8 +33,9 @@ class RateLimit:
     def wait(self, tokens: int, until: float) -> float:
         """Wait until a request of this many tokens is allowed; return the seconds waited.
 
-        Raises RewardError if the request is not allowed before `until`. The time `until` is in
-        seconds of `time.monotonic`, which is the same for all processes of a machine.
+        Raises RewardError if the rate limits do not allow the request before the time `until`. The
+        time `until` is in seconds of `time.monotonic`, which is the same for all processes of a
+        machine.
         """
         waited = 0.0
         if not self.requests and not self.tokens:
@@ -55,7 +56,10 @@ class RateLimit:
         return waited
 
     def _take(self, tokens: int) -> float:
-        """Count a request and return 0, or return the seconds until it may be tried again."""
+        """Record a request if the limits allow it. Return the seconds to wait before another try.
+
+        The result is 0 if the request was recorded.
+        """
         # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(self._path(), flags, 0o600), "r+", encoding="utf-8") as file:

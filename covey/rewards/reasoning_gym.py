@@ -43,12 +43,12 @@ _SCORER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym:
-    """The score of the dataset, from 0 to 1; a score of 1 is a success.
+    """The score that the dataset's own scorer gives, from 0 to 1; a score of 1 is a success.
 
     Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
-    `<answer>` after the thinking; without the tag, it is all text after the thinking. If the
-    dataset evaluates the answer, an answer that is not plain data or arithmetic scores 0. An answer
-    on which the scorer times out or crashes also scores 0.
+    `<answer>` after the thinking; without the tag, it is all text after the thinking. If the scorer
+    of the dataset evaluates the answer as code, an answer that is not plain data or arithmetic
+    scores 0. An answer on which the scorer times out or crashes also scores 0.
     """
 
     unsafe: bool = False
@@ -64,7 +64,11 @@ class ReasoningGym:
 
     @property
     def max_seconds(self) -> float:
-        """Time limit of two scorings: of the answer and, if correct, of an impossible answer."""
+        """The time limit for scoring two texts: the answer and a nonsense answer.
+
+        After a correct answer, a nonsense answer is scored too, to detect a scorer that accepts
+        everything.
+        """
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -101,7 +105,10 @@ class ReasoningGym:
 
 @lru_cache(maxsize=4096)
 def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
-    """Return the cached score; many completions of a group give the same answer."""
+    """Return the score of an answer.
+
+    Scores are cached, because many completions of a group give the same answer.
+    """
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 

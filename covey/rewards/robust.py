@@ -11,7 +11,7 @@ MANY_WORDS, MANY_CALLS = 1000, 8
 
 
 def _thinking(text: str, tag: str) -> list[str]:
-    """Return all thinking of a completion; its opening tag may be part of the prompt."""
+    """Return the texts in all thinking tags; the first opening tag may be part of the prompt."""
     before, closing, _ = text.partition(f"</{tag}>")
     begun = [before] if closing and f"<{tag}>" not in before else []
     return [*begun, *tag_contents(text, tag)]

@@ -32,8 +32,8 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Planned number of optimizer steps before the training step. In evaluations, the value is
-    None, and rewards are computed as at the end of the run.
+    """Number of optimizer steps that are planned before this training step. In evaluations, this
+    field is None, and functions in TRL's style get the last step of the run.
     """
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""
@@ -43,7 +43,7 @@ NO_CALL = Call()
 
 
 class SkippedError(Exception):
-    """Raised by a reward that gives a completion no reward on purpose.
+    """Raised by a reward to leave a completion without a reward on purpose.
 
     A skipped completion does not count as a failure.
     """
@@ -64,7 +64,7 @@ class Reward(Protocol):
 
     @property
     def quick(self) -> bool:
-        """Whether scoring any text takes at most milliseconds, and needs no time limit."""
+        """Whether every text is scored within milliseconds, so that scoring needs no time limit."""
         return True
 
     @property

@@ -23,7 +23,7 @@ TRL = frozenset(
 )
 """The keyword arguments that TRL passes in addition to the columns of the data."""
 NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
-"""Arguments that TRL passes to a reward function, but Covey does not."""
+"""Arguments that TRL passes to a reward function and Covey does not pass."""
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:
@@ -31,8 +31,7 @@ def is_trl_style(function: Callable[..., Any]) -> bool:
 
     A function with one of TRL's parameter names is a TRL function, because TRL passes every
     argument by name. A function with `**kwargs` whose other parameters are columns of the data is a
-    TRL function too. Raises ConfigError if the parameter names do not show the kind of the
-    function.
+    TRL function too. Raises ConfigError if the parameter names fit neither kind of function.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -61,7 +60,7 @@ def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Count the first two positional parameters with Covey's parameter names or the name `_`."""
+    """Count how many of the first two positional parameters are named as in `OWN`, or `_`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
     return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))

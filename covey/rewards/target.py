@@ -1,4 +1,4 @@
-"""Rewards that need a target, and their score for a prompt without a target."""
+"""The base class of rewards that need a target, with a score for prompts that have no target."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TargetReward(Reward):
     """The base class of rewards that compare a completion with a target."""
 
     without_target: WithoutTarget = "error"
-    """A prompt without a target raises an error (`error`), gets no reward (`none`), or gets a
-    neutral score from 0 to 1, such as 0.5."""
+    """For a prompt without a target, the reward raises an error (`error`), gives no score (`none`),
+    or gives a neutral score from 0 to 1, such as 0.5."""
 
     def __post_init__(self) -> None:
         value = self.without_target
@@ -27,10 +27,10 @@ class TargetReward(Reward):
         )
 
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
-        """Return the score of a completion of a prompt without a target.
+        """Return the score of a completion whose prompt has no target.
 
-        Raises ValueError or SkippedError if `without_target` gives the completion no score. A
-        completion of a prompt without a target is not a success.
+        Raises ValueError if `without_target` is `error`, and SkippedError if it is `none`. A
+        completion whose prompt has no target is never a success.
         """
         value = self.without_target
         if value == "error":

@@ -68,7 +68,7 @@ def code(
     max_rounds: int = 5,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for programs, by the fraction of tests passed in a sandbox.
+    """Reward mix for programs. Accuracy is the fraction of tests that the program passes.
 
     The option `unsafe` runs programs without the sandbox. In an environment, `efficiency` expects
     at most `expected_edits` edits and `max_rounds` turns.
@@ -90,7 +90,7 @@ def agent(
     early_format: float = 0.0,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for tool calls, by the correct tool and arguments."""
+    """Reward mix for tool calls. Accuracy means the correct tool with the correct arguments."""
     parts = _parts(ToolCall(without_target=without_target), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -108,7 +108,9 @@ def retrieval(
     judge: Mapping[str, Any] | None = None,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for answers with citations, of which `format` requires at least `sources`.
+    """Reward mix for answers that cite sources.
+
+    The reward part `format` requires at least `sources` citations.
 
     Accuracy is the similarity of the answer to the target. The option `judge`, a table with
     `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not

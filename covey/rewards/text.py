@@ -1,5 +1,6 @@
-"""Tags, thinking, words and length of a text. Every function of this module takes time linear in
-the length of the text.
+"""Functions that find the tags, the thinking and the words in a completion, or shorten it.
+
+Every function of this module takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def tag_contents(text: str, tag: str) -> list[str]:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Whether a completion gives several different final answers, which count as no answer.
+    """Whether a completion gives several different final answers, so that none of them is accepted.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)
@@ -68,7 +69,9 @@ def count_words(text: str) -> int:
 
 
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Split a text at tags that each occur once, in the given order; return (outside, contents).
+    """Return the texts outside the given tags, and the contents of the tags.
+
+    Each tag must occur exactly once, in the given order.
 
     The result is None if a tag is missing, repeated, nested or out of order.
 

@@ -67,7 +67,9 @@ class ExactText(TargetReward):
 
 
 def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
-    """Return the F1 score of the words in any order: twice the shared words / all words.
+    """Return the F1 score of the words in two texts: 2 * shared words / words in both texts.
+
+    The order of the words does not matter.
 
     >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
     0.8
@@ -81,7 +83,8 @@ def letter_similarity(answer: str, target: str) -> float:
     """Return 2 L / (sum of both lengths), where L is the longest common subsequence's length.
 
     The result is 1 minus the fraction of letters that must be deleted or inserted. The length L is
-    computed row by row; the bits of one integer represent a row (Hyyrö 2004).
+    computed with a table, one row after the other. Each row of the table is stored in the bits of
+    one integer (Hyyrö 2004).
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154
@@ -104,12 +107,12 @@ class FuzzyText(TargetReward):
 
     The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
     whitespace. Only the first 2,000 characters are compared. If the lengths differ, the result is
-    multiplied by the ratio of the lengths, so that padding never helps. The final answer is
-    extracted as in `ExactText`.
+    multiplied by the ratio of the lengths, so that padding never helps. The class `ExactText` says
+    how the final answer is found.
     """
 
     threshold: float = 0.9
-    """Minimum similarity of a successful completion."""
+    """A completion is a success if its similarity is at least this value."""
 
     def __post_init__(self) -> None:
         TargetReward.__post_init__(self)

@@ -19,8 +19,8 @@ def parse_think_answer(text: str) -> str | None:
     """Return the text between the answer tags, or None if the format is wrong.
 
     The format is correct if the completion is one non-empty `<think>` part followed by one
-    non-empty `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break the
-    format.
+    non-empty `<answer>` part. The format is wrong if a tag is repeated, nested or not closed, or if
+    there is text outside the tags.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'
@@ -44,10 +44,13 @@ def same_answer(answer: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswer(TargetReward):
-    """The reward `correct` for a correct answer in the right format, plus `format` for the format.
+    """The default reward, for a correct answer in the right format.
 
-    The format is a gate: without the format, no answer counts as correct. With `robust`, a correct
-    answer counts less if the thinking is padding or is not language; see `robust_factor`.
+    The right format earns `format` points, and a correct answer in the right format earns `correct`
+    more points.
+
+    An answer counts as correct only if the format is right. With `robust`, a correct answer earns
+    less if the thinking is padding or is not language; see `robust_factor`.
     """
 
     correct: float = 0.9

@@ -69,7 +69,7 @@ def _too_deep(text: str) -> bool:
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject a repeated argument, because parsers disagree on which of the values counts."""
+    """Reject a repeated argument, because parsers disagree on which of the values to use."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a repeated key")
     return dict(pairs)
@@ -98,7 +98,10 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether names occur literally in the text; Python would normalise full-width letters."""
+    """Whether the names in a call are written literally in the text.
+
+    Python's parser replaces other forms of letters, such as full-width letters, by normal letters.
+    """
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
     return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
 
@@ -162,17 +165,17 @@ def target_call(prompt: Prompt) -> Call | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(TargetReward):
-    """The score `tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
+    """The correct tool earns `tool` points, and correct arguments earn the rest, up to 1.
 
-    Arguments count only with the correct tool. If arguments counted alone, `{}` would earn half the
-    reward for any tool without arguments. Exactly one tool call is expected. Several calls, or a
-    call that cannot be parsed, score 0, so that calling every tool earns no reward. With `partial`,
-    the score of the arguments is the fraction of correct arguments among all given or expected
-    arguments. Without `partial`, all arguments must be correct.
+    Arguments earn points only if the tool is correct. If arguments earned points alone, `{}` would
+    earn half the reward for any tool without arguments. Exactly one tool call is expected. Several
+    calls, or a call that cannot be parsed, score 0, so that calling every tool earns no reward.
+    With `partial`, the score of the arguments is the fraction of correct arguments among all given
+    or expected arguments. Without `partial`, all arguments must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
-    Positional arguments get the names in `prompt.info["parameters"]`, in order; without this list
-    they count as wrong.
+    Positional arguments get the names in `prompt.info["parameters"]`, in order. Without this list,
+    positional arguments are wrong.
     """
 
     tool: float = 0.5

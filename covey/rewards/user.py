@@ -156,7 +156,7 @@ class UserFunction(_GroupReward):
         return f"the data has no column of this name; the columns are {columns}"
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
-        """Return the keyword arguments that the function takes."""
+        """Return those columns and options for which the function has a parameter."""
         given = {**self._columns(prompt, texts, call), **self.options}
         parameters = inspect.signature(self.function).parameters
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -164,7 +164,7 @@ class UserFunction(_GroupReward):
         return {name: value for name, value in given.items() if name in parameters}
 
     def _columns(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
-        """Return the keyword arguments of TRL's call: one list per column."""
+        """Return the keyword arguments that TRL would pass: one list per column."""
         completions: list[Any] = list(texts)
         messages: Any = prompt.text
         if self.conversational:
@@ -249,7 +249,8 @@ class WeightedFunctions(_GroupReward):
     functions: Mapping[str, UserFunction]
     weights: Mapping[str, float]
     skips_none: bool = False
-    """Whether, as in TRL, a function that returns None is ignored for that completion."""
+    """If true, a function that returns None for a completion is left out of this completion's sum,
+    as in TRL."""
 
     takes_call: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
@@ -291,7 +292,7 @@ def with_none(reward: Reward, none: str) -> Reward:
 
 
 def own_name(reward: Reward) -> str:
-    """Return the name of a reward passed from Python, which consists of its functions' names."""
+    """Return the name of a reward that was passed from Python: the names of its functions."""
     if isinstance(reward, WeightedFunctions):
         return "+".join(reward.functions)
     return type(reward).__name__
@@ -308,10 +309,11 @@ def function_reward(
     *,
     conversational: bool = False,
 ) -> Reward:
-    """Make a reward of TRL-style functions: one function, a list, or a dict of function to weight.
+    """Make a reward of TRL-style functions: one function, a list, or a dict {function: weight}.
 
-    With `conversational`, completions are lists of messages, as in TRL for prompts of messages. An
-    object that is already a reward (it has bounds, quick and version) is returned unchanged.
+    With `conversational`, the functions get completions as lists of messages. TRL also passes lists
+    of messages if the prompts are lists of messages. An object that is already a reward (it has
+    bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 LONGEST_TARGET = 64
 """Maximum length of a target that counts as a final answer, in characters."""
 TAIL = 400
-"""Only this many last characters of a completion are searched for a final answer."""
+"""Number of characters at the end of a completion in which a final answer is searched for."""
 
 _MARKED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)|\\boxed\{([^{}]*)\}|#### *([^\n]*)", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
@@ -47,7 +47,7 @@ def target_counts(targets: Sequence[str]) -> AnswerCounts | None:
 
 
 def best_constant(targets: Sequence[str]) -> float | None:
-    """Return the accuracy of the best constant answer: the most frequent target's frequency.
+    """Return the accuracy of the best constant answer, which is the most frequent target.
 
     >>> best_constant(["1", "1", "2", "3"]), best_constant(["a long text " * 9])
     (0.5, None)

@@ -33,7 +33,7 @@ class Sharing(Protocol):
         """Gather one item from every rank, and return all items."""
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Gather the results of all ranks, in the order that the items had before `share`."""
+        """Gather the results of all ranks, in the order of the items given to `share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,10 @@ class Collected:
         )
 
     def split(self, counts: Sequence[int]) -> list[Collected]:
-        """Split the groups into lists of the given sizes, and divide the seconds in proportion."""
+        """Split the groups into lists of the given sizes.
+
+        The measured seconds are divided in proportion to the sizes.
+        """
         parts, start = [], 0
         for count in counts:
             share, here = count / len(self.groups), slice(start, start + count)
@@ -111,7 +114,8 @@ class _Scoring:
     scorer: Scorer
     share: float
     global_steps: Sequence[int | None]
-    """Number of optimizer steps before the training step of each prompt; None in evaluations."""
+    """For each prompt, the number of optimizer steps before its training step. None in evaluations.
+    """
     max_steps: int
     rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
     """Rollouts to score, by the indices of prompt and sample."""
@@ -195,8 +199,8 @@ class Collector:
         """Generate and score `sampling.group_size` rollouts of every prompt.
 
         Each rollout is scored as soon as it ends, so scoring and generation overlap. The returned
-        groups are in the order of the prompts, not in the order in which they end. `share` is the
-        fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
+        groups are in the order of the prompts, not in the order in which generation ends. `share`
+        is the fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
         """
         if self.ranks is None or self.ranks.size == 1:
             return self._collect(prompts, sampling, step, share)

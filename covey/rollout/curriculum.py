@@ -26,8 +26,8 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""The slow running mean of a pass rate averages over this many times as many groups as the fast
-running mean."""
+"""A pass rate has a fast and a slow running mean. The slow mean averages over more groups than the
+fast mean, by this factor."""
 MOST_PROMPTS = 10**7
 
 
@@ -89,9 +89,9 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """If the task is a mixture, the name of the task of each prompt in a block of prompts.
+        """If the task is a mixture, the task name of each prompt in one block of prompts.
 
-        The tuple is empty for other tasks.
+        The tuple is empty if the task is not a mixture.
         """
         return tuple(getattr(self.prompts, "block", ()))
 
@@ -141,7 +141,10 @@ class PromptChoice:
         return tuple(drawn)
 
     def add(self, groups: Sequence[Group], picks: Sequence[int]) -> None:
-        """Add the results of a step with the prompts `picks`; unscored completions do not count."""
+        """Add the results of a step. `picks` are the indices of the step's prompts.
+
+        Completions without a score are ignored.
+        """
         if not self.settings.active:
             return
         numbers = {self.prompts[pick].id: pick for pick in picks}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
 from covey.models.language_model import LanguageModel
 from covey.rng import Address
-from covey.rollout.multi_turn import Interaction, MultiTurnEpisodes
+from covey.rollout.multi_turn import Interaction, MultiTurnEpisodes, completion_texts
 from covey.types import Group, Prompt, Rollout, Segment, Turn
 
 
@@ -25,8 +25,8 @@ class EncodedPrompt:
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step of the prompt. None means that the prompt belongs to the `step` of the
-    call."""
+    """The training step of the prompt. None means the training step that is passed with the
+    prompts."""
 
 
 def encode_prompts(
@@ -88,7 +88,7 @@ class Episodes:
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Turn finished completions into rollouts."""
-        texts = self.model.decode_many([completion.tokens for completion in completions])
+        texts = completion_texts(self.model, completions)
         for completion, text in zip(completions, texts, strict=True):
             number = completion.request.prompt
             rollout = _rollout(self.prompts[number], completion, text)

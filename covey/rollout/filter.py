@@ -18,8 +18,8 @@ class Selected:
     stale: int = 0
     """Number of groups dropped because a rollout was sampled too many optimizer steps ago."""
     uniform: int = 0
-    """Number of groups dropped because all rollouts were correct or all were incorrect; with
-    `drop_flat`, because all rewards were equal."""
+    """Number of groups dropped because their rollouts were all correct or all incorrect, or because
+    all their rewards were equal (`drop_flat`)."""
     surplus: int = 0
     """Number of groups dropped because the step did not need them."""
 
@@ -34,7 +34,7 @@ def select(
     most: int | None = None,
     fewest: int = 2,
 ) -> Selected:
-    """Drop whole groups, never single rollouts, because statistics are over groups.
+    """Drop whole groups, never single rollouts, because advantages depend on whole groups.
 
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
     rollouts are correct. The rule of `dynamic` compares success, not reward, because a length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def repetition(rows: Sequence[Sequence[int]]) -> float:
     0.3333333333333333
     """
     lengths = np.array([len(row) for row in rows])
-    tokens = np.fromiter((t for row in rows for t in row), dtype=np.uint64, count=lengths.sum())
+    tokens = np.fromiter(chain.from_iterable(rows), dtype=np.uint64, count=lengths.sum())
     if len(tokens) < GRAM:
         return 0.0
     row = np.repeat(np.arange(len(rows)), lengths)

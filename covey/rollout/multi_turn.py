@@ -111,7 +111,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """The reason why the episode ended. Not used while the episode runs."""
+    """The reason why the episode ended. The value has no meaning while the episode runs."""
     version: int = 0
 
     @property
@@ -254,7 +254,7 @@ class MultiTurnEpisodes:
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Pass the finished turns of the policy to the environment."""
-        texts = self.model.decode_many([completion.tokens for completion in completions])
+        texts = completion_texts(self.model, completions)
         form, prefill = self.interaction.call_format, self.conversations.renderer.template.prefill
         for completion, text in zip(completions, texts, strict=True):
             episode = self.running.pop(completion.request.number)
@@ -362,3 +362,9 @@ def _sharing(requests: Sequence[Request]) -> list[Request]:
     numbers: dict[tuple[int, ...], int] = {}
     shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
     return sorted(shared, key=lambda request: request.prompt)
+
+
+def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:
+    """Return the text of each completion; decode only what the engine has not decoded."""
+    rest = iter(model.decode_many([c.tokens for c in completions if c.text is None]))
+    return [next(rest) if c.text is None else c.text for c in completions]

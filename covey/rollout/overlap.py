@@ -183,7 +183,7 @@ class RolloutQueue:
         return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
-        """Return the steps to request now, which are generated with the weights before `step`."""
+        """Return the steps whose rollouts are requested now, with the weights before `step`."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":

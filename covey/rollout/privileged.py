@@ -74,9 +74,10 @@ def _source(name: str, group: Group, rollout: Rollout) -> str:
 
 
 def _correct_sibling(group: Group, rollout: Rollout) -> str:
-    """Return the best other correct completion of the group, or "" if there is none.
+    """Return the best correct completion of the group's other rollouts, or "" if there is none.
 
-    The rollout itself is left out, because a teacher agrees with any completion in its prompt.
+    The rollout itself is left out, because a teacher would agree with any completion that its
+    prompt contains.
     """
     others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]
     return max(others, key=lambda r: (r.reward, -r.sample)).text.strip() if others else ""

@@ -2,8 +2,8 @@
 
 A replayed group keeps the log-probs and versions of the weights that sampled it. A replayed group
 is treated like any other stale group. The policy at the start of the step computes `old_logp`, and
-the objective's correction weights each token by exp(old_logp - sampler_logp). The group statistics
-of a replayed group include only its own rollouts.
+the objective's correction multiplies each token's weight by exp(old_logp - sampler_logp). The group
+statistics of a replayed group include only its own rollouts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReplayBuffer:
         return list(found.values())[: self.settings.groups]
 
     def add(self, groups: Sequence[Group], version: int) -> None:
-        """Add a step's groups with mixed results; drop the oldest groups."""
+        """Add groups that have both correct and incorrect completions; drop the oldest groups."""
         if not self.settings.groups:
             return
         mixed = [group for group in groups if is_mixed(group)]

@@ -27,13 +27,13 @@ class Ticket(NamedTuple):
     step: int
     """Number of the step, from 1."""
     version: int
-    """Number of optimizer steps of the weights that generate the rollouts."""
+    """Version of the weights that generate the rollouts, counted in optimizer steps."""
     share: float
     """The fraction of the run that is done, 0 to 1. Reward weights may depend on the progress of
     the run."""
     picks: tuple[int, ...] = ()
-    """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. Empty
-    without a curriculum."""
+    """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. The tuple
+    is empty if there is no curriculum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class StepRollouts:
     rounds: int
     """Number of sampling rounds; dynamic sampling may need more than one."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, shown when the step is trained."""
+    """Notes for the user, shown when the training step begins."""
     engine_waited: float = 0.0
     """Seconds that the engine waited for training before it generated the rollouts."""
 
@@ -70,7 +70,7 @@ class RolloutSource(Protocol):
     """
 
     def publish(self, weights: WeightSource, version: int) -> None:
-        """Offer the trainer's weights to the engine.
+        """Give the trainer's current weights to the source, which loads them into the engine.
 
         The trainer may change the weights after this call.
         """
@@ -88,7 +88,7 @@ class RolloutSource(Protocol):
         """Wait for the rollouts of all started steps later than step `after`, and return them.
 
         The checkpoint of step `after` saves the returned rollouts. A resumed run could not generate
-        them again, because the weights that generated them no longer exist.
+        these rollouts again, because the weights that generated them no longer exist.
         """
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
 
 
 def _refill_size(missing: int, wanted: int, collected: int) -> int:
-    """Estimate how many more prompts fill the step, from the fraction of groups kept so far."""
+    """Estimate how many more prompts the step needs, from the fraction of groups kept so far."""
     rate = (wanted - missing) / collected
     return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
 

@@ -1,4 +1,4 @@
-"""The best step of a run by a named metric, for keeping its checkpoint and for early stopping.
+"""The best step of a run by a given metric, used for early stopping and to keep its checkpoint.
 
 The best step is not stored; it is computed from the records of the run. So a resumed run finds the
 same best step.
@@ -61,7 +61,10 @@ def measured(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def best_of(run: RunFolder) -> Best | None:
-    """Return the best step by save.best that still has a checkpoint; None if there is none."""
+    """Return the best step, by the metric save.best, among the steps that still have a checkpoint.
+
+    Return None if there is no such step.
+    """
     save = settings_of(run).get("save", {})
     if not save.get("best"):
         return None

@@ -51,7 +51,7 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield a line for each turn of a row, and whether the turn was trained.
 
-    A single-turn rollout has no turn lines.
+    For a single-turn rollout, nothing is yielded.
     """
     segment = 0
     for turn in row.get("turns", ()):

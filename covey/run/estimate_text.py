@@ -33,7 +33,9 @@ def change_text(name: str, change: float) -> str:
 
 
 def estimate_text(name: str, estimate: Mapping[str, float]) -> str:
-    """Return an estimate with its interval, which is left out if all rewards are equal.
+    """Return an estimate with its confidence interval as text.
+
+    An interval of length 0 is left out.
 
     >>> estimate_text("greedy", {"value": 0.0, "low": 0.0, "high": 0.037})
     '0.0% [0.0%, 3.7%]'

@@ -245,7 +245,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write to failure.txt the traceback of another process, whose error ended the run."""
+        """Write the traceback of another process, whose error ended the run, to failure.txt."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -257,7 +257,7 @@ class RunFolder:
     def new_checkpoint(self, step: int) -> Iterator[Path]:
         """Yield a folder to fill.
 
-        When the block ends, the complete folder becomes the checkpoint of `step`.
+        When the `with` block ends, the complete folder becomes the checkpoint of `step`.
         """
         with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
             yield folder
@@ -283,7 +283,7 @@ class RunFolder:
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
-        """Remove all checkpoints except the newest `keep` and the checkpoint of the best step."""
+        """Remove all checkpoints except the `keep` newest and the checkpoint of the best step."""
         for step, folder in self.checkpoints()[:-keep]:
             if step != best:
                 shutil.rmtree(folder)

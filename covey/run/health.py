@@ -21,7 +21,8 @@ from covey.run.history import History
 REPEAT = 50
 """A finding that persists is logged again after this many steps."""
 SILENCE, SILENT_SECONDS = 10, 60.0
-"""A run is stalled if it logs nothing for the duration of 10 steps and at least 60 seconds."""
+"""A run counts as stalled if it logs no step for 10 times the median time of a step, and for at
+least 60 seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,11 @@ class Health:
 
 
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
-    """Yield the config lines to change; skip lines already set or not used by the algorithm."""
+    """Yield the lines of the configuration to change.
+
+    Settings that already have the suggested value, or that the algorithm does not use, are left
+    out.
+    """
     for key, wanted in check.change:
         section, _, name = key.partition(".")
         now = settings.get(section, {}).get(name)

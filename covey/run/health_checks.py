@@ -23,10 +23,9 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps that the check reads. A finding says that the problem began at the first step
-    that the check reads."""
+    """Number of steps whose metrics the check uses. A finding says that the problem started at the
+    first step that the check uses."""
     why: str
-    """The reason why the problem matters."""
     change: tuple[tuple[str, Any], ...]
     """Settings to change, each with a new value or with a factor of the current value (`Times`)."""
     also: str = ""

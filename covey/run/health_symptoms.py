@@ -1,8 +1,11 @@
-"""Symptoms in the metrics of a run: functions that describe a problem in the last steps, or None.
+"""Symptoms of problems in the metrics of a run.
 
-The limits are the healthy ranges in the metrics registry, if the metric has one. Rewards of healthy
-runs are noisy too. A change of the reward therefore counts only if it is large compared with the
-noise of the same run.
+Each public function looks for one problem in the last steps. Each function returns a text that
+describes the problem, or None if there is no problem.
+
+If the metrics registry has a healthy range for a metric, values outside this range are a symptom.
+Rewards of healthy runs are noisy too. A change of the reward is therefore a symptom only if it is
+large compared with the noise of the same run.
 """
 
 from __future__ import annotations
@@ -93,7 +96,7 @@ def ratio_drift(history: History) -> str | None:
 
 
 def no_signal(history: History) -> str | None:
-    """Find groups whose rewards are all equal, although the task is not learned yet."""
+    """Find many groups in which all rewards are the same, although the task is not learned yet."""
     return None if history.mean(SUCCESS, 10) > 0.9 else _uniform_groups(history)
 
 
@@ -120,7 +123,7 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def cut_off(history: History) -> str | None:
-    """Find completions that have reached the token limit since the first steps."""
+    """Find completions that mostly reach the token limit, in the first and in the last steps."""
     stops = "rollout/stop_rate"
     ended, once = history.mean(stops, BLOCK), history.start(stops)
     if not (ended < 0.2 and once < 0.2 and history.mean(SUCCESS, BLOCK) < 0.5):
@@ -163,8 +166,9 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
-    The fall of a reward part needs less evidence than the rise of the reward, because chance would
-    have to cause both.
+    The reward counts as rising if it rises by more than 5 standard errors. A reward part counts as
+    falling if it falls by more than 3 standard errors. The limit for a fall is lower, because
+    chance rarely causes a rise and a fall at the same time.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -179,9 +183,9 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the change of a metric from its old mean to its mean over the last steps.
+    """Return the mean of a metric over the last steps minus its earlier mean, `old`.
 
-    The change is 0 unless it is more than `errors` standard errors.
+    A change of less than `errors` standard errors counts as 0.
     """
     values = history.last(name, 2 * BLOCK)
     if not values:

@@ -29,7 +29,7 @@ class History:
     most: dict[str, float] = field(default_factory=dict)
     """The largest absolute value of each metric."""
     best: float = -math.inf
-    """Highest mean reward over a block of steps, except the most recent blocks."""
+    """The highest mean reward of a block of steps. The most recent blocks are not included."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -52,8 +52,9 @@ class History:
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
-        """Return a metric's values in `count` steps, which end `before` steps ago; [] if
-        incomplete.
+        """Return a metric's values in `count` steps, the last of which was `before` steps ago.
+
+        The result is [] if a value is missing.
         """
         stop = len(self.rows) - before
         if stop < count:
@@ -62,7 +63,7 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of a metric in some steps, or NaN if a value is missing."""
+        """Return the mean of the values that `last` returns, or NaN if a value is missing."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 

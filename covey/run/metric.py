@@ -22,7 +22,6 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         MACHINE: "the metric is a time or an amount of memory.",
     }
 )
-"""Sources of metrics, with a description of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,8 @@ class Metric:
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None means no bound."""
     open_instruct: str = ""
-    """Name of the metric in open-instruct, if it differs. Every step logs the metric under Covey's
-    name and under open-instruct's name.
+    """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
+    the metric under Covey's name and under open-instruct's name.
     """
     trl: str = ""
     """Name of the same metric in TRL."""

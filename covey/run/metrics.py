@@ -2,9 +2,9 @@
 
 The page docs/metrics.md, health checks, trackers and tests read this registry. Metrics that
 open-instruct also has are named as in open-instruct. Means over tokens include only trained tokens.
-A mean over tokens is one sum divided by one count, over all micro-batches and optimizer steps of a
-training step. A mean over tokens is never a mean of means. A name with `*` stands for several
-metrics.
+A mean over tokens is the sum over all trained tokens of a training step, divided by the number of
+these tokens. A mean over tokens is never a mean over the means of micro-batches. A name with `*`
+stands for several metrics.
 """
 
 from __future__ import annotations

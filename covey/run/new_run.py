@@ -12,7 +12,9 @@ from covey.run.folder import FAILURE, RunFolder
 
 
 def check_new_run(path: Path, instead: str = "") -> None:
-    """Refuse a folder that has files, before a model is loaded; `instead` is the error's advice.
+    """Raise an error if the folder of a new run has files; called before a model is loaded.
+
+    The text `instead` is the advice in the error message.
 
     A run that failed before its first step may be replaced.
     """
@@ -33,7 +35,7 @@ def set_aside_failed(path: Path) -> str:
 
 
 def _failed_early(path: Path) -> bool:
-    """Whether a folder has a run that ended by an error, without a step or a checkpoint."""
+    """Whether the run in a folder failed before it finished a step or saved a checkpoint."""
     run = RunFolder(path)
     failed = _has_no_step(path) and (path / FAILURE).is_file()
     return failed and not any((path / "checkpoints").glob("*")) and not run.in_use()

@@ -1,8 +1,9 @@
 """Read the records of a run, which may be damaged by a disk, a crash or an editor.
 
-Readers leave out unreadable lines and write one note with the file and the line numbers. Code that
-needs every line calls `read_lines`, which raises an error for an unreadable line. The classes of
-this module list the fields that readers need. This module does not import torch.
+Most functions leave out unreadable lines, and write one note with the file and the line numbers.
+Code that needs every line calls `read_lines`, which raises an error for an unreadable line. The
+classes of this module list the fields that Covey reads from the records. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class Line:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether the path does not exist, not even as a broken link."""
+    """Whether a path does not exist. A broken symbolic link counts as existing."""
     return not path.exists() and not path.is_symlink()
 
 

@@ -35,8 +35,8 @@ RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
 """Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders with one file or folder per step, and the suffix of their names. Only Covey 0.1 had the
-folder "review"."""
+"""Folders that contain one file or folder per step. Each value is the suffix of the file names,
+which is empty for folders. Only Covey 0.1 had the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Start:
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
-    """Return the point from which a run resumes: the given step, or its newest checkpoint.
+    """Return the point from which a run resumes: the given step, or the run's newest checkpoint.
 
     If the checkpoint is missing or damaged, raise RunError, which says what to do. `save_every` is
     the number of steps between checkpoints. `save_every` is used only for runs of older versions,
@@ -76,7 +76,9 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return a line about a missing checkpoint, e.g. on an unmounted disk; None if all exist.
+    """Return a text about a checkpoint that was saved but is missing, or None if all exist.
+
+    A checkpoint may be missing because a disk is not mounted.
 
     checkpoints.jsonl lists the saved checkpoints. Without checkpoints.jsonl, other records show
     which checkpoints were saved.
@@ -105,7 +107,7 @@ def _last_recorded(run: RunFolder) -> int:
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
     """Return the newest undamaged checkpoint; if `before` is given, the newest before that step.
 
-    Commands that only read a run pass a `note`, which reports damaged checkpoints.
+    If `note` is given, it is called with a message about each damaged checkpoint.
     """
     for step, folder in reversed(run.checkpoints()):
         if before is None or step < before:
@@ -167,10 +169,10 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 
 
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
-    """Return three texts of a file as bytes: all lines, the lines that stay, the lines to move.
+    """Return the whole content of a file, the lines to keep and the lines to move, as bytes.
 
-    Lines up to step `keep` and unreadable lines stay. An unfinished last line is moved, like the
-    lines of later steps.
+    Lines of steps up to `keep` and unreadable lines are kept. An unfinished last line is moved,
+    like the lines of later steps.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

@@ -2,9 +2,9 @@
 
 When a run starts, its reward is compared with the reward of the previous run of the same task in
 the same folder. If the identities of the two rewards differ, the run records the change in
-reward_change.json, with the reason and the expected effect from the configuration. The observed
-effect is not stored. Commands compute the observed effect from the evaluations of both runs. This
-module does not import torch.
+reward_change.json, with the reason and the expected effect from the configuration. The file does
+not contain the observed effect of the change. Commands that show the observed effect compute it
+from the evaluations of both runs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.run.settings import changed_settings, setting_text
 
 FILE = "reward_change.json"
 MOST_PARTS = 6
-"""Maximum number of reward parts that an observed effect names."""
+"""Maximum number of reward parts in the text of an observed effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,10 @@ class RewardChange:
 
 
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
-    """Compare the reward of a new run with the previous reward; record and return a difference."""
+    """Compare the reward of a new run with the reward of the previous run.
+
+    If the two rewards differ, record and return the change.
+    """
     mine = run.environment(_ignore)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
@@ -104,7 +107,7 @@ def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _ignore(text: str) -> None:
-    """Ignore notes about damaged records, because a run with damaged records is not compared."""
+    """Ignore messages about damaged records, because runs with damaged records are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +177,11 @@ def observed_effect(before: RunFolder, after: RunFolder) -> str:
 def _pairs(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Sequence[tuple[str, float, float, str]]:
-    """Return the numbers that both evaluations have, and whether intervals overlap."""
+    """Return the old and new value of each number that both evaluations have.
+
+    The last item of each tuple is empty, or says that the confidence intervals of the values
+    overlap.
+    """
     a, b = old["greedy"], new["greedy"]
     apart = b["low"] > a["high"] or b["high"] < a["low"]
     found = [("greedy", a["value"], b["value"], "" if apart else ", within noise")]

@@ -1,4 +1,4 @@
-"""Index of a rollout file: the offset of each line, and the fields that lists and filters need.
+"""Index of a rollout file: the offset and some fields of each line, for the web page.
 
 A rollout file may be a gigabyte in size. Each request of the web page indexes further lines for a
 fraction of a second. A full rollout is read from its offset in the file when the page shows it.
@@ -28,7 +28,7 @@ from covey.run.records import OLD_ROLLOUT, ROLLOUT, Number, Row, open_file, pars
 LONGEST = 2**26
 """Maximum length of a line in bytes; longer lines are not shown."""
 HEAD = 160
-"""Number of characters of each text that a list shows."""
+"""Number of characters of each prompt and target that the index stores."""
 KEPT = 4
 """Number of files whose index stays in memory."""
 
@@ -63,10 +63,11 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. The field `target` is shortened in the same way."""
+    """The beginning of the prompt. The field `target` also contains only the beginning of the
+    text."""
     target: str
     text: int
-    """Hash of the text: completions with the same hash are the same."""
+    """Hash of the text; completions with the same hash have the same text."""
     reward: float | None
     success: bool | None
     finish: str
@@ -84,7 +85,7 @@ class RolloutIndex:
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0
-    """Fraction of the file that has been read."""
+    """The fraction of the file that has been indexed so far."""
     _offset: int = 0
     _lines: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -162,7 +163,10 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return lines with `words` in prompt, target or text, and whether the search is done."""
+        """Return the numbers of the lines that contain `words` in their prompt, target or text.
+
+        Also return whether the whole file was searched within the given seconds.
+        """
         until = time.monotonic() + seconds
         found: set[int] = set()
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.
@@ -194,7 +198,7 @@ def _row(raw: bytes) -> Row | None:
 
 
 def _listed(raw: bytes) -> _Listed | None:
-    """Parse the fields that lists show; None if the line is not a rollout."""
+    """Parse only the fields of a line that the index stores; None if the line is not a rollout."""
     try:
         return LISTED.validate_json(raw)
     except ValidationError:

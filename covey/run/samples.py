@@ -14,7 +14,7 @@ from covey.types import Group, Prompt, Rollout
 
 
 def samples_page(step: int, groups: Sequence[Group], count: int) -> str:
-    """Return Markdown with the `count` highest and the `count` lowest scored completions.
+    """Return the `count` completions of highest and of lowest reward, as a Markdown page.
 
     Completions with the same reward are ordered by a hash, so the order is arbitrary but fixed.
     """
@@ -58,7 +58,7 @@ def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
 
 
 def quoted(text: str) -> list[str]:
-    """Return text as an indented Markdown block; no content of the text can end the block."""
+    """Return text as an indented Markdown block, so that Markdown in the text has no effect."""
     return [f"    {printable(line)}" for line in text.splitlines()] or ["    (nothing)"]
 
 

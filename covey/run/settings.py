@@ -10,8 +10,8 @@ from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
 
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. If there are more edited settings, the note
-only gives their number.
+"""Maximum number of edited settings that a note names. If more settings were edited, the note
+contains only the number of edited settings.
 """
 
 

@@ -4,8 +4,8 @@ With a cgroup, the kernel counts all memory of a sandbox, including kernel memor
 and files. Without a cgroup, the harness polls the memory of the processes that it can see.
 
 A cgroup needs a writable directory in the cgroup hierarchy, with the memory and pids controllers
-delegated. Root has a writable directory; other users get one in a delegated scope (`systemd-run
---user --scope -p Delegate=yes covey ...`).
+delegated. Root can usually write to the cgroup hierarchy. Other users get a writable directory in a
+delegated scope (`systemd-run --user --scope -p Delegate=yes covey ...`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _WANTED = {*_NEEDED, "cpu"}
 _PREFIX = "covey-run-"
 _MAIN = "covey-main"
 _OVERHEAD = 64 << 20
-"""Bytes for the harness, the interpreter's files and the kernel's bookkeeping."""
+"""Memory in bytes for the harness, the files of the interpreter, and data structures of the
+kernel."""
 _HELPERS = 4
-"""Number of processes in a cgroup besides the program: bubblewrap, the harness, and one child of
-each.
+"""Number of processes in a cgroup besides those of the program. These processes are bubblewrap, the
+harness, and one child process of each.
 """
 _REMOVE_SECONDS = 1.0
 _numbers = itertools.count()
@@ -132,8 +133,9 @@ def _is_limited(folder: Path) -> bool:
 def _enable_controllers(folder: Path) -> bool:
     """Delegate controllers to the children of a cgroup.
 
-    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. So
-    the processes of this cgroup move to a child cgroup, if all belong to our session.
+    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. The
+    processes of the cgroup are therefore moved to a child cgroup, if all of them belong to our
+    session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

@@ -1,9 +1,9 @@
 """The harness: the first process in the sandbox, which runs the program in one child per case.
 
-The harness is compiled outside the sandbox and sent into it with the job, so it cannot import
-covey. The harness imports only fast modules (hence `_json` and `_signal`), because every program
-gets its own sandbox. The harness never runs the program itself. The harness does not know the
-expected results, so no program can read expected results.
+The package covey is not in the sandbox. The compiled code of the harness is therefore sent into the
+sandbox with the job. The harness imports only fast modules (hence `_json` and `_signal`), because
+every program gets its own sandbox. The harness never runs the program itself. The harness does not
+know the expected results, so no program can read expected results.
 
 As process 1 of its namespace, the harness gets no signals from other processes of the namespace.
 When the harness ends, all processes of the namespace die.
@@ -80,7 +80,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 class Watch:
-    """The pipes of a child, which feed its input and store its outputs up to the limit."""
+    """Writes the input of a child process to a pipe, and reads its outputs up to a size limit."""
 
     def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
         (reads, self.stdin), *outputs = pipes
@@ -222,7 +222,7 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 def held_by(process: str) -> tuple[int, int]:
     """Return a process's memory in bytes and the number of sockets; (0, 0) if it has ended.
 
-    All running threads of a process report the same numbers, and ended threads report none.
+    In /proc, all running threads of a process show the same numbers, and ended threads show none.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -234,7 +234,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return a column of numbers from lines that begin with `starts`; [] if the file is gone."""
+    """Return a column of the lines that begin with `starts`, as integers; [] without a file."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -245,7 +245,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 def empty(place: str) -> None:
     """Remove the files of a case before the next case.
 
-    Nested directories are moved up first, because paths to deep directories can be too long to use.
+    Nested directories are first moved up, because the path of a deep directory can be too long.
     """
     moved = 0
     try:
@@ -260,7 +260,7 @@ def empty(place: str) -> None:
 
 
 def remove_files(folder: str) -> list[str]:
-    """Remove the files of a directory; return its subdirectories, after making them accessible."""
+    """Remove the files of a directory, and return its subdirectories, which are made accessible."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -273,7 +273,7 @@ def remove_files(folder: str) -> list[str]:
 
 
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
-    """Run a case in this process and exit like the interpreter, without its slow cleanup."""
+    """Run a case in this process, and exit with Python's exit code, without a slow cleanup."""
     code = 0
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
@@ -329,7 +329,7 @@ def exit_code(argument: object) -> int:
 
 
 def set_limits(job: dict[str, Any]) -> None:
-    """Set resource limits of the harness, which all processes that it starts inherit."""
+    """Set resource limits for the harness. Its child processes inherit these limits."""
     limits = {
         "AS": job["memory_bytes"],
         "FSIZE": job["file_bytes"],

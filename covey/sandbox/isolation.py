@@ -1,11 +1,11 @@
 """The bubblewrap command line that isolates a process.
 
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
-separately. Process limits do not apply to root, even in a user namespace. So root gets no user
-namespace. For root, bubblewrap keeps only the right to change users, and the harness uses this
-right to switch to a separate user id. The user id must be unique, because the limit counts all
-processes of a user on the machine. In some containers root cannot switch to another user id; there,
-root is treated as an ordinary user.
+separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root, a
+sandbox therefore gets no user namespace. For root, bubblewrap keeps only the right to change users,
+and the harness uses this right to switch to a separate user id. The user id must be unique, because
+the limit counts all processes of a user on the machine. In some containers root cannot switch to
+another user id; there, root is treated as an ordinary user.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ENVIRONMENT = {
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
-"""Device files in the sandbox. /dev/zero is missing, because its shared mappings are memory that no
-limit counts."""
+"""Device files in the sandbox. /dev/zero is missing, because a shared mapping of it uses memory
+that no limit counts."""
 _LAST_PIECE = 64 << 10
 """Maximum bytes that a socket may store beyond the size of its buffer."""
 _ENTER = """
@@ -48,7 +48,7 @@ exec "$@"
 
 
 def interpreter() -> str:
-    """Return the real path of this Python, outside any virtual environment."""
+    """Return the real path of the Python interpreter, not its link in a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
@@ -59,14 +59,15 @@ def package_folders() -> list[str]:
 
 
 def package_places() -> list[str]:
-    """Return the paths inside the sandbox of the directories in `package_folders`, in order."""
+    """Return the path that each directory in `package_folders` has inside the sandbox, in order."""
     return [f"/packages/{number}" for number in range(len(package_folders()))]
 
 
 def command(file_bytes: int) -> list[str]:
     """Return the beginning of the command line, to which the command to isolate is appended.
 
-    The seccomp filter is not included: bubblewrap reads it from an open file descriptor.
+    The command line does not contain the seccomp filter, which bubblewrap reads from a file
+    descriptor.
     """
     program = shutil.which("bwrap") or "bwrap"
     return [program, *_namespaces(), *_file_system(), *_own_files(file_bytes)]
@@ -75,8 +76,8 @@ def command(file_bytes: int) -> list[str]:
 def entering(group: Path | None) -> list[str]:
     """Return a command prefix that enters a cgroup before the command starts.
 
-    The prefix also makes the sandbox the first choice of the OOM killer. Programs cannot change
-    their OOM priority, because /proc is read-only in the sandbox.
+    The command prefix also makes the sandbox the first process that the OOM killer ends. Programs
+    cannot change their OOM priority, because /proc is read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
@@ -147,7 +148,10 @@ def _packages(seen: list[str]) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Create a path's parent directories, which bubblewrap would make unreadable to other users."""
+    """Return options that create the parent directories of a path, readable for all users.
+
+    By default, bubblewrap makes parent directories unreadable for other users.
+    """
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
 

@@ -37,7 +37,7 @@ PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""Extra seconds in which the harness may end all processes itself."""
+"""Extra seconds for the harness to end all processes before the harness itself is killed."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )
@@ -113,7 +113,10 @@ def _harness_code() -> Any:
 def _started(
     job: dict[str, Any], limits: Limits, unsafe: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the harness with its job. On exit, all processes of the harness are dead."""
+    """Start the harness, and send it the program and the cases to run.
+
+    On exit, all processes of the harness are dead.
+    """
     with contextlib.ExitStack() as stack:
         place = isolation.PLACE
         prefix: list[str] = []

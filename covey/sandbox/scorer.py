@@ -63,7 +63,7 @@ class _GoneError(Exception):
 
 @dataclass(slots=True)
 class Sandboxed:
-    """A scoring function in its own sandbox, which starts with the first text.
+    """A scoring function in its own sandbox, which is started when the first text is scored.
 
     The last module in `modules` defines the functions `load`, `prepare` and `score`. `load()`
     imports slow packages. `prepare(trusted)` turns the trusted part of a request into the input of
@@ -98,7 +98,7 @@ class Sandboxed:
         return None
 
     def close(self) -> None:
-        """End the sandbox. The next text starts a new sandbox."""
+        """End the sandbox. If another text is scored later, a new sandbox is started."""
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return  # the sandbox belongs to a parent process

@@ -63,7 +63,7 @@ def filter_program(machine: str = "") -> bytes | None:
 def _checks() -> dict[str, list[Step]]:
     """Return the filter's argument checks for each system call.
 
-    Every branch of the checks ends with a return instruction.
+    Each check is a list of BPF instructions, in which every branch ends with a return instruction.
     """
     for_others = [_argument(0), *_unless(_HARNESS)]
     return {

@@ -1,13 +1,13 @@
 """The scoring server: the first process in a scoring sandbox, with one child per text.
 
-`Sandboxed` (see `scorer.py`) sends the server into the sandbox, with the modules that the server
-needs. The server imports slow packages once. For each request, the server forks a child, which
-scores one text and ends. So every text is scored in the same fresh state, and no text can change
-how later texts are scored.
+The class `Sandboxed` in `scorer.py` sends the code of this server into the sandbox, with the
+modules that the server needs. The server imports slow packages once. For each request, the server
+forks a child, which scores one text and ends. So every text is scored in the same fresh state, and
+no text can change how later texts are scored.
 
-The server itself never reads a text. The child process that scores a text cannot reach the server.
-The server is process 1 of its namespace, its directory in /proc is hidden, and the child has only
-the pipe for its own score.
+The server passes each text on to a child process without parsing it. The child process that scores
+a text cannot reach the server. The server is process 1 of its namespace, its directory in /proc is
+hidden, and the child has only the pipe for its own score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READY = b"ready\n"
 NO_SCORE = b"none\n"
 FAILED = b"failed "
 MOST_REPLY = 64
-"""Maximum bytes of a score; every float between 0 and 1 needs fewer."""
+"""Maximum length of a score as text, in bytes; every float between 0 and 1 is shorter."""
 
 
 def main(job: dict[str, Any]) -> None:

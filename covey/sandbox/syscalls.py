@@ -63,7 +63,7 @@ socketpair=53/199
 MISSING = """
 clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/450
 """
-"""System calls that C libraries try first.
+"""New system calls that C libraries try before older system calls.
 
 A system call in this table fails with ENOSYS, so that the C library uses an older call.
 """
@@ -72,7 +72,9 @@ NEWER = 453
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """Return the call numbers of a table for one column: 0 is x86-64, 1 is generic.
+    """Return the number of each system call in a table.
+
+    Column 0 has the numbers of x86-64, and column 1 has the generic numbers.
 
     >>> numbers("open=2/- close=3/57", 1)
     {'close': 57}

@@ -30,7 +30,10 @@ _FOLDERS = ("/run", "/tmp")
 
 @contextlib.contextmanager
 def leased() -> Iterator[int | None]:
-    """Yield a user id that no other sandbox has at the same time, or None without user ids."""
+    """Yield a user id that no other sandbox has at the same time.
+
+    Yield None if this process cannot change its user.
+    """
     taken = take()
     if taken is None:
         yield None
@@ -72,7 +75,7 @@ def span_here() -> range | None:
 
 
 def span_of(uid_map: str) -> range | None:
-    """Return the user ids for sandboxes, among the ids that a container maps.
+    """Return the range of user ids for sandboxes, given the content of /proc/self/uid_map.
 
     >>> span_of("0 0 4294967295").start, span_of("0 100000 65536"), span_of("0 1000 1")
     (1073741824, range(60000, 65000), None)

@@ -1,8 +1,8 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
-A program's result is untrusted JSON. The comparison follows the structure of the expected value, so
-its work is limited by the size of the expected value. The comparison uses no Python object of the
-program.
+A program's result is untrusted JSON. The comparison visits only the parts that the expected value
+has, so its time is limited by the size of the expected value. No Python object is ever created from
+the program's own classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
 """Tolerances for an expected float: relative, and absolute if 0 is expected.
 
-An absolute tolerance for values other than 0 would accept 0 for every small number.
+If the absolute tolerance applied to all expected values, the result 0 would be accepted for every
+very small expected value.
 """
 _MOST_BITS = 4096
 """Maximum bits of a numerator or denominator, because reducing a fraction takes quadratic time."""
@@ -37,11 +38,14 @@ def read_expected(text: str) -> object:
 
 
 def matches(expected: object, reply: bytes) -> bool:
-    """Return whether the value of a call, as JSON from its process, equals the expected value.
+    """Return whether the value of a call equals the expected value.
 
-    Values are equal as in Python, so a list does not equal a tuple. A number equals an expected
-    float within a relative tolerance of 1e-6; it equals 0.0 within 1e-12. A numpy array equals the
-    list or tuple of its items, and a Fraction or Decimal equals its number.
+    The value of the call is JSON that the process of the program wrote.
+
+    Types must be equal too, as in Python: a list does not equal a tuple. A number equals an
+    expected float if the relative difference is at most 1e-6. For an expected 0.0, the absolute
+    difference must be at most 1e-12. A numpy array equals the list or tuple of its items, and a
+    Fraction or Decimal equals its number.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)
@@ -90,7 +94,10 @@ def _same_dict(expected: dict[Any, Any], reply: list[Any]) -> bool:
 
 
 def _key(reply: Any) -> Any:
-    """Return a hashable value. Raises ValueError for a value that cannot be hashed."""
+    """Return the hashable Python value that a part of the JSON describes.
+
+    Raises ValueError for a value that cannot be hashed.
+    """
     if isinstance(reply, list) and reply[:1] == ["tuple"]:
         return tuple(map(_key, reply[1:]))
     if isinstance(reply, list) and reply[:1] == ["set"]:

@@ -22,9 +22,10 @@ from covey.types import Prompt
 FLAGGED = 0.2
 """Success rate above which a baseline is flagged as a shortcut that a policy will find."""
 FEWEST = 16
-"""Minimum number of prompts for a flag; with fewer prompts, successes may be chance."""
+"""A baseline is flagged only if it was scored on at least this many prompts. With fewer prompts,
+successes may be chance."""
 LONGEST_TARGET = 64
-"""Maximum length of a target that counts as a final answer, in characters."""
+"""Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
 """Number of most frequent targets that are scored as constant answers."""
 FORMAT_PROMPTS = 4
@@ -41,7 +42,8 @@ class Baseline:
 
     success: float
     reward: float | None = None
-    """Mean reward. The mean reward is None if targets were only counted and not scored."""
+    """Mean reward. The mean reward is None if the success rate was computed from the targets,
+    without scoring."""
     answer: str = ""
     """The constant answer, if the baseline is a constant answer."""
     prompts: int
@@ -55,7 +57,10 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """Scores that a policy reaches without skill. A baseline is None if it could not be scored."""
+    """The scores of simple baselines, which a policy can reach without learning the task.
+
+    A baseline is None if it could not be scored.
+    """
 
     constant: Baseline | None = None
     """The baseline of the best constant answer among the most frequent targets."""
@@ -72,7 +77,7 @@ class Baselines:
         }
 
     def named(self) -> dict[str, Baseline]:
-        """Return the known baselines, by names that fit into a sentence."""
+        """Return the known baselines, each under a phrase such as `an empty completion`."""
         answer = self.constant.answer if self.constant else ""
         named = {
             f"always answering {answer!r}": self.constant,
@@ -127,7 +132,11 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 
 
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
-    """Return the most frequent target without scoring it; None if targets are not short answers."""
+    """Return the baseline that always answers with the most frequent target, without scoring it.
+
+    The success rate of this baseline is the frequency of the target. Return None if the targets are
+    not short answers.
+    """
     frequent = _frequent(prompts)
     if not frequent:
         return None
@@ -168,7 +177,10 @@ def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
 def _scored(
     scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str], answer: str = ""
 ) -> Baseline | None:
-    """Return the mean score of one text per prompt; None if no prompt could be scored."""
+    """Score one text for each prompt, and return the mean of the scores.
+
+    Return None if no text could be scored.
+    """
     pending = [
         scorer.submit(Job(prompt=prompt, texts=(text,), progress=1.0))
         for prompt, text in zip(prompts, texts, strict=True)

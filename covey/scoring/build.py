@@ -17,7 +17,7 @@ from covey.scoring.pool import Pool
 class _Done:
     """Finished results.
 
-    The class replaces a Future, whose locks would cost as much time as a quick reward.
+    A Future is not used, because its locks would take as much time as a quick reward.
     """
 
     results: list[ScoreResult]
@@ -28,7 +28,7 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class InlineScorer:
-    """Scores in this process while the caller waits, without a time limit."""
+    """A scorer that runs the reward in this process, without a time limit. The caller waits."""
 
     reward: Reward
     identity: str = ""

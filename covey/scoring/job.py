@@ -13,12 +13,12 @@ from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
 from covey.types import Prompt
 
 READY = "ready"
-"""The message of a worker process that has loaded the reward."""
+"""The message that a worker process sends when it has loaded the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One completion of a prompt, or a whole group for a reward that scores groups."""
+    """A scoring job: one completion, or a whole group if the reward scores whole groups."""
 
     prompt: Prompt
     texts: tuple[str, ...]
@@ -71,7 +71,10 @@ class Scorer(Protocol):
 
 
 def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
-    """Score every completion of a job. An exception in the reward becomes a result."""
+    """Score every completion of a job.
+
+    If the reward raises an exception, the result of the completion contains the error.
+    """
     reward = at_progress(reward, job.progress)
     if _takes_groups(reward):
         groups: Any = reward
@@ -93,7 +96,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 def _takes_groups(reward: Any) -> bool:
     """Whether a reward scores a list of completions in one call.
 
-    For a reward class, the attribute `whole_groups` gives the result.
+    A reward class declares with the attribute `whole_groups` that it scores whole groups.
     """
     return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 
@@ -150,12 +153,12 @@ def checked(score: Score | None) -> ScoreResult:
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return a result with the error and its line of code for each completion."""
+    """Return a result for each completion, with the error and the line of code that raised it."""
     trace = "".join(traceback.format_exception(error))
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward, with the values that scheduled weights have at this point of the run."""
+    """Return the reward with the weights that apply after the given fraction of the run."""
     at = getattr(reward, "at", None)
     return reward if at is None else at(progress)

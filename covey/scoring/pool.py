@@ -38,7 +38,7 @@ QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
 
 class Worker:
-    """The pool's handle of a worker process."""
+    """A worker process, and the pool's connection to it."""
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs whose process was killed from outside. A killed job is scored again once."""
+        """Jobs whose process was killed from outside. A job whose process was killed from outside
+        is scored a second time."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
@@ -248,7 +249,10 @@ class Pool:
             self._end(worker)
 
     def _run(self, worker: Worker, jobs: list[QueuedJob]) -> bool:
-        """Score some jobs in a process. Return whether the process is still usable."""
+        """Send jobs to a worker process, and receive the results.
+
+        Return whether the process is still usable.
+        """
         waiting = dict(enumerate(jobs))
         too_long = f"took longer than {self._timeout:g} seconds"
         usable = True
@@ -281,7 +285,7 @@ class Pool:
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
         """Handle the jobs of a dead process.
 
-        If the process was killed from outside, each job is scored again once before it fails.
+        If the process was killed from outside, each of its jobs is scored a second time.
         """
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
@@ -292,7 +296,10 @@ class Pool:
         self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
-        """Mark the job that crashed its worker process as failed, and queue the others again."""
+        """Mark the job that hung or crashed as failed, and put the other jobs back into the queue.
+
+        If several jobs ran concurrently, all of them are queued again to run alone.
+        """
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
             self._put_back(jobs, self._suspects)

@@ -1,7 +1,7 @@
 """A worker process of a scoring pool. The command is `python -m covey.scoring.pool_worker FD`.
 
-The worker receives the reward once, and then lists of jobs. The worker sends the result of each job
-as soon as the job is done. Text that a reward prints goes to stderr.
+The worker first receives the reward, and then receives jobs in batches. The worker sends the result
+of each job as soon as the job is done. Text that a reward prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: 
 def loaded(
     connection: Connection, then: Callable[[Any], object] = lambda work: None
 ) -> tuple[Any, float]:
-    """Receive the pickled object and the time limit of this process, and set its memory limit.
+    """Receive a pickled object and a time limit, and return both.
 
-    The function `then` prepares the object. An exception in `then`, or in loading the object, is
-    reported to the pool.
+    Before the object is loaded, the memory limit of this process is set.
+
+    The function `then` is called with the object. If loading the object or calling `then` raises an
+    exception, the exception is sent to the pool.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

@@ -29,7 +29,7 @@ Smaller digits are excluded because they rarely cause a carry, which is the hard
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """One step of a problem, which has a number `left`, an operator and a number `right`."""
+    """One sum of a problem: the number `left`, an operator and the number `right`."""
 
     left: int
     operator: str
@@ -48,7 +48,10 @@ class Sum:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum is held out, which does not depend on the seed."""
+        """Whether the sum is held out.
+
+        A hash of the sum decides whether it is held out, so the seed has no effect.
+        """
         return zlib.crc32(f"{self.left}{self.operator}{self.right}".encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -76,7 +79,7 @@ def chain(random: Random, operations: int, held_out: bool) -> list[Sum]:
 
 
 def prompt_text(sums: Sequence[Sum]) -> str:
-    """Return the text of a problem in the prompt."""
+    """Return the text of the prompt that states a problem."""
     tail = "".join(f"{s.operator}{s.right}" for s in sums)
     return f"{sums[0].left:02d}{tail}?"
 

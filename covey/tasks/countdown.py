@@ -75,7 +75,7 @@ def solved(random: Random, numbers: Sequence[int]) -> Term:
 
 
 def prompt_text(numbers: Sequence[int], target: int) -> str:
-    """Return the text of a problem in the prompt."""
+    """Return the text of the prompt that states a problem."""
     listed = ", ".join(map(str, numbers[:-1]))
     return (
         f"Write an arithmetic expression whose value is {target}. Use each of the numbers "
@@ -95,7 +95,7 @@ def is_held_out(numbers: Sequence[int], target: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Countdown(GeneratedTask):
-    """Problems that ask for an expression of given numbers that equals a target.
+    """Each problem asks for an expression that uses the given numbers and equals a target.
 
     Problems with more numbers are harder. `template`, if given, is the text of the prompt, with the
     placeholders {numbers} and {target}. `system` is the system message.

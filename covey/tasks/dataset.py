@@ -1,4 +1,4 @@
-"""Tasks from data in memory, for the Python API: dicts, a `datasets.Dataset`, or a file."""
+"""Tasks from data that is passed to the Python API: dicts, a `datasets.Dataset`, or a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ NAME = "dataset"
 """The value of `task.name` in a run whose data was passed from Python."""
 HELD_OUT_SHARE = 0.1
 SHARE = "held_out_share"
-"""The option in [task] that sets another held-out share."""
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -47,8 +46,8 @@ class DatasetTask:
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """Choose held-out prompts by a hash of the row's index, independently of other rows.
 
-        Prompts with equal text are in the same split. If one split would be empty, the split of
-        each row is chosen separately.
+        Prompts with equal text are in the same split. If this rule would hold out all prompts,
+        prompts with equal text may be in different splits.
         """
         if self.evaluation is not None or not self.share:
             return self.prompts, self.evaluation or []
@@ -63,7 +62,10 @@ class DatasetTask:
         return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Return for each id whether it is held out; if no id is, the last id is held out."""
+        """Return for each id whether it is held out.
+
+        If the hashes select no id, the last id is held out.
+        """
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]
 
@@ -85,7 +87,7 @@ def dataset_task(
 
 
 def with_share(task: Any, options: Mapping[str, Any]) -> Any:
-    """Return a task passed from Python with the held-out share that [task] sets."""
+    """Return a task passed from Python, with the held-out share that the section [task] sets."""
     if not isinstance(task, DatasetTask) or SHARE not in options:
         return task
     share = options[SHARE]
@@ -111,7 +113,7 @@ def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
 
 
 def _with_target(numbered: NumberedRow | tuple[int, str, Mapping[str, Any]]) -> NumberedRow:
-    """Add an empty target to a row without a target, because a reward may not need targets."""
+    """Add an empty target to a row that has no target, because some rewards need no target."""
     number, where, row = numbered
     if not isinstance(row, Mapping):
         what = row if isinstance(row, str) else f"is not a dict but {type(row).__name__}"

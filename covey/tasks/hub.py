@@ -15,8 +15,8 @@ from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""Options of `load_dataset` by format. In CSV, only an empty cell is a missing value; NA and None
-are text."""
+"""Options of `load_dataset` for each file format. In CSV, only an empty cell is a missing value; NA
+and None are text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ _TRADES = ("architect", "engineer", "carpenter", "mason", "painter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
-    """A person who built buildings, with the town of birth."""
+    """A person of the invented country, who built some of its buildings."""
 
     name: str
     trade: str

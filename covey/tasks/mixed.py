@@ -19,9 +19,9 @@ LONGEST_BLOCK = 1000
 def quotas(weights: Sequence[float]) -> list[int]:
     """Return the number of prompts of each task part in a block.
 
-    The block is the shortest block in which prompt counts are exactly proportional to the weights.
-    If the shortest block would exceed 1000 prompts, the block has about 1000 prompts. In a block of
-    about 1000 prompts, each count is rounded, and is at least 1.
+    The block is the shortest block in which the numbers of prompts are exactly proportional to the
+    weights. If the shortest block would exceed 1000 prompts, the block has about 1000 prompts. In a
+    block of about 1000 prompts, the number of prompts of each part is rounded, and is at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -35,7 +35,9 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a block as a list of (part, rank); the rank counts a part's prompts within the block.
+    """Return the order of the prompts in a block, as a list of (part, rank).
+
+    The rank of a prompt is its number among the prompts of the same part in the block, from 0.
 
     The prompts of each part are spread evenly: prompt r of n has the relative position (r + 1/2) /
     n.
@@ -55,11 +57,12 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 class Mixed:
     """Several tasks, mixed by weight; `parts` is {KEY: {name, weight, options of that task}}.
 
-    `name` defaults to the key, and `weight` to 1. Training prompts come in blocks that contain the
-    task parts in proportion to their weights. The number of blocks is large enough to use every
-    prompt of every part. A task part that runs out of prompts repeats its prompts. The ids of
-    repeated prompts end in `~1`, `~2` and so on. The held-out prompts are the held-out prompts of
-    all task parts, one part after the other.
+    `name` defaults to the key, and `weight` to 1. The training prompts are divided into blocks. In
+    each block, the number of prompts of each part is proportional to the part's weight. The number
+    of blocks is large enough to use every prompt of every part. If all prompts of a part have been
+    used, the prompts of this part are repeated. The ids of repeated prompts end in `~1`, `~2` and
+    so on. The held-out prompts of the mixture are the held-out prompts of its parts, one part after
+    the other.
 
     Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt gets
     the part's key as a prefix, unless the id already has this prefix.

@@ -39,9 +39,10 @@ HELD_OUT_SHARE = 0.25
 MAX_SIZE = 10_000_000
 FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
-"""Number of seeds to try.
+"""Maximum number of seeds that are tried until a problem belongs to the requested split.
 
-Two seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are below 2**32.
+Consecutive seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are
+below 2**32.
 """
 
 EXAMPLES = {
@@ -94,7 +95,10 @@ def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> An
 
 
 def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the dataset and the entry of a prompt, in any process."""
+    """Return the dataset and the entry from which a prompt was made.
+
+    The function works in every process, because the dataset is created again if needed.
+    """
     origin = info.get("reasoning_gym")
     if origin is None:
         raise ValueError("the prompt has no info['reasoning_gym']: it comes from another task")
@@ -103,7 +107,7 @@ def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
-    """Generate an entry of a dataset, which is the same on every call."""
+    """Generate an entry of a dataset. Every call with the same arguments gives the same entry."""
     state = random.getstate()
     random.seed(f"{seed}/{index}")  # list_functions draws from the global generator
     try:
@@ -118,7 +122,7 @@ def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
 def plain(value: Any) -> Any:
     """Copy plain Python data; convert numpy's numbers and strings to Python types.
 
-    Raises TypeError for data of any other type.
+    Raises TypeError for data that is not plain.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -1,4 +1,4 @@
-"""Turns rows of data into prompts: options for the meaning of columns, and reports of bad rows."""
+"""Turns rows of data into prompts. Options define the meaning of the columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.types import Message, Prompt
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
-"""Default columns of the target; the first column that a row has is used."""
+"""Default names of the target column. The first of these columns that a row has is used."""
 EXACT_FLOAT = 2**53
 """Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
@@ -23,7 +23,8 @@ _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
-"""The index of a row, its location for error messages, and the row itself or an error text."""
+"""The index of a row, its location for error messages, and the row. If the row cannot be read, an
+error text takes the place of the row."""
 
 
 class BadRow(Exception):
@@ -42,11 +43,11 @@ class RowReader:
     a row has. `template`, if given, replaces the prompt column. The template is the text of the
     prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
     `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
-    answer; the default is `target` or `answer`. Columns without another meaning are kept in `info`.
-    `columns` maps columns to other names in `info`, and every column in this mapping is kept.
-    `system`, if given, is the system message, unless the row's messages have one. The text
-    `instruction` is appended to each prompt. `only` maps a column to the values that its rows may
-    have. Rows with another value in a column of `only` are left out, and do not count as bad rows.
+    answer; the default is `target` or `answer`. All columns that no option uses are kept in `info`.
+    `columns` maps a column to the name that it gets in `info`. `system`, if given, is the system
+    message, unless the row's messages have one. The text `instruction` is appended to each prompt.
+    `only` maps the name of a column to the allowed values of this column. Rows that do not have one
+    of the values in `only` are left out, and do not count as bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out and listed in
     `bad_rows` by split.
@@ -101,7 +102,7 @@ class RowReader:
         return prompts
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
-        """Split the rows of a single source, and return its training or its held-out prompts."""
+        """Return the training or the held-out prompts of data that has only one split."""
         held_out = split == "held_out"
         chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
         if not chosen:

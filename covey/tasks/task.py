@@ -23,7 +23,7 @@ MOST_PROMPTS = 10**9
 
 
 class Task(Protocol):
-    """A task: two disjoint sequences of prompts, for training and held out for evaluation.
+    """A task: prompts for training, and other prompts that are held out for evaluation.
 
     Each prompt depends only on its index in the sequence. `info["solution"]`, which only some tasks
     have, is a correct answer: the text between the answer tags, the code or the tool call itself.
@@ -71,8 +71,9 @@ class Generated(Sequence[Prompt]):
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
     """Return the number of prompts and their ids; for generated prompts, at most `most` ids.
 
-    The settings of a task determine its generated prompts. If the data of a mixed task change, the
-    ids of all later prompts change, so a sample of ids is enough to notice.
+    The settings of a task determine its generated prompts. If the data of a mixed task changes, the
+    ids of all later prompts change. A sample of the ids is therefore enough to detect a change of
+    the data.
     """
     step = len(prompts) // most + 1 if isinstance(prompts, Generated) else 1
     return [len(prompts), *(prompt.id for prompt in prompts[::step])]
@@ -115,9 +116,10 @@ def hash_fraction(text: str) -> float:
 
 
 def bad_rows_of(task: Task) -> list[str]:
-    """Return one line for each row that a task skipped when it was read.
+    """Return one line of text for each bad row that a task skipped.
 
-    Both splits may come from the same rows, so a line that occurs in both splits is returned once.
+    Both splits may be read from the same rows. A line that is in the lists of both splits is
+    returned once.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
     return list(dict.fromkeys(line for lines in by_split.values() for line in lines))

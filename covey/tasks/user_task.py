@@ -11,8 +11,8 @@ from covey.tasks.task import Task
 from covey.types import Prompt
 
 FIRST = 8
-"""Number of prompts that are checked if prompts are generated on access. If the prompts are a list,
-all of them are checked."""
+"""If prompts are generated on access, only this many prompts are checked. If the prompts are a
+list, all of them are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,6 @@ class UserTask:
 
     task: Task
     path: str
-    """The import path of the task."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""The `verifiers` task: the dataset of an environment package in the style of verifiers."""
+"""The `verifiers` task: the dataset of an environment package of the `verifiers` library."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from covey.types import Message, Prompt
 class Verifiers:
     """The rows of a package's `load_environment()`; the package's evaluation rows are held out.
 
-    Use this task with the environment `verifiers` of the same package and with the reward
-    `environment`.
+    Use this task with the reward `environment` and the environment `verifiers`, which must name the
+    same package.
     """
 
     package: str

@@ -3,8 +3,8 @@
 The cost of a training step differs between algorithms. For example, dynamic sampling may sample
 several times per step, and longer completions cost more. To compare algorithms fairly, a run may
 end after a given number of sampled tokens or optimizer steps. Learning rate, evaluations and reward
-weights follow the used fraction of the budget. For example, half of a token budget counts as half
-of `train.steps`.
+weights depend on the used fraction of the budget. For example, half of a token budget counts as
+half of `train.steps`.
 """
 
 from __future__ import annotations

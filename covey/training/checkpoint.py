@@ -5,10 +5,10 @@
     covey.json                                     the state of the run and the policy version
 
 With an adapter, the folder contains adapter_config.json and adapter_model.safetensors (peft's
-format) instead of the model's weights. A reference that follows the policy adds its own weights.
-Rollouts that were generated ahead of training are saved in in_flight.jsonl. With sharded
-parameters, the folder `state` replaces optimizer.safetensors (sharded_state.py). Any number of
-ranks can load a checkpoint, sharded or not.
+format) instead of the model's weights. If the weights of the reference follow the policy, the
+checkpoint also contains these weights. Rollouts that were generated ahead of training are saved in
+in_flight.jsonl. With sharded parameters, the folder `state` replaces optimizer.safetensors
+(sharded_state.py). Any number of ranks can load a checkpoint, sharded or not.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def save_policy(
 ) -> None:
     """Write policy, optimizer and `state` into an existing folder.
 
-    If the policy is sharded, all ranks must call this function, but only the rank with `writes`
-    writes files. The state of a sharded optimizer must already be in the folder.
+    If the policy is sharded, all ranks must call this function, but only a rank whose `writes` is
+    true creates files. The state of a sharded optimizer must already be in the folder.
     """
     try:
         if policy.model.adapter is None:
@@ -180,7 +180,10 @@ def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 
 
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the model's weights in the optimizer's precision; without `keep`, return {}."""
+    """Return the model's weights in the optimizer's precision.
+
+    A rank whose `keep` is false takes part in gathering sharded weights, but returns {}.
+    """
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
     # A tied weight has two names, but only one master copy.
     names = {id(p): n for n, p in policy.optimizer.parameters.items()}

@@ -130,8 +130,8 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     """Return the set of tokens that each token was sampled from (its kept set).
 
-    Return None if no rollout has recorded sets. Raise ModelError if a sampled token is not in its
-    set.
+    Return None if the rollouts do not contain kept sets. Raise ModelError if a sampled token is not
+    in its set.
     """
     if not any(row.segment.kept for row in rows):
         return None

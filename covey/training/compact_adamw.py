@@ -207,7 +207,7 @@ def _check(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
-    """Group parameters that share a storage; number the groups in the order of the parameters."""
+    """Put parameters that share a storage into one group; number the groups in parameter order."""
     runs: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         sink: GradSink | None = getattr(parameter, "grad_sink", None)

@@ -1,11 +1,12 @@
-"""AdamW step on a compact state, in torch operations. The Triton kernel gives the same results.
+"""AdamW step on a compact state, in torch operations.
 
 A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16 number,
 with which the model computes. The lower half is the difference between the weight's bits and the
 upper half, so the two halves together are exact. Moments are stored in bfloat16 with stochastic
 rounding, which is correct on average. Rounding to nearest would freeze the second moment. With
-beta2 = 0.999 a step reduces the moment by at most a thousandth, while neighbouring bfloat16 numbers
-differ by 1/256 to 1/128. The Triton kernel is in covey/accel/kernels/adamw.py.
+beta2 = 0.999, a step reduces the moment by at most a thousandth of its value, while neighbouring
+bfloat16 numbers differ by 1/256 to 1/128 of their value. The Triton kernel in
+covey/accel/kernels/adamw.py gives the same results as this module.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CHUNK = 1 << 17
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step that are the same for all elements, in the order of kernel arguments."""
+    """Scalars of an optimizer step, equal for all elements, in the order of kernel arguments."""
 
     clip: float
     """Factor by which the step multiplies gradients, so that clipping needs no separate pass."""
@@ -76,7 +77,10 @@ def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seed: int, number: int, step: int) -> tuple[int, int]:
-    """Return the two 31-bit keys that seed the random bits of a step over one storage."""
+    """Return two 31-bit keys, from which the random bits of an optimizer step are computed.
+
+    `number` is the index of the storage whose parameters are updated.
+    """
     digest = hashlib.blake2b(f"{seed}/{number}/{step}".encode(), digest_size=8).digest()
     first, second = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     return first >> 1, second >> 1
@@ -106,8 +110,8 @@ def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
     `random` has a number from 0 to 2 ** 16 - 1 for each value. Each number is added to the lower 16
-    bits of its value, and then the lower bits are dropped. Larger lower bits carry more often, so
-    values are rounded up with the right probability.
+    bits of its value, and then the lower bits are dropped. The sum carries into the upper bits with
+    a probability proportional to the lower bits, which is the right probability of rounding up.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -125,9 +129,9 @@ def adamw(
 ) -> None:
     """Take an AdamW step in place on flat tensors.
 
-    Moments are bfloat16 numbers, stored as int16 bits. With `low`, weights are two int16 halves;
-    without `low`, weights are float32. The step uses the moments before rounding. Element i uses
-    the random bits of number `first_index` + i.
+    Moments are bfloat16 numbers, stored as int16 bits. If `low` is given, `weight` and `low` are
+    the two int16 halves of the weights. If `low` is None, `weight` is float32. The step uses the
+    moments before rounding. The random bits of element i are those with index `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

@@ -3,7 +3,7 @@
 The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
 mix the gradients of policy and critic, whose scales are unrelated. A head on detached hidden states
 could only use information that the policy already represents. A separate critic costs the memory
-and time of a second trained model, which `covey plan` includes.
+and time of a second trained model. `covey plan` includes these costs.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ CAUSES = {
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
-"""The origin of each batch field, and advice to the user if its values are not finite."""
+"""For each field of a batch: which component computes it, and advice to the user if a value is not
+finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:

@@ -2,7 +2,7 @@
 
 Torch, transformers and Triton create about four hundred thousand objects when they are imported. A
 full garbage collection visits all objects, which takes a fifth of a second. The thousands of
-rollouts in a step trigger many full collections while the GPU waits.
+rollouts in a step trigger many full garbage collections, and the GPU waits for them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ wait a tenth of a second for `gc.get_freeze_count()`."""
 def freeze_garbage_collector() -> Iterator[None]:
     """Exclude all existing objects from garbage collection; later objects are collected as usual.
 
-    A full collection runs first, because garbage such as an old model would otherwise stay in
-    memory. If the caller has already frozen objects, this function does nothing.
+    A full garbage collection runs first, because garbage such as an old model would otherwise stay
+    in memory. If objects are already excluded (`gc.freeze`), this function does nothing.
     """
     global _frozen
     if _frozen or gc.get_freeze_count():

@@ -99,7 +99,7 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return the trackers of a run: its JSONL files, the caller's and the configured trackers."""
+    """Return the trackers of a run: JSONL files, `trackers`, and the configured trackers."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
@@ -144,7 +144,7 @@ class _Loop:
             self.watch.report(self.log, stop)
 
     def _trained(self, before: Used) -> bool:
-        """Mark the current step as trained; return whether it is the last step of the run."""
+        """Mark the current step as complete; return whether it is the last step of the run."""
         budget, every = self.trainer.budget, self.trainer.evaluate_every
         now = self.state.used(self.trainer.parts.policy)
         last = budget.over(now)

@@ -1,4 +1,4 @@
-"""Evaluate the model of a configuration without a run."""
+"""Evaluate the model that a configuration names, without a training run."""
 
 from __future__ import annotations
 

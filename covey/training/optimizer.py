@@ -96,18 +96,27 @@ class MasterAdamW:
     def step(self, rate: float) -> Stepped:
         """Clip the gradients, take an optimizer step, and clear the gradients."""
         total = total_norm([m.grad for m in self._masters.values() if m.grad is not None])
+        if total.is_cuda:
+            # The device skips the step itself if the gradient is not finite, so that it need not
+            # wait until the host has read the norm.
+            self.adamw.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
+            self._update(rate, total)
         norm = float(total)
         finite = math.isfinite(norm)
-        if finite:
-            self._share_rows()
-            rows = self._rows.values()
-            torch.nn.utils.clip_grads_with_norm_(rows, self.max_grad_norm, total)
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            self.adamw.step()
-            self._round_to_parameters()
+        if finite and not total.is_cuda:
+            self._update(rate, total)
         self.zero_grad()
         return Stepped(grad_norm=norm, skipped=not finite)
+
+    def _update(self, rate: float, norm: torch.Tensor) -> None:
+        """Clip the gradients, whose norm is given, and take an optimizer step."""
+        self._share_rows()
+        rows = self._rows.values()
+        torch.nn.utils.clip_grads_with_norm_(rows, self.max_grad_norm, norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        self._round_to_parameters()
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
@@ -149,7 +158,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _share_rows(self) -> None:
-        """Let this rank's rows refer to the weights and gradients of the sharded masters."""
+        """Let each tensor in `_rows` be a view of this rank's rows of its sharded master."""
         for name, rows in self._rows.items():
             master = self._masters[name]
             if rows is not master:

@@ -20,13 +20,13 @@ from covey.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """A model with its optimizer, which computes log-probabilities."""
+    """A model that computes log-probabilities, together with its optimizer."""
 
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature. Training uses the same temperature, so sampling and training have
-    the same distribution."""
+    """The sampling temperature. Training also uses this temperature, so that the policy has the
+    same distribution in sampling and in training."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""
@@ -37,7 +37,8 @@ class Policy:
     whole: LanguageModel | None = None
     """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None
-    """The object that sums gradients over ranks. The value is None if gradients need no sum."""
+    """The object that sums gradients over ranks. The value is None if no gradients need to be
+    summed."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trained weights by name, to update an engine's copy of the model.

@@ -44,9 +44,10 @@ recomputed."""
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
     """Fill in the default options of the task, reward, length penalty and objective.
 
-    All names are checked first, before anything imports torch. Without `imports`, no user code is
-    loaded, and the options of user code stay as given. `passed` names the sections (task, reward)
-    whose objects come from Python, so that these names are not looked up.
+    All names are checked first, before anything imports torch. If `imports` is false, no user code
+    is loaded, and the options of user code stay as given. `passed` lists the sections (task,
+    reward) whose objects were passed from Python, so that the names in these sections are not
+    looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -365,7 +366,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def held_out_of(config: Config, task: Task, *, needed: bool = True) -> Sequence[Prompt]:
-    """Return the held-out prompts; raise DataError if `needed` and there are none."""
+    """Return the held-out prompts; if `needed` is true and there are none, raise DataError."""
     prompts = task.held_out()
     prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
     if needed and not prompts:

@@ -36,7 +36,7 @@ from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Batch, Group
 
 EARLY = 3
-"""Up to this step of a run, an empty replay buffer is normal."""
+"""An empty replay buffer is normal up to this step of a run."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Reinforcement:
     replay: ReplayBuffer = field(init=False)
     seconds: float | None = None
     """Total seconds of all steps so far, read from the records of the run. Checkpoints contain no
-    times, so that equal runs have equal checkpoints."""
+    times, so that two runs with the same settings have identical checkpoints."""
 
     @property
     def budget(self) -> Budget:

@@ -20,8 +20,8 @@ class RowFacts:
     """Values [B] about the rows of a batch, on the CPU.
 
     Reading a value from a GPU waits for all work that is queued on the GPU. So the tensors of this
-    class are copied to the CPU once, before the first optimizer step. With these copies, the CPU
-    chooses the rows of each optimizer step.
+    class are copied to the CPU once, before the first optimizer step. The CPU uses these copies to
+    choose the rows of each optimizer step.
     """
 
     group: torch.Tensor
@@ -29,14 +29,14 @@ class RowFacts:
     tokens: torch.Tensor
     """Number of trained tokens in the row."""
     useful: torch.Tensor
-    """Whether forward passes compute the row. Without the row filter, forward passes compute all
-    rows. With the row filter, forward passes compute the rows of a rollout if any of its trained
-    tokens has a nonzero advantage."""
+    """Whether the row goes through the forward pass. Without the row filter, the value is true for
+    all rows. With the row filter, it is true for a rollout's rows if any trained token of the
+    rollout has a nonzero advantage."""
     one_row_each: bool
     """Whether every rollout is one row."""
     whole_groups: bool = False
-    """Whether an optimizer step must contain all rollouts of a group, because pairs are
-    compared."""
+    """Whether an optimizer step must contain all rollouts of a group, because the loss compares
+    pairs of rollouts."""
 
     @staticmethod
     def of(batch: Batch, *, skip: bool, whole_groups: bool = False) -> RowFacts:
@@ -71,7 +71,7 @@ class RowFacts:
         return {"pairs/count": paired, "pairs/ties": groups - paired}
 
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
-        """Return which elements of `index` are rows that go through a forward pass.
+        """Return the positions in `index` of all rows that the row filter keeps.
 
         The row filter does not change the gradient, because token weights are computed before rows
         are left out. At least one row remains, so that a gradient exists, even if it is zero.

@@ -6,7 +6,8 @@ The learning rate of optimizer step v is given by the following formulas:
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
 A run with a budget of tokens does not know its number of optimizer steps in advance. With a token
-budget, v = (used fraction of the tokens) * (nominal number of optimizer steps).
+budget, v is the used fraction of the tokens times the number of optimizer steps in `train.steps`
+training steps.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class Schedule:
 
 
 def total_updates(train: Train) -> int:
-    """Return the number of optimizer steps of a run; with a token budget, the nominal number."""
+    """Return the number of optimizer steps of a run.
+
+    With a token budget, return the number of optimizer steps in `train.steps` training steps.
+    """
     return train.total_updates
 
 

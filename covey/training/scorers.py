@@ -19,8 +19,8 @@ from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
-"""Maximum number of held-out prompts for scoring baselines: with quick rewards, with slow
-rewards."""
+"""Maximum number of held-out prompts on which baselines are scored: the first number if the reward
+is quick, the second if it is slow."""
 
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
@@ -49,10 +49,10 @@ def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
 def baselines_of(
     config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
 ) -> Baselines:
-    """Return the baselines of the held-out prompts.
+    """Return the scores of simple baselines on the held-out prompts.
 
-    If scoring would call an LLM or a user's code, nothing is scored: the only baseline is the most
-    frequent target.
+    If scoring would call an LLM or a user's code, no baseline is scored. Then the only baseline is
+    to answer every prompt with the most frequent target.
 
     `scorer` is the scorer of evaluations. `passed` is the reward object that was passed from
     Python, if any.

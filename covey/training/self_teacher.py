@@ -20,7 +20,7 @@ from covey.types import Batch
 def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
     """Fill in teacher_logp.
 
-    Rows without a teacher prompt get old_logp, so that the teacher has no effect on them.
+    In rows without a teacher prompt, teacher_logp is old_logp, so the teacher has no effect there.
     """
     assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
     teacher = batch.old_logp.float().clone()
@@ -33,12 +33,12 @@ def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
 
 
 def only_taught(objective: Objective, batch: Batch) -> Batch:
-    """Mask the rows without a teacher prompt if the objective learns only from the teacher."""
+    """Mask rows that have no teacher prompt, if the objective learns only from the teacher."""
     if "privileged" not in objective.needs or "groups" in objective.needs:
         return batch
     return replace(batch, mask=batch.mask & taught_rows(batch).to(batch.mask.device)[:, None])
 
 
 def taught_share(batch: Batch) -> float:
-    """Return the share of rows with a teacher prompt."""
+    """Return the fraction of rows that have a teacher prompt."""
     return float(taught_rows(batch).double().mean())

@@ -280,7 +280,7 @@ def learn(
     micro_batch_tokens: int,
     world: World = World(),  # noqa: B008 - without state
 ) -> SftLearned:
-    """Take one optimizer step on a batch; each rank computes some of the rows."""
+    """Take one optimizer step on a batch; each rank processes some of the rows."""
     policy.model.model.train()
     batch = with_token_mean(batch)
     passes = rank_passes(batch, micro_batch_tokens, world)

@@ -14,7 +14,8 @@ from covey.types import Group
 PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
     {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 )
-"""Dense bfloat16 FLOP/s from data sheets. The keys are substrings of GPU names."""
+"""Dense bfloat16 FLOP/s from data sheets. The keys of this dictionary are substrings of GPU names.
+"""
 
 
 def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:

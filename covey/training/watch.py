@@ -69,7 +69,8 @@ class Watch(Tracker):
     def _counts(self, step: int) -> bool:
         """Return whether a step may be the best.
 
-        If `save.best` is a metric of steps, only steps with a checkpoint may be the best.
+        If `save.best` is a metric of training steps, the best step must be a step that has a
+        checkpoint.
         """
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)

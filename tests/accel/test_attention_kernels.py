@@ -15,7 +15,16 @@ from covey.accel import attention_choice, attention_kernels
 from covey.accel import fused_forward as fused
 from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.attention_choice import FLASH3, ShapeClass, has_long_rows
-from covey.accel.attention_kernels import CUDNN, FLASH, KERNELS, Inputs, Kept, Kernel, attend
+from covey.accel.attention_kernels import (
+    CUDNN,
+    FLASH,
+    KERNELS,
+    TRITON,
+    Inputs,
+    Kept,
+    Kernel,
+    attend,
+)
 from covey.accel.packing import pack
 from covey.accel.varlen_attention import VarlenRows
 from covey.types import HostRows
@@ -172,11 +181,11 @@ def test_rows_are_long_on_average() -> None:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Measure on the CPU, with exact kernels and these times."""
-    found = {FLASH: 3.0, CUDNN: 1.0}
+    found = {FLASH: 3.0, CUDNN: 1.0, TRITON: 2.0}
     kernel = reference([])
-    slow = kernel._replace(captured=False)
-    monkeypatch.setattr(attention_choice, "KERNELS", {FLASH: kernel, CUDNN: slow})
-    monkeypatch.setattr(attention_choice, "TOKENS", 64)
+    kernels = {FLASH: kernel, CUDNN: kernel._replace(captured=False), TRITON: kernel}
+    monkeypatch.setattr(attention_choice, "KERNELS", kernels)
+    monkeypatch.setattr(attention_choice, "NUMBERS", 64 * 4 * 8)
 
     def seconds(call: Any) -> float:
         call()
@@ -189,9 +198,14 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 def test_the_fastest_kernel_is_chosen(times: dict[str, float]) -> None:
     choice = attention_choice.measured(SHAPE)
-    assert choice == (CUDNN, {FLASH: 3.0, CUDNN: 1.0})
-    times[CUDNN] = 4.0
+    assert choice == (CUDNN, times)
+    times[CUDNN] = times[TRITON] = 4.0
     assert attention_choice.measured(SHAPE).name == FLASH
+
+
+def test_rows_of_a_cuda_graph_use_kernels_that_it_can_contain(times: dict[str, float]) -> None:
+    choice = attention_choice.measured(SHAPE._replace(captured=True))
+    assert choice == (TRITON, {FLASH: 3.0, TRITON: 2.0})
 
 
 @pytest.mark.parametrize("wrong", ["result", "gradient", "error"])
@@ -265,6 +279,9 @@ def test_a_class_is_measured_once_and_never_with_deterministic_algorithms(
     shape = (device, torch.bfloat16, 12, 2, 128)
     assert [attention_choice.chosen(*shape, n) for n in (4097, 8192, 8193)] == [CUDNN] * 3
     assert [s.length for s in measurements] == [8192, 16384]
+    # A CUDA graph pads a row of 3 tokens to 128, so both are one class.
+    assert {attention_choice.chosen(*shape, n, True) for n in (3, 128)} == {CUDNN}
+    assert measurements[2:] == [ShapeClass(*shape, 128, captured=True)]
     torch.use_deterministic_algorithms(True)
     try:
         assert attention_choice.chosen(*shape, 8192) == FLASH
@@ -279,8 +296,11 @@ class Config:
 def test_a_run_says_which_kernels_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ShapeClass(torch.device("cuda", 0), torch.bfloat16, 12, 2, 128, 8192)
     choice = attention_choice.Choice(CUDNN, {FLASH: 0.003, CUDNN: 0.001})
-    monkeypatch.setattr(attention_choice, "CHOICES", {shape: choice})
+    graph = attention_choice.Choice(TRITON, {FLASH: 0.003, TRITON: 0.002})
+    choices = {shape: choice, shape._replace(length=512, captured=True): graph}
+    monkeypatch.setattr(attention_choice, "CHOICES", choices)
     found = attention_choice.description(Config(), shape.device, shape.dtype, 6000)
     assert found == "cuDNN for long rows (measured: flash attention 3.0 ms, cuDNN 1.0 ms)"
-    assert attention_choice.description(Config(), shape.device, shape.dtype, 500) == FLASH
+    found = attention_choice.description(Config(), shape.device, shape.dtype, 500)
+    assert found == "Triton for short rows (measured: flash attention 3.0 ms, Triton 2.0 ms)"
     assert attention_choice.description(Config(), CPU, torch.float32, 6000).startswith(FLASH)

@@ -238,7 +238,7 @@ def test_collected_keys_and_values_equal_the_models_cache() -> None:
         monkey = pytest.MonkeyPatch()
         monkey.setattr(fused, "flash_attention", per_row)
         hidden = fused_backbone(
-            model.backbone, packed.input_ids, packed.position_ids, packed.packing, collected
+            model.backbone, packed.input_ids, packed.position_ids, packed.packing, collected.append
         )
         monkey.undo()
         start = 0
@@ -268,7 +268,7 @@ def test_shared_prompts_are_collected_once() -> None:
     collected: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         fused_backbone(
-            model.backbone, packed.input_ids, packed.position_ids, packed.packing, collected
+            model.backbone, packed.input_ids, packed.position_ids, packed.packing, collected.append
         )
         first = model.backbone.layers[0]
         normed = first.input_layernorm(model.backbone.embed_tokens(packed.input_ids))

@@ -281,6 +281,26 @@ def test_an_update_learns_and_measures() -> None:
     assert metrics["optim/skipped"] == 0
 
 
+def test_a_gradient_that_is_not_finite_skips_the_step_on_the_device() -> None:
+    optimizers, weights = [], []
+    for broken in (False, True):
+        weight = nn.Parameter(torch.linspace(-1, 1, 64, device="cuda").bfloat16())
+        optimizer = MasterAdamW([("w", weight)], **SETTINGS)
+        for step in range(3):
+            if broken and step == 1:
+                (weight.float() * torch.inf).sum().backward()
+                before = weight.detach().clone()
+                assert optimizer.step(0.1).skipped
+                assert torch.equal(weight, before)
+            (weight.float() ** 2).sum().backward()
+            assert not optimizer.step(0.1).skipped
+        optimizers.append(optimizer)
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+    states = [optimizer.state() for optimizer in optimizers]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
 def policy_of(model: LanguageModel, *, graphs: bool) -> Policy:
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
     return Policy(

@@ -38,6 +38,9 @@ SETTINGS = [
 ]  # fmt: skip
 SAMPLING = Sampling(group_size=4, max_tokens=16, max_concurrent=6, seed=3)
 
+FORKED = pytest.mark.usefixtures("_forked_workers")
+"""For all but the first tests, whose process is started as a run starts it."""
+
 
 @pytest.fixture(scope="module")
 def parts() -> Iterator[Parts]:
@@ -86,6 +89,7 @@ def test_an_error_in_the_process_is_the_trainers(parts: Parts) -> None:
     assert parts.engine.events() == []
 
 
+@FORKED
 def test_requests_of_a_process_that_is_killed_are_generated_again(parts: Parts) -> None:
     model, engine = parts.policy.model, parts.engine
     assert isinstance(engine, ProcessEngine)
@@ -124,6 +128,7 @@ def _ends_with_the_trainer(engine: ProcessEngine) -> None:
     engine.close()
 
 
+@FORKED
 @pytest.mark.slow
 def test_a_run_goes_on_when_its_engine_is_killed(parts: Parts, tmp_path: Path) -> None:
     class Killer(Tracker):
@@ -154,6 +159,7 @@ def test_a_run_goes_on_when_its_engine_is_killed(parts: Parts, tmp_path: Path) -
     assert groups == [3] * 6 == [row["rollout/trained_groups"] for row in quiet]
 
 
+@FORKED
 @pytest.mark.slow
 def test_weights_may_change_while_completions_are_generated(parts: Parts, tmp_path: Path) -> None:
     overlap = parts.config.overlap.model_copy(update={"in_flight": True, "staleness": 2})
@@ -169,6 +175,7 @@ def test_weights_may_change_while_completions_are_generated(parts: Parts, tmp_pa
         assert newest - 2 <= row["overlap/version_min"] <= row["overlap/version_max"] <= newest
 
 
+@FORKED
 def test_weights_in_shared_memory() -> None:
     weights = {
         "a": torch.arange(7, dtype=torch.float32), "b": torch.ones(2, 3, dtype=torch.bfloat16),
@@ -184,6 +191,7 @@ def test_weights_in_shared_memory() -> None:
     assert there["a"].sum() == 42  # seen by all who opened it
 
 
+@FORKED
 def test_versions_of_weights_that_change_in_between(embedded: LanguageModel) -> None:
     engine = NativeCopy(load_model(resolve(load_config("arithmetic"))))
     before = dict(embedded.model.named_parameters())

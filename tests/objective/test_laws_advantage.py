@@ -81,7 +81,7 @@ def counts(group: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in NOT_ZERO_SUM])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, scale=st.sampled_from([1e-3, 1.0, 1e4]))
 def test_law_1_advantages_of_a_group_sum_to_zero(case: str, seed: int, scale: float) -> None:
     batch = make_step(seed, empty=False).batch
@@ -92,7 +92,7 @@ def test_law_1_advantages_of_a_group_sum_to_zero(case: str, seed: int, scale: fl
     assert group_sum(advantage, batch.group).abs().max() < 1e-13 * size * len(batch)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_law_1_opo_sums_to_zero_over_the_tokens_of_a_group(seed: int) -> None:
     batch = make_step(seed).batch
@@ -104,7 +104,7 @@ def test_law_1_opo_sums_to_zero_over_the_tokens_of_a_group(seed: int) -> None:
 @pytest.mark.parametrize(
     "case", ["reinforce_pp", "reinforce_pp, discounted", "reinforce_pp_baseline, by token"]
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds)
 def test_law_1_what_is_whitened_has_mean_zero_and_deviation_one_over_tokens(
     case: str, seed: int
@@ -116,7 +116,7 @@ def test_law_1_what_is_whitened_has_mean_zero_and_deviation_one_over_tokens(
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in NOT_SHIFT_INVARIANT])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, shift=st.integers(-1000, 1000))
 def test_law_1_a_shift_of_all_rewards_changes_nothing(case: str, seed: int, shift: int) -> None:
     batch = make_step(seed).batch
@@ -125,7 +125,7 @@ def test_law_1_a_shift_of_all_rewards_changes_nothing(case: str, seed: int, shif
 
 
 @ALL
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, factor=st.floats(0.01, 100))
 def test_law_1_a_scale_of_all_rewards_changes_nothing_if_it_is_divided_out(
     case: str, seed: int, factor: float
@@ -145,7 +145,7 @@ def test_law_1_a_scale_of_all_rewards_changes_nothing_if_it_is_divided_out(
     close(scaled, expected, 1e-11)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_law_2_rloo_is_dr_grpo_times_g_over_g_minus_one(seed: int) -> None:
     batch = make_step(seed).batch
@@ -156,7 +156,7 @@ def test_law_2_rloo_is_dr_grpo_times_g_over_g_minus_one(seed: int) -> None:
 @pytest.mark.parametrize(
     "case", [c for c in CASES if has_option(c, "ddof") and not c.startswith(OTHER_DDOF)]
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds)
 def test_law_2_ddof_is_a_factor(case: str, seed: int) -> None:
     batch = make_step(seed).batch
@@ -182,7 +182,7 @@ def test_law_2_ddof_is_a_factor(case: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("scope", ["group", "batch"])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, alpha1=st.floats(0.0, 3.0), alpha2=st.floats(0.01, 2.0))
 def test_law_12_entropy_bonuses_are_conserved(
     scope: str, seed: int, alpha1: float, alpha2: float
@@ -197,7 +197,7 @@ def test_law_12_entropy_bonuses_are_conserved(
         assert float(advantage[mine].sum() * eps) == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_law_12_without_entropies_gtpo_is_the_share_of_right_tokens(seed: int) -> None:
     batch = make_step(seed).batch
@@ -208,7 +208,7 @@ def test_law_12_without_entropies_gtpo_is_the_share_of_right_tokens(seed: int) -
     close(advantage, expected)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, alpha1=st.floats(0.1, 3.0), alpha2=st.floats(0.01, 2.0))
 def test_law_12_a_single_right_answer_has_the_whole_bonus(
     seed: int, alpha1: float, alpha2: float
@@ -226,7 +226,7 @@ def test_law_12_a_single_right_answer_has_the_whole_bonus(
     assert (alone[success] == 0).all()
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, alpha1=st.floats(0.1, 3.0), alpha2=st.floats(0.01, 2.0))
 def test_law_12_by_polarity_alpha_does_not_matter(seed: int, alpha1: float, alpha2: float) -> None:
     batch = make_step(seed).batch
@@ -234,7 +234,7 @@ def test_law_12_by_polarity_alpha_does_not_matter(seed: int, alpha1: float, alph
     close(ours, advantage_of("gtpo, by polarity", batch), 1e-9)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_law_12_right_tokens_are_pushed_up_and_wrong_ones_down(seed: int) -> None:
     batch = make_step(seed).batch

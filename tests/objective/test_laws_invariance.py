@@ -93,7 +93,7 @@ def on_ranks(objective: Any, step: Step, seed: int, ranks: int, micro: int) -> O
 
 
 @every_algorithm
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), seed=seeds)
 def test_law_5_two_ranks_of_three_micro_batches_add_up_to_the_step(
     case: str, data: st.DataObject, seed: int
@@ -157,7 +157,7 @@ def reordered(step: Step, seed: int, contiguous: bool) -> tuple[Step, torch.Tens
 
 
 @every_algorithm
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     data=st.data(),
     seed=seeds,
@@ -198,7 +198,7 @@ def unscored(step: Step, rows: torch.Tensor) -> Step:
 
 
 @of_rewards_alone
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), seed=seeds, failures=st.integers(1, 6))
 def test_rows_that_could_not_be_scored_enter_no_statistic(
     case: str, data: st.DataObject, seed: int, failures: int

@@ -88,7 +88,7 @@ def test_law_9_estimators_have_the_value_and_slope_that_they_say(
 
 
 @pytest.mark.parametrize("name", PENALTIES)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(now=logits, reference=logits, older=logits)
 def test_law_9_expected_gradients_over_a_categorical(
     name: str, now: list[float], reference: list[float], older: list[float]
@@ -111,7 +111,7 @@ def test_law_9_expected_gradients_over_a_categorical(
         assert expected.item() == pytest.approx(forward.item(), abs=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(now=logits, reference=logits)
 def test_law_9_k3_of_answers_estimates_the_kl_of_answers(
     now: list[float], reference: list[float]
@@ -127,7 +127,7 @@ def test_law_9_k3_of_answers_estimates_the_kl_of_answers(
     assert (chance * value[:, 0]).sum().item() == pytest.approx(2 * kl(logp, ref).item(), abs=1e-12)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(values=st.lists(st.floats(-8, 8), min_size=5, max_size=5), temperature=st.floats(0.3, 2.0))
 def test_law_11_gradient_of_the_entropy(values: list[float], temperature: float) -> None:
     linear = nn.Linear(5, 5, bias=False, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_law_11_gradient_of_the_entropy(values: list[float], temperature: float)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if CASES[c][0] not in OF_ANSWERS])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, share=st.floats(0.05, 1.0))
 def test_law_11_top_entropy_keeps_the_share_that_it_says(
     case: str, seed: int, share: float
@@ -219,7 +219,7 @@ def test_law_14_cispo_bounds_the_weight_and_never_cuts(x: float, advantage: floa
 
 
 @pytest.mark.parametrize("form", ["dpo", "ipo"])
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_law_15_preferences_push_as_much_down_as_up(form: str, seed: int) -> None:
     # Two pairs; the completions of each have equally many trained tokens, at any place.

@@ -114,7 +114,7 @@ def flat(step: Step) -> Step:
 
 
 @ALL
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), seed=seeds)
 def test_law_2_a_group_without_variance_has_gradient_exactly_zero(
     case: str, data: st.DataObject, seed: int
@@ -146,7 +146,7 @@ def test_law_2_groups_with_variance_do_have_a_gradient(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if CASES[c][0] not in OF_PAIRS])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, given_old=st.booleans())
 def test_law_3_on_policy_the_gradient_is_minus_advantage_times_weight(
     case: str, seed: int, given_old: bool
@@ -164,7 +164,7 @@ def test_law_3_on_policy_the_gradient_is_minus_advantage_times_weight(
     assert (gradient != 0).any()
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_law_4_gspo_token_is_gspo_while_an_answer_has_one_advantage(seed: int) -> None:
     step, bounds = make_step(seed), {"clip_low": 0.05, "clip_high": 0.07}
@@ -175,7 +175,7 @@ def test_law_4_gspo_token_is_gspo_while_an_answer_has_one_advantage(seed: int) -
     assert (ours.gradient != 0).any()
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_law_4_luspo_is_gspo_times_the_length_of_each_answer(seed: int) -> None:
     step, bounds = make_step(seed), {"clip_low": 0.05, "clip_high": 0.07}
@@ -185,7 +185,7 @@ def test_law_4_luspo_is_gspo_times_the_length_of_each_answer(seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", CLIPPED)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds)
 def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     case: str, seed: int
@@ -212,7 +212,7 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if has_option(c, "dual")])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, dual=st.floats(1.3, 2.5))
 def test_law_8_dual_clip_is_a_bound_on_the_ratio_of_bad_tokens(
     case: str, seed: int, dual: float
@@ -237,7 +237,7 @@ def test_law_8_dual_clip_is_a_bound_on_the_ratio_of_bad_tokens(
 
 
 @WITH_RATIO
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, correction=st.sampled_from(sorted(CORRECTIONS)), mean_one=st.booleans())
 def test_law_10_a_sampler_that_agrees_needs_no_correction(
     case: str, seed: int, correction: str, mean_one: bool
@@ -261,7 +261,7 @@ def narrow(correction: str) -> dict[str, Any]:
 
 
 @WITH_RATIO
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, correction=st.sampled_from(sorted(CORRECTIONS)))
 def test_law_10_a_correction_is_a_constant_weight_and_denominators_stay(
     case: str, seed: int, correction: str
@@ -293,7 +293,7 @@ def test_law_10_a_correction_is_a_constant_weight_and_denominators_stay(
 
 
 @WITH_RATIO
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, correction=st.sampled_from(sorted(CORRECTIONS)), veto=st.sampled_from([0, 0.7]))
 def test_law_10_the_only_pass_on_a_batch_may_compute_old_logp(
     case: str, seed: int, correction: str, veto: float
@@ -313,7 +313,7 @@ def test_law_10_the_only_pass_on_a_batch_may_compute_old_logp(
 
 
 @WITH_RATIO
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, correction=st.sampled_from(sorted(CORRECTIONS)))
 def test_law_10_a_correction_leaves_the_penalty_and_the_bonus_alone(
     case: str, seed: int, correction: str
@@ -330,7 +330,7 @@ def test_law_10_a_correction_leaves_the_penalty_and_the_bonus_alone(
 
 
 @NAMED
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds, bonus=st.sampled_from([-0.3, 1e-3, 0.2]))
 def test_law_11_an_entropy_bonus_is_weighted_like_the_rest(
     case: str, seed: int, bonus: float
@@ -345,7 +345,7 @@ def test_law_11_an_entropy_bonus_is_weighted_like_the_rest(
 
 
 @pytest.mark.parametrize("case", ["cispo", "gpg"])
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, away=st.sampled_from([1.0, 10.0, 100.0]))
 def test_law_14_no_token_loses_its_gradient_however_far_it_has_moved(
     case: str, seed: int, away: float
@@ -369,7 +369,7 @@ def test_the_penalty_is_only_asked_for_with_beta(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in ALGORITHMS if c not in NO_KL_IN_REWARD])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=seeds)
 def test_a_penalty_in_the_reward_is_no_gradient_of_its_own(case: str, seed: int) -> None:
     # In the reward it changes advantages only: the loss is that of the same advantages without it.
@@ -383,7 +383,7 @@ def test_a_penalty_in_the_reward_is_no_gradient_of_its_own(case: str, seed: int)
         assert not torch.equal(batch.advantage, plain)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_a_penalty_in_the_reward_is_the_sum_over_the_answer(seed: int) -> None:
     step = make_step(seed)

@@ -48,7 +48,7 @@ def same_as(name: str, step: Step, loss: torch.Tensor, logp: torch.Tensor, **opt
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, bounds=BOUNDS)
 def test_gspo_is_autograd_through_the_geometric_mean(
     name: str, seed: int, bounds: tuple[float, float]
@@ -66,7 +66,7 @@ def test_gspo_is_autograd_through_the_geometric_mean(
     same_as(name, step, -total / len(step.batch), logp, clip_low=clip_low, clip_high=clip_high)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, bounds=BOUNDS)
 def test_gmpo_is_the_geometric_mean_of_ratios_clipped_one_by_one(
     seed: int, bounds: tuple[float, float]
@@ -91,7 +91,7 @@ def test_gmpo_is_the_geometric_mean_of_ratios_clipped_one_by_one(
 
 
 @pytest.mark.parametrize("scope", ["group", "batch"])
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, beta1=st.floats(0.1, 2.0), beta2=st.floats(0.0, 1.0))
 def test_grpo_s_shares_its_bonus_by_the_entropy_of_answers(
     scope: str, seed: int, beta1: float, beta2: float
@@ -125,7 +125,7 @@ def marked(step: Step, **options: Any) -> tuple[torch.Tensor, Batch]:
     return batch.marked, batch
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     seed=seeds,
     share=st.sampled_from([0.0, 2e-4, 0.1, 0.5, 1.0]),
@@ -192,7 +192,7 @@ def test_clip_cov_spreads_its_picks_evenly_over_tokens() -> None:
     assert abs(sum(of_likely) / trials - share) < 0.01
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, shared=st.integers(1, 5))
 def test_clip_cov_tells_answers_apart_that_begin_alike(seed: int, shared: int) -> None:
     # Answers to one prompt often begin with the same tokens, and then so do their log-probs.
@@ -209,7 +209,7 @@ def test_clip_cov_tells_answers_apart_that_begin_alike(seed: int, shared: int) -
     assert torch.equal(ours, theirs[order])
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=seeds, share=st.sampled_from([2e-4, 0.1, 0.3]))
 def test_kl_cov_holds_the_tokens_with_the_largest_covariance(seed: int, share: float) -> None:
     step, coefficient = make_step(seed), 0.7

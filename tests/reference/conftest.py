@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import build
-from tests.reference.servers import SMALL, Server, new_process
+from tests.reference.servers import SMALL, Server, fork_server
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The embedded model behind a token, with small limits."""
-    with new_process("embedded", *SMALL) as server:
-        yield server
+    server = fork_server(tmp_path_factory.mktemp("server") / "output", "embedded", *SMALL)
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,12 @@ def new_process(model: str, *flags: str, port: int = 0) -> Iterator[Server]:
 
 def fork_server(output: Path, model: str, *flags: str, port: int = 0) -> Server:
     """Serve in a fork of this process, which is quicker, and wait until it listens."""
-    child = forked(lambda: covey(command(model, *flags, port=port)), output)
+
+    def serve() -> int:
+        os.environ["TEST_TOKEN"] = TOKEN
+        return covey(command(model, *flags, port=port))
+
+    child = forked(serve, output)
     return Server(child, wait_for_text(output, r"http://\S+"))
 
 

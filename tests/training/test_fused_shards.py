@@ -67,13 +67,22 @@ def halves(batch: Batch) -> list[Batch]:
     return [batch.rows(torch.arange(0, 3)), batch.rows(torch.arange(3, 6))]
 
 
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, dict[str, torch.Tensor]]:
+    """The gradients of the plain models."""
+    first, second = halves(shared_batch())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "flash_attention", per_row)
+        return {c: gradients(model_of(c), [(first, 1.0), (second, 2.0)]) for c in CASES}
+
+
 @pytest.mark.parametrize(("size", "shards"), [(1, 1), (2, 2), (2, 1)])
 def test_gradients_are_those_of_the_plain_model(
-    size: int, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    size: int, shards: int, wanted: dict[str, dict[str, torch.Tensor]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(fused, "flash_attention", per_row)
     first, second = halves(shared_batch())
-    wanted = {c: gradients(model_of(c), [(first, 1.0), (second, 2.0)]) for c in CASES}
 
     def work(rank: int) -> dict[str, float]:
         off = {}

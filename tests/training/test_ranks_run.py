@@ -62,10 +62,13 @@ def assert_same_curves(found: Path, wanted: Path, most: float) -> None:
 
 def test_twenty_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
     settings = words(
-        "train.steps=20", "filter.dynamic_sampling=true", "objective.beta=0.05", "save.every=0"
-    )
+        "train.steps=20", "filter.dynamic_sampling=true", "filter.max_rounds=2",
+        "task.min_operations=1", "task.max_operations=1", "objective.beta=0.05", "save.every=0",
+    )  # fmt: skip
     one = tmp_path / "one"
     assert covey(["train", *settings, "--run", str(one)]) == 0
+    assert all(row["optim/grad_norm"] > 0 for row in rows(one))
+    assert max(row["rollout/rounds"] for row in rows(one)) == 2
     for strategy in ("ddp", "fsdp"):
         two = tmp_path / strategy
         parallel = ["--set", f"parallel.strategy={strategy}"]

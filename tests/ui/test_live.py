@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from covey.cli.main import run as covey
 from covey.ui.server import Server
+from tests.processes import Forked
 from tests.ui.browser import Browser
 
 SETTINGS = ("train.steps=3", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=32",
@@ -24,12 +24,11 @@ def test_a_run_is_watched_and_explained_while_it_trains(
     browser.open(server.url)
     browser.wait("document.body.innerText.includes('There are no runs')")
     words = [word for setting in SETTINGS for word in ("--set", setting)]
-    command = [sys.executable, "-m", "covey", "train", "--run", str(tmp_path / "live"), *words]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as training:
-        browser.wait("document.body.innerText.includes('● live')", 180)
-        browser.wait("document.querySelectorAll('.panel').length > 5", 60)
-        assert training.wait(timeout=180) == 0
-        training.stderr.read()
+    arguments = ["train", "--run", str(tmp_path / "live"), *words]
+    training = Forked(lambda: covey(arguments), tmp_path.with_suffix(".log"))
+    browser.wait("document.body.innerText.includes('● live')", 180)
+    browser.wait("document.querySelectorAll('.panel').length > 5", 60)
+    assert training.wait(timeout=180) == 0
     browser.wait("document.body.innerText.includes('step 3 / 3')")
     browser.press("2")
     browser.wait("document.querySelectorAll('.group').length === 2")

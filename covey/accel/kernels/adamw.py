@@ -1,9 +1,9 @@
 """In-place AdamW step on the GPU for weights, their low 16 bits, and bfloat16 moments.
 
-The results of this kernel equal those of covey/training/compact_step.py on a CPU, bit for bit. For
-equal results, the kernel does not fuse multiplications with additions, and rounds divisions and
-roots exactly. The CPU and GPU implementations compute their random numbers from the same counters.
-The exact arithmetic takes no extra time, because memory bandwidth limits the kernel.
+The results of this kernel equal those of covey/training/compact_step.py on a CPU, bit for bit. To
+give equal results, the kernel does not fuse multiplications with additions, and rounds divisions
+and square roots correctly. The CPU and GPU implementations compute their random numbers from the
+same counters. The exact arithmetic takes no extra time, because memory bandwidth limits the kernel.
 """
 
 from __future__ import annotations

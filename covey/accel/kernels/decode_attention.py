@@ -5,12 +5,13 @@ the time. Therefore one kernel computes everything between the QKV product and t
 
 A matrix product on tensor cores has at least 16 rows. A Triton program fills the rows with the
 query heads of several slots that share a prompt, and reads the prompt once for all slots. Then the
-same loop reads the completion of each slot, with the rows of other slots masked. If slots are few
-and long, their positions are divided into parts, one for each Triton program. One Triton program
-per slot adds up the results of all parts. The result of a slot never depends on other slots.
+program reads the completion of one slot after another, and masks the rows of the other slots. If
+there are few slots with long completions, the positions of a slot are split into parts, and one
+Triton program processes each part. One Triton program per slot adds up the results of all parts.
+The result of a slot never depends on other slots.
 
-In tensor shapes, W counts occupied slots, S slots, P prompts, H heads, K key-value heads, C
-positions, B pages and T pages per slot, and D is the head size.
+The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K
+(key-value heads), C (positions), B (pages), T (pages per slot) and D (head size).
 """
 
 from __future__ import annotations
@@ -27,30 +28,32 @@ from covey.accel.kernels.float8_cache import as_stored, units_of
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
-"""Minimum rows of a tensor core product; query heads that share keys are padded to this number."""
+"""Minimum number of rows of a matrix product on tensor cores. The query heads that share a key head
+are padded to this number."""
 LEAST = tl.constexpr(-1e30)
 """Initial value of a running maximum, finite so that differences are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions per iteration, warps and stages of a Triton program. If few Triton programs run, each
-program should have many loads in flight. If many Triton programs run, each program is faster with
-less data. In float32 the compiler unrolls products, and would need four seconds to compile larger
-tiles.
-"""
+"""Settings of a Triton program: positions per iteration, number of warps, number of stages. If few
+Triton programs run, large tiles are faster, because each program then has many loads in flight. If
+many Triton programs run, small tiles are faster. In float32 the compiler unrolls products, and
+would need four seconds to compile larger tiles."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
-"""The fastest tiles on an H200, by the minimum number of Triton programs with head size 64."""
+"""The fastest tiles on an H200. The keys of this dictionary are minimum numbers of Triton programs,
+for head size 64."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
-"""Maximum bytes of keys and values that a Triton program has in flight: per stage, and in all
-stages on Hopper and later GPUs. Large heads are read in smaller tiles, because larger tiles would
-not fit in a multiprocessor's shared memory."""
+"""Maximum number of bytes of keys and values that a Triton program loads at the same time. The
+first limit is for one stage; the second is for all stages together, on Hopper and later GPUs. Large
+heads are read in smaller tiles, because larger tiles would not fit in a multiprocessor's shared
+memory."""
 SHARING_PROGRAMS = 512
-"""If slots * key heads is at least this number, a Triton program computes several slots."""
+"""If slots * key heads is at least this number, one Triton program processes several slots."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer than SPLIT_PROGRAMS Triton programs, completions are split into parts of at least
 SPLIT_POSITIONS positions."""
 SMALLEST_HEAD = 16
-"""Smallest head size in 16-bit types, a limit of tensor cores."""
+"""The smallest head size that tensor cores support for 16-bit types."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -65,9 +68,9 @@ class LayerCache(NamedTuple):
     prompt_values: torch.Tensor
     """[P, K, C', D]: values of prompts, of up to C' positions each."""
     prompt_row: torch.Tensor
-    """[S] int64: the index in `prompt_keys` of a slot's prompt."""
+    """[S] int64: the index of each slot's prompt in `prompt_keys`."""
     prompt_length: torch.Tensor
-    """[S] int64: the length of a slot's prompt."""
+    """[S] int64: the length of each slot's prompt."""
     keys: torch.Tensor
     """[B, K, C, D]: keys of completions, in pages of C positions; written by the kernel."""
     values: torch.Tensor
@@ -80,9 +83,9 @@ class LayerCache(NamedTuple):
     """[S] bool: whether a slot is unfinished; finished slots are skipped."""
     sharing: torch.Tensor
     """[S, G] int32: each row lists up to G slots with the same prompt, filled up with -1. Every
-    slot occurs once, and the last rows are empty."""
+    slot occurs in exactly one row. Rows without slots are last."""
     arrived: torch.Tensor
-    """[S, K] int32: the number of parts that are ready; zero before and after the kernel."""
+    """[S, K] int32: the number of finished parts; zero before and after each run of the kernel."""
     units: torch.Tensor
     """[2, K] float32: the scales of float8 keys and values."""
 
@@ -95,20 +98,21 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     together: bool = False
-    """Whether a Triton program computes several slots that share a prompt."""
+    """Whether one Triton program processes several slots that share a prompt."""
     splits: int = 1
     """Number of parts into which the positions of a slot are divided."""
     early: bool = False
-    """Whether the kernel starts before the kernel that computes `heads` has ended."""
+    """Whether this kernel starts while the previous kernel, which computes `heads`, still runs."""
 
 
 @triton.jit
 def _rotated(
     line, real, cos, sin, gain, eps, kind: tl.constexpr, size: tl.constexpr, norms: tl.constexpr
 ):
-    """Load heads [rows, D] at `line` [rows, 1], normalize them and apply RoPE; return two halves.
+    """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
-    The result is rounded once, to the type of the cache and of the products.
+    The two halves of the heads are returned separately. The results are rounded once, to the type
+    of the cache and of the matrix products.
     """
     half = tl.arange(0, size // 2)
     first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)
@@ -123,7 +127,7 @@ def _rotated(
 
 @triton.jit
 def _part_size(length, splits: tl.constexpr, block: tl.constexpr):
-    """Return the number of positions per part, for `length` positions in `splits` parts."""
+    """Return the size of each part if `length` positions are split into `splits` parts."""
     return tl.maximum(tl.cdiv(tl.cdiv(length, splits), block), 1) * block
 
 
@@ -140,9 +144,9 @@ def _new_position(
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
     rounds: tl.constexpr,
 ):  # fmt: skip
-    """Write key and value of the new position, and begin a softmax with it.
+    """Store the key and value of the new position, and start the softmax with this position.
 
-    The new position stays in registers, because the kernel never reads what it stored.
+    The key and value also stay in registers, because the kernel never reads what it stored.
     """
     half, whole = tl.arange(0, size // 2), tl.arange(0, size)
     k1, k2 = _rotated(
@@ -288,7 +292,7 @@ def _decode_attention(
 
 
 def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
-    """Return positions per iteration, warps and stages of a Triton program."""
+    """Return a Triton program's positions per iteration, number of warps and number of stages."""
     block, warps, stages = WIDE if programs < FEW_PROGRAMS else NARROW
     if kind == torch.float32:
         block, warps, stages = EXACT
@@ -298,7 +302,8 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
     """Return the fastest tiling, which depends only on tensor shapes and the device.
 
-    `hopper` says whether the GPU is a Hopper or later. By default, the cache's device is checked.
+    `hopper` says whether the GPU is a Hopper or later. The default depends on the device of the
+    cache.
     """
     _, key_heads, page, head = cache.keys.shape
     hopper = starts_early(cache.keys.device) if hopper is None else hopper

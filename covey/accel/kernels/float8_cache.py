@@ -16,7 +16,7 @@ def as_stored(numbers, unit, kind: tl.constexpr, rounds: tl.constexpr):
 
 @triton.jit
 def units_of(units, head, key_heads: tl.constexpr, rounds: tl.constexpr):
-    """Return the scales of a head's keys and values, which are 1 without float8 numbers."""
+    """Return the scales of a head's keys and values; both are 1 if the cache is not float8."""
     if not rounds:
         return 1.0, 1.0
     return tl.load(units + head), tl.load(units + key_heads + head)

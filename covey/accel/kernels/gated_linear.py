@@ -1,10 +1,11 @@
 """Matrix product of the gate and up layers, fused with SwiGLU, for few tokens.
 
-In a decode step of a small model, launching a separate SwiGLU kernel and moving gate and up through
-memory takes as long as the matrix product. This kernel computes matching columns of gate and up in
-one Triton program. Gate and up are rounded as if they were stored.
+In a decode step of a small model, a separate SwiGLU kernel, which reads `gate` and `up` from
+memory, takes as long as the matrix product. In this kernel, one Triton program computes matching
+columns of `gate` and `up`, so that they need not be stored. Both are rounded as if they were
+stored.
 
-In tensor shapes, N counts tokens, D is the hidden size and M is the MLP size.
+The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from covey.accel.kernels.early_start import early_start
 
 MOST_WEIGHTS = 4 * 2**20
 """Maximum number of weights for which this kernel is faster than a library's product and a separate
-SwiGLU kernel. On an H200, this kernel took 4.9 to 9.4 instead of 6.0 to 11.4 microseconds for D =
-576 and M = 1,536. For D = 1,536 and M = 8,960, this kernel took 25 instead of 22 microseconds."""
+SwiGLU kernel. On an H200 with D = 576 and M = 1,536, this kernel took 4.9 to 9.4 microseconds, and
+the two separate kernels took 6.0 to 11.4. With D = 1,536 and M = 8,960, this kernel took 25
+microseconds, and the two separate kernels took 22."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
 """In float32, the kernel is used only in parity checks, which have at most this many tokens. The

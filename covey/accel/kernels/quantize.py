@@ -1,20 +1,21 @@
 """Float8 matrix products with row-wise scales, and the kernels around them.
 
-A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. For activations a
-row is a token, and s = max |x| / 448. For weights a row is an output of the layer, and s is rounded
-up to a power of two. The exponent of s takes one byte, because every kernel that reads a product
-reads the scales of all outputs. The relative error of a float8 number does not depend on the scale,
-so a power of two loses no precision.
+A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. A row of
+activations is a token, and its scale is s = max |x| / 448. A row of a weight is an output of the
+layer, and its scale s is rounded up to a power of two. Only the exponent of this scale is stored,
+in one byte, because every kernel that reads a product also reads the scales of all outputs. The
+relative error of a float8 number does not depend on the scale, so rounding the scale loses no
+precision.
 
 Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
 the products of a 7B model take 81 us per layer without row-wise scales, 120 us with them, and 140
-us in bfloat16. So a library multiplies only the values q. The kernel that reads the product
-multiplies by the scales of tokens and outputs.
+us in bfloat16. So the library multiplies the matrices q without scales. The next kernel, which
+reads the product, applies the scales of tokens and outputs.
 
 All arithmetic between products is float32. Numbers are rounded to bfloat16 after a product, and to
 float8 before the next product.
 
-In tensor shapes, N counts rows and M outputs, and D is the inner size.
+The dimensions in tensor shapes are N (rows), M (outputs) and D (inner size).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LARGEST = torch.finfo(FLOAT8).max
 LEAST = 1e-30
 """Lower limit of a row's maximum, so that a row of zeros has a positive scale."""
 TILE = 4096
-"""Number of elements per Triton program; a longer row has its own program."""
+"""Number of elements per Triton program. A row with more elements gets a program of its own."""
 
 
 class Quantized(NamedTuple):
@@ -90,7 +91,7 @@ class Product(NamedTuple):
 
     @property
     def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tensors as kernel arguments; without a bias, `values` is passed instead of `bias`."""
+        """The tensors as kernel arguments. If there is no bias, `values` takes its place."""
         values, rows, exponents, bias = self
         return values, rows, exponents, values if bias is None else bias
 
@@ -124,7 +125,7 @@ def _factor(largest, top: tl.constexpr, least: tl.constexpr):
 
 @triton.jit
 def _power(exponent):
-    """Return 2^exponent of int32 numbers from -126 to 127, exactly."""
+    """Return the exact power of two for an int32 exponent from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -288,7 +289,10 @@ def add_norm_quantized(
 
 
 def silu_mul_quantized(gate_up: Product) -> Quantized:
-    """Return silu(gate) * up [N, D], quantized; `gate_up` [N, 2 D] has gate and up as columns."""
+    """Return silu(gate) * up [N, D], quantized.
+
+    `gate` and `up` are the two halves of the columns of `gate_up` [N, 2 D].
+    """
     count, size = len(gate_up.values), gate_up.values.shape[1] // 2
     out = Quantized.empty(count, size, gate_up.values.device)
     block = 1 << (size.bit_length() - 1)

@@ -3,8 +3,8 @@
 The residual stream is float32; the RMSNorm has the dtype of the next matrix product. The kernel
 computes in float32 and rounds its result once.
 
-In tensor shapes, N counts tokens and D is the hidden size. A Triton program processes several rows,
-so that short rows use all of its threads.
+The dimensions in tensor shapes are N (tokens) and D (hidden size). A Triton program processes
+several rows, so that short rows use all of its threads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.early_start import early_start
 from covey.accel.unrecorded import call
 
 PROGRAMS = 512
 """Number of Triton programs in the backward pass; each sums the gain's gradient over its rows."""
+SHORT, MORE = 1024, 4
+"""For hidden sizes up to SHORT, there are MORE times as many programs, because each is short."""
 TILE = 2048
 """The number of elements that a Triton program processes at once."""
+COLUMNS = 16
+"""The number of columns that a Triton program adds up for the gain's gradient."""
 
 
 @triton.jit
@@ -76,6 +81,23 @@ def _backward(
     tl.store(gain_grad + tl.program_id(0) * size + column, gain_sum, mask=column < size)
 
 
+@triton.jit
+def _add_up(
+    parts, total, count, size, adds: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
+):
+    """Write the sum of `count` rows to `total`; with `adds`, add the sum."""
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    sums = tl.zeros((rows, columns), tl.float32)
+    for start in range(0, count, rows):
+        row = start + tl.arange(0, rows)
+        inside = (row < count)[:, None] & (column < size)[None, :]
+        sums += tl.load(parts + row[:, None] * size + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(sums, axis=0)
+    if adds:
+        result += tl.load(total + column, mask=column < size, other=0.0)
+    tl.store(total + column, result, mask=column < size)
+
+
 class _Tiles(NamedTuple):
     rows: int
     block: int
@@ -96,7 +118,7 @@ class _AddNorm(torch.autograd.Function):
         gain: torch.Tensor,
         eps: float,
         dtype: torch.dtype,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         count, size = hidden.shape
         tiles = _Tiles.of(size)
         total = hidden if delta is None else torch.empty_like(hidden)
@@ -111,8 +133,9 @@ class _AddNorm(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(total, gain, scales)
         ctx.adds = None if delta is None else delta.dtype
+        ctx.sink = sink_of([gain])
         ctx.set_materialize_grads(False)
-        return (None if delta is None else total), normed
+        return total, normed
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -123,7 +146,8 @@ class _AddNorm(torch.autograd.Function):
             return total_grad, delta_grad, None, None, None
         count, size = total.shape
         tiles = _Tiles.of(size)
-        programs = min(PROGRAMS, triton.cdiv(count, tiles.rows))
+        most = PROGRAMS * (MORE if size <= SHORT else 1)
+        programs = min(most, triton.cdiv(count, tiles.rows))
         hidden_grad = torch.empty_like(total)
         delta_grad = None if ctx.adds is None else torch.empty_like(total, dtype=ctx.adds)
         gain_grad = total.new_empty(programs, size, dtype=torch.float32)
@@ -137,7 +161,24 @@ class _AddNorm(torch.autograd.Function):
             size=size, rows=tiles.rows, block=tiles.block, goes_on=total_grad is not None,
             adds=delta_grad is not None, num_warps=tiles.warps,
         )  # fmt: skip
-        return hidden_grad, delta_grad, gain_grad.sum(dim=0).to(gain.dtype), None, None
+        found = _gain_grad(gain, gain_grad, ctx.sink) if ctx.needs_input_grad[2] else None
+        return hidden_grad, delta_grad, found, None, None
+
+
+def _gain_grad(
+    gain: torch.Tensor, parts: torch.Tensor, sink: GradSink | None
+) -> torch.Tensor | None:
+    """Return the sum of all parts [parts, D], or add it to the gain's sink and return None."""
+    count, size = parts.shape
+    former = None if sink is None else sink.total
+    total = former
+    if total is None:
+        total = parts.new_empty(size) if sink is None else sink.start()
+    _add_up[(triton.cdiv(size, COLUMNS),)](
+        parts, total, count, size, adds=former is not None,
+        rows=min(PROGRAMS, triton.next_power_of_2(count)), columns=COLUMNS,
+    )  # fmt: skip
+    return total.to(gain.dtype) if sink is None else None
 
 
 def norm(
@@ -150,12 +191,16 @@ def norm(
 
 
 def add_norm(
-    hidden: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor, eps: float
+    hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden + delta [N, D], and the RMSNorm of this sum times `gain`."""
+    """Return hidden + delta [N, D], and the RMSNorm of this sum times `gain`.
+
+    Without `delta`, the sum is `hidden`. The gradients of both results are still added by one
+    kernel.
+    """
     total: torch.Tensor
     normed: torch.Tensor
-    delta = delta.contiguous()
+    delta = None if delta is None else delta.contiguous()
     total, normed = call(_AddNorm, hidden.contiguous(), delta, gain, eps, gain.dtype)
     return total, normed
 

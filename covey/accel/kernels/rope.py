@@ -4,8 +4,8 @@ Each packed token has one query. The keys and values of a row are consecutive in
 and values of a prompt are copied to every row that shares the prompt. Gradients are summed in
 float32, in a fixed order.
 
-In tensor shapes, N counts packed tokens, R key positions, H heads and K key-value heads, and D is
-the head size.
+The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
+heads) and D (head size).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
         "half_block": triton.next_power_of_2(size // 2),
     }
     elements = blocks["head_block"] * blocks["half_block"]
-    warps = min(8, max(1, elements // 512))
+    warps = min(8, max(1, elements // 256))
     return {"heads": heads, "key_heads": key_heads, "size": size, "num_warps": warps, **blocks}
 
 
@@ -182,8 +182,8 @@ def apply_rope(
     """Return queries [N, H, D], keys and values [R, K, D], with RoPE applied to queries and keys.
 
     `products` has one QKV product [N, (H + 2 K) * D], or three products. `rope` contains cosine and
-    sine [N, D / 2] in float32. `shape` is (H, K, D). Without `shared`, every token has exactly one
-    key position.
+    sine [N, D / 2] in float32. `shape` is (H, K, D). If `shared` is None, every token has exactly
+    one key position.
     """
     query: torch.Tensor
     key: torch.Tensor

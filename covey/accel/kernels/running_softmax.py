@@ -1,4 +1,4 @@
-"""Softmax over positions that one Triton program reads in tiles, or several programs in parts."""
+"""Running softmax over tiles, and its combination over several Triton programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def merge_parts(
     parts, flag, part, count, largest, total, result,
     rows: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Store a partial softmax; the program of part 0 waits for the other parts and adds them."""
+    """Store the partial softmax of a part; in the program of part 0, add all other parts to it."""
     stride: tl.constexpr = rows * (size + 2)
     if part == 0:
         while tl.atomic_add(flag, 0, sem="acquire") < count - 1:

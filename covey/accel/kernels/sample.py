@@ -4,8 +4,8 @@ The sampling kernels read all logits only once. A first kernel computes the maxi
 exponentials of each block of the vocabulary. A second kernel finds the block that contains the
 sampled token and reads only that block again.
 
-In tensor shapes, W counts occupied slots, V is the vocabulary size and R is the maximum length of a
-completion.
+The dimensions in tensor shapes are W (occupied slots), V (vocabulary size) and R (maximum length of
+a completion).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The model's own code applies RoPE and norms before this kernel. The kernel store
 value. The kernel then attends to the prompt, which several slots may share, and to the slot's own
 completion. The kernel supports sliding windows and soft caps.
 
-In tensor shapes, W counts occupied slots, S slots, P prompts, H heads, K key-value heads and C
-positions, and D is the head size.
+The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K
+(key-value heads), C (positions) and D (head size).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def _attend(
 ):  # fmt: skip
     """Compute attention to positions `low` to `count` - 1; position 0 is stored at `begin`.
 
-    With pages of `page` positions, `begin` is a row in page 0, and pages are `stride` rows apart.
+    If positions are stored in pages of `page` positions, page number p begins at row `begin` + p *
+    `stride`.
     """
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
@@ -123,7 +124,7 @@ def shared_prompt_attention(
     """Store the new key and value; return the attention output [W, H, D].
 
     `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per slot. A sliding
-    window of n covers the new position and the n - 1 positions before it.
+    window of n positions covers the new position and the n - 1 positions before it.
     """
     slots, heads, size = query.shape
     key_heads, page = cache.keys.shape[1:3]

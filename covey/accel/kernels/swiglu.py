@@ -1,7 +1,7 @@
 """SwiGLU: one kernel for silu(gate) * up and one kernel for its gradient.
 
-In tensor shapes, N counts tokens and M is the MLP size. Gate and up are columns of one matrix
-product [N, 2 M], or two matrix products.
+The dimensions in tensor shapes are N (tokens) and M (MLP size). The inputs `gate` and `up` are
+either the two halves of the columns of one matrix product [N, 2 M], or two matrix products.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 BLOCK = 1024
+"""The number of columns that a Triton program processes; a row of up to twice as many is one
+program's."""
 
 
 @triton.jit
@@ -51,11 +53,15 @@ def _backward(
         tl.store(product + row * size + column, silu * u, mask=inside)
 
 
+def _block(size: int) -> int:
+    return triton.next_power_of_2(size) if size <= 2 * BLOCK else BLOCK
+
+
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [N, M], without gradient."""
     count, size = gate.shape
     product = gate.new_empty(count, size)
-    block = min(BLOCK, triton.next_power_of_2(size))
+    block = _block(size)
     _forward[(count, triton.cdiv(size, block))](
         gate, up, product, gate.stride(0), up.stride(0), size, block=block,
         **early_start(gate.device),
@@ -69,7 +75,7 @@ def silu_mul_backward(
     up: torch.Tensor,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradients of gate and up in one tensor [N, 2 M]; also write silu(gate) * up.
+    """Return the gradients of `gate` and `up` in one tensor [N, 2 M]; also write silu(gate) * up.
 
     The weight's gradient needs silu(gate) * up. This kernel recomputes silu(gate) * up at no extra
     cost, so the forward pass does not save it. The kernel may overwrite the incoming gradient with
@@ -78,7 +84,7 @@ def silu_mul_backward(
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)
     product_grad = product_grad.contiguous()
-    block = min(BLOCK, triton.next_power_of_2(size))
+    block = _block(size)
     _backward[(count, triton.cdiv(size, block))](
         product_grad, gate, up, grads, grads[:, size:],
         product_grad if product is None else product, gate.stride(0), up.stride(0),

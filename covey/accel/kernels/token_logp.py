@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
 
-In tensor shapes, R counts rows and V is the vocabulary size. The softmax input is scale * (logits +
-bias), optionally soft-capped. The forward pass reads the logits once, with a running maximum. The
-backward pass reads the logits once, with the saved normalizer.
+The dimensions in tensor shapes are R (rows) and V (vocabulary size). The softmax input is scale *
+(logits + bias), optionally soft-capped. The forward pass reads the logits once, with a running
+maximum. The backward pass reads the logits once, with the saved normalizer.
 """
 
 from __future__ import annotations

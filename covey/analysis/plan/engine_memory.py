@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes
+from covey.analysis.plan.activations import FLASH, FLOAT, Pass, kernels_of, passing_bytes
 from covey.analysis.plan.engine_sizes import (
     CAPACITY_STEP,
     FUSED_BYTES,
+    PREFILL_FLOPS,
     PREFILL_TOKENS,
     PROMPT_STEP,
     SHORT,
     SPARE_BYTES,
     VOCABULARY_BLOCK,
+    padded_tokens,
     page_for,
     width_for,
 )
@@ -178,6 +180,7 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list
             ALWAYS,
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
+        max((_prefill_graph(run, call) for call in calls), key=lambda part: part.bytes),
         # The calls run one after the other, so only the largest counts.
         max(passing, key=lambda part: part.bytes),
     ]
@@ -188,8 +191,7 @@ def _float8_parts(shape: Shape, config: Config) -> list[Part]:
     if config.engine.dtype != "float8":
         return []
     outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner
-    numbers = shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
-    copies = shape.layers * (numbers + outputs)
+    copies = shape.layers * (_layer_weights(shape) + outputs)
     why = "the weights of the layers in 8 bits, one scale per output"
     return [Part("float8 weights", copies, ALWAYS, why)]
 
@@ -207,21 +209,59 @@ def _graph_bytes(run: RunFacts, call: Call) -> int:
     return call.width * (shape.hidden * (FLOAT + size) + max(logits, layer))
 
 
-def _prefill(run: RunFacts, call: Call) -> Part:
-    shape, prompts = run.shape, call.prefilled(_started(call))
-    together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
-    tokens = together * run.prompt
-    batch = Pass(
-        rows=together, columns=run.prompt, tokens=tokens, chosen=together, packed=shape.fuses
+def _prefill_graph(run: RunFacts, call: Call) -> Part:
+    """Return the temporaries of a captured prefill, which are kept between calls."""
+    batch = _prefill_pass(run, call)
+    captured = _captures_prefill(run, batch)
+    batch = replace(batch, tokens=padded_tokens(batch.tokens))
+    return Part(
+        "prefill graph",
+        passing_bytes(run.shape, run.size, batch, "cuda") if captured else 0,
+        ALWAYS,
+        f"temporaries of a CUDA graph for {batch.tokens:,} prompt tokens",
     )
-    # The KV cache of one prefill is freed once that of the next is allocated.
-    held = (1 if together == prompts else 2) * tokens * run.position
-    passing = passing_bytes(shape, run.size, batch, "cuda")
+
+
+def _captures_prefill(run: RunFacts, batch: Pass) -> bool:
+    """Return whether the engine prefills this many tokens with a CUDA graph."""
+    if kernels_of(run.shape, run.size, "cuda") != FLASH or run.float8_cache:
+        return False
+    weights = run.shape.layers * _layer_weights(run.shape)
+    return 2 * weights * batch.tokens <= PREFILL_FLOPS
+
+
+def _layer_weights(shape: Shape) -> int:
+    """Return the number of weights in the matrix products of a layer."""
+    return shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
+
+
+def _prefill_pass(run: RunFacts, call: Call) -> Pass:
+    """Return the largest forward pass over prompts."""
+    prompts = call.prefilled(_started(call))
+    together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
+    return Pass(
+        rows=together,
+        columns=run.prompt,
+        tokens=together * run.prompt,
+        chosen=together,
+        packed=run.shape.fuses,
+    )
+
+
+def _prefill(run: RunFacts, call: Call) -> Part:
+    """Return the memory of a prefill that is not captured, or of its logits."""
+    shape, prompts = run.shape, call.prefilled(_started(call))
+    batch = _prefill_pass(run, call)
+    passing = 0
+    if not _captures_prefill(run, batch):
+        # The KV cache of one prefill is freed once that of the next is allocated.
+        held = (1 if batch.rows == prompts else 2) * batch.tokens * run.position
+        passing = held + passing_bytes(shape, run.size, batch, "cuda")
     return Part(
         "prefill",
-        held + passing + prompts * shape.vocabulary * FLOAT,
+        passing + prompts * shape.vocabulary * FLOAT,
         ("sample",),
-        f"{prompts} prompts, {together} at a time",
+        f"{prompts} prompts, {batch.rows} at a time",
     )
 
 

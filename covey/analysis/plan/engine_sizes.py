@@ -22,6 +22,8 @@ FUSED_BYTES = 64 * 2**20
 """Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384
 """The largest number of prompt tokens in one forward pass of prefill (native/prefill.py)."""
+PREFILL_FLOPS = 1.2e13
+"""Arithmetic of the largest prefill that a CUDA graph captures (native/prefill_graph.py)."""
 CAPACITY_STEP = 32
 """The length of a KV-cache slot is a multiple of this number (native/backend.py)."""
 SPARE_BYTES = 64 * 2**20
@@ -57,7 +59,7 @@ def page_for(capacity: int) -> int:
 
 
 def padded_tokens(count: int) -> int:
-    """Round a token count up to a count for which training captures CUDA graphs."""
+    """Round a token count up to a count for which CUDA graphs are captured."""
     power = max(2, 1 << max(0, count - 1).bit_length())
     step = max(TOKEN_STEP, power // 2 // 16)
     return max(1, -(-count // step)) * step

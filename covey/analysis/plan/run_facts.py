@@ -93,7 +93,11 @@ class RunFacts:
         return 2 * self.shape.layers * self.shape.key * self.size
 
     @property
+    def float8_cache(self) -> bool:
+        """Whether the KV cache that CUDA graphs use stores float8 numbers."""
+        return self.config.engine.kv_dtype == "float8"
+
+    @property
     def stored(self) -> int:
         """Bytes of keys and values per token in the KV cache that CUDA graphs use."""
-        float8 = self.config.engine.kv_dtype == "float8"
-        return self.position // self.size if float8 else self.position
+        return self.position // self.size if self.float8_cache else self.position

@@ -6,6 +6,7 @@ several steps per call as a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from covey.engines.native.decoder_parity import decoder_for, first_error_line
 from covey.engines.native.kv_cache import KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.precision import MODEL_PRECISION, Precision
-from covey.engines.native.slots import Slots
+from covey.engines.native.slots import Progress, Slots
 from covey.engines.native.transformers_decoder import RecomputeDecoder
 from covey.engines.protocol import Sampling
 from covey.errors import ModelError
@@ -51,7 +52,7 @@ class DecodeBackend(Protocol):
     def refresh(self) -> None:
         """Use the current weights, which have changed since `begin`."""
 
-    def advance(self, slots: Slots, width: int, most: int) -> None:
+    def advance(self, slots: Slots, width: int, most: int) -> Progress:
         """Generate 1 to `most` tokens in each unfinished slot among the first `width` slots."""
 
 
@@ -96,14 +97,14 @@ class EagerBackend:
         """Let the decoder prepare for the current weights."""
         self.decoder.begin(self.capacity)
 
-    def advance(self, slots: Slots, width: int, most: int) -> None:
+    def advance(self, slots: Slots, width: int, most: int) -> Progress:
         """Generate one token in every unfinished slot."""
         cache = slots.cache
         assert self.sampling is not None
         assert isinstance(cache, SlotCache)
         index = cache.active[:width].nonzero().flatten()
         if not len(index):
-            return
+            return slots.progress(width)
         cache.width = width
         # The rounding of sums depends on the shape of the tensors. If a completion must not depend
         # on the others in the batch, the shape is fixed: all slots, at full length.
@@ -113,6 +114,25 @@ class EagerBackend:
         head = self.model.head
         logits = head.logits(hidden)[index] if steady else head.logits(hidden[index])
         slots.draw(index, logits, self.sampling.distribution)
+        return slots.progress(width)
+
+
+def advance_by(
+    step: Callable[[], object], slots: Slots, width: int, *, steps: int, most: int
+) -> Progress:
+    """Start up to `steps` decode steps, at most `most`, without waiting for the result.
+
+    The progress is that before the last step, so that the device runs this step while the CPU looks
+    for ended completions. With `most` steps all completions end, and the progress is that after the
+    last step.
+    """
+    one_more = steps < most
+    for _ in range(min(steps, most) - one_more):
+        step()
+    progress = slots.progress(width, one_more=one_more)
+    if one_more:
+        step()
+    return progress
 
 
 @torch.inference_mode()

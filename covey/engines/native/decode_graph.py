@@ -23,6 +23,7 @@ import torch
 from covey.accel.kernels.sample import SlotState, sample_tokens
 from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
+from covey.engines.native.backend import advance_by
 from covey.engines.native.decoder_parity import checked_decoder, first_error_line
 from covey.engines.native.float8_decoder import FLOAT8_TOLERANCE, Float8Decoder
 from covey.engines.native.fused_decoder import FusedDecoder
@@ -37,7 +38,7 @@ from covey.engines.native.shared_prompt_cache import (
     slots_together,
     width_for,
 )
-from covey.engines.native.slots import Slots
+from covey.engines.native.slots import Progress, Slots
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
 from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
@@ -127,18 +128,17 @@ class GraphBackend:
         """Update the decoder's weights in place, because graphs contain their addresses."""
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
-    def advance(self, slots: Slots, width: int, most: int) -> None:
+    def advance(self, slots: Slots, width: int, most: int) -> Progress:
         """Start to generate tokens in every unfinished slot, without waiting for the result."""
         # Without CUDA the kernels run in Triton's interpreter. Kept sets go to main memory, which
         # a graph cannot do.
         if self.shape.device.type != "cuda" or slots.kept is not None:
             self._step(slots, width)
-            return
+            return slots.progress(width)
         key = width, slots.room, self.distribution
         if key not in self.graphs:
             self.graphs[key] = self._capture(slots, width)
-        for _ in range(min(self.steps, most)):
-            self.graphs[key].replay()
+        return advance_by(self.graphs[key].replay, slots, width, steps=self.steps, most=most)
 
     def _capture(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
         """Capture a decode step as a CUDA graph, which takes about a quarter of a second."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +11,8 @@ from torch import nn
 
 from covey.engines.native.backend import DecodeBackend, choose_backend
 from covey.engines.native.precision import MODEL_PRECISION, Precision
-from covey.engines.native.scheduler import Finished, Scheduler
+from covey.engines.native.scheduler import Scheduler
+from covey.engines.native.transcript import Finished
 from covey.engines.protocol import Completion, EngineInfo, RequestSource, WeightSource
 from covey.errors import ModelError
 from covey.models.deterministic import skip_determinism_check
@@ -102,16 +101,17 @@ class NativeEngine:
 
     @staticmethod
     def _completion(one: Finished) -> Completion:
-        logp = _tuple(one.logp)
-        if not math.isfinite(sum(logp)):
+        transcript = one.transcript
+        if not math.isfinite(sum(transcript.logp)):
             raise _not_finite(one)
         return Completion(
             request=one.request,
-            tokens=_tuple(one.tokens),
-            logp=logp,
+            tokens=tuple(transcript.tokens),
+            logp=tuple(transcript.logp),
             finish=one.finish,
             versions=one.versions,
             kept=one.kept,
+            text=transcript.text,
         )
 
 
@@ -139,19 +139,19 @@ def _set_mode(model: nn.Module, *, training: bool) -> None:
 
     This function avoids the overhead of `nn.Module.train`, which takes 5 ms for 30 layers.
     """
-    for module in model.modules():
-        vars(module)["training"] = training
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None:
+            vars(module)["training"] = training
+            left += module._modules.values()
 
 
 def _not_finite(one: Finished) -> ModelError:
     """Return the error of a completion whose logits were not finite."""
-    token, prompt = 1 + int((~np.isfinite(one.logp)).argmax()), one.request.address.prompt
+    token = 1 + int((~np.isfinite(one.transcript.logp)).argmax())
+    prompt = one.request.address.prompt
     return ModelError(
         f"model: the logits are not finite at token {token} of a completion of prompt "
         f"{prompt}; check the model's weights and model.dtype"
     )
-
-
-def _tuple(row: np.ndarray) -> tuple[Any, ...]:
-    """Return a row of an array as a tuple of Python numbers, without building a list."""
-    return struct.unpack(f"{len(row)}{row.dtype.char}", row.data)

@@ -85,12 +85,18 @@ class LinearGroup:
         self.fused: list[torch.Tensor] = []
         """The fused weight of all layers, and the fused bias, if any; empty if not fused."""
         self._copies: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        """The addresses of the weights and biases that were fused last."""
 
     def fuse(self) -> None:
         """Fuse the current weights, as views if the model stores them fused, or else as copies."""
         layers = [each.layer for each in self.layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]
+        addresses = [tensor.data_ptr() for each in parts for tensor in each]
+        if self.fused and not self._copies and addresses == self._addresses:
+            return  # views of these tensors, whose values are always current
+        self._addresses = addresses
         views = [fused_view(each) for each in parts]
         self.fused = [view for view in views if view is not None]
         if len(self.fused) == len(parts):

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from covey.accel.packing import pack_prompts
 from covey.engines.native.kv_cache import KVCache, SlotCache
+from covey.engines.native.prefill_graph import fits_graph
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 from covey.models.logp import packed_hidden
@@ -27,8 +28,12 @@ def read_prompts(
         tokens = [prompts[prompt] for prompt in together]
         lengths = [len(row) for row in tokens]
         if isinstance(cache, SharedPromptCache) and model.fused and model.flash:
-            layers, logits = _prefill_packed(model, tokens)
-            cache.store_packed(together, lengths, layers)
+            if fits_graph(model, cache, sum(lengths)):
+                rows = cache.rows_for(together, lengths)
+                logits = cache.prefill.read(model, cache, tokens, rows)
+            else:
+                layers, logits = _prefill_packed(model, tokens)
+                cache.store_packed(together, lengths, layers)
         else:
             keeps_tokens = isinstance(cache, SlotCache) and not cache.layer_keys
             states, logits = _prefill(model, tokens, keeps_tokens=keeps_tokens)
@@ -85,7 +90,7 @@ def _prefill_packed(
     """Run the trainer's fused forward pass; return packed keys and values, and logits."""
     packed = pack_prompts(prompts, model.device)
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hidden = packed_hidden(model, packed, layers)
+    hidden = packed_hidden(model, packed, layers.append)
     return layers, model.head.logits(hidden[packed.predictor])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,36 +12,18 @@ import torch
 from covey.accel.packing import to_device
 from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.prefill import PREFILL_TOKENS, read_completions, read_prompts
+from covey.engines.native.slots import Progress, Written
+from covey.engines.native.transcript import Ended, Finished, Paused, Transcript
 from covey.engines.protocol import Request, RequestSource
 from covey.errors import DataError
 from covey.models.language_model import LanguageModel
 from covey.rng import completion_uniforms
-from covey.types import Finish, VersionSpan
+from covey.types import VersionSpan
 
 REFILL_SHARE = 8
 """Slots are refilled when 1 / REFILL_SHARE of them are free, because small prefills are slow."""
-
-
-class Finished(NamedTuple):
-    """A finished completion, read from its slot."""
-
-    request: Request
-    tokens: np.ndarray
-    logp: np.ndarray
-    finish: Finish
-    versions: tuple[VersionSpan, ...]
-    kept: str = ""
-
-
-class Paused(NamedTuple):
-    """A completion that lost its slot because the KV cache was full, and continues later."""
-
-    tokens: np.ndarray
-    logp: np.ndarray
-    searched: int
-    """The number of tokens that were already searched for stop strings."""
-    kept: list[np.ndarray]
-    """For each token, the tokens that truncation kept, if recorded."""
+READ_TOKENS = 16
+"""Tokens of completions in progress are read when a completion has this many new tokens."""
 
 
 class Scheduler:
@@ -88,10 +69,11 @@ class Scheduler:
         """The request of each slot."""
         self.taken = np.zeros(self.width, dtype=bool)
         """Whether each slot has a request."""
-        self.counts = np.zeros(self.width, dtype=np.int64)
-        """The number of tokens of each slot, as last read from the device."""
-        self.searched = [0] * self.width
-        """The number of tokens of each slot that were already searched for stop strings."""
+        self.transcripts = [Transcript(None)] * self.width
+        """The tokens of each slot that were already read."""
+        self.counts, self.read, self.searched = np.zeros((3, self.width), dtype=np.int64)
+        """The numbers of tokens of each slot: all before the next steps, those that were already
+        read, and those that were already searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Ids of stop strings that are special tokens, which decoding omits from the text."""
@@ -110,7 +92,7 @@ class Scheduler:
         """Continue with new weights, and record which tokens the old weights generated."""
         if version == self.version:
             return
-        counts = {number: len(paused.tokens) for number, paused in self.paused.items()}
+        counts = {number: len(each.transcript.tokens) for number, each in self.paused.items()}
         for slot in np.flatnonzero(self.taken).tolist():
             counts[self._request(slot).number] = int(self.counts[slot])
         for number, count in counts.items():
@@ -145,19 +127,34 @@ class Scheduler:
         The caller processes a batch while the device decodes the next tokens of the other
         completions.
         """
-        ended: list[Finished] = []
+        ended: Ended | None = None
         while self.queue or self.running or ended:
             if self.queue and (requests := self._admitted()):
                 self._refill(requests)
             elif self.running and not self.queue:
                 self._shrink()
-            if self.running:
-                self._make_room()
-                self.backend.advance(self.slots, self.width, self.left)
+            progress = self._advance() if self.running else None
             if ended:
-                yield ended
-            ended = self._take_finished() if self.running else []
+                yield ended.read(self.stop_ids)
+            ended = None if progress is None else self._take_finished(*progress.read())
             self._pull()
+
+    def _advance(self) -> Progress:
+        """Start the next steps, and read earlier tokens while the device runs them."""
+        self._make_room()
+        unread = self.taken & (self.counts - self.read >= READ_TOKENS)
+        slots = np.flatnonzero(unread).tolist() if self.backend.steps > 1 else []
+        written = self._written(slots, self.counts[slots]) if slots else None
+        progress = self.backend.advance(self.slots, self.width, self.left)
+        if written is not None:
+            for slot, new in zip(slots, written.read(), strict=True):
+                self.transcripts[slot].add(*new)
+            self.read[slots] = self.counts[slots]
+        return progress
+
+    def _written(self, slots: list[int], counts: np.ndarray) -> Written:
+        """Start to read the tokens of slots that were not read yet, up to `counts`."""
+        return self.slots.written(slots, self.read[slots], counts)
 
     def _admitted(self) -> list[Request]:
         """Take the requests from the queue that get a slot now."""
@@ -166,7 +163,8 @@ class Scheduler:
             return []
         first = list(islice(self.queue, free))
         counts = [
-            len(self.paused[r.number].tokens) if r.number in self.paused else 1 for r in first
+            len(self.paused[r.number].transcript.tokens) if r.number in self.paused else 1
+            for r in first
         ]
         room = self.slots.cache.admits(self._positions(np.array(counts)))
         # The cache has room for at least one completion of full length.
@@ -191,11 +189,11 @@ class Scheduler:
 
     def _pause(self, slot: int) -> None:
         """Free the slot of an unfinished completion, which continues when there is memory."""
-        request, count, log = self._request(slot), int(self.counts[slot]), self.slots.kept
-        (tokens,), (logp,) = self.slots.written([slot])
+        request, transcript, log = self._request(slot), self.transcripts[slot], self.slots.kept
+        (new,) = self._written([slot], self.counts[[slot]]).read()
+        transcript.add(*new)
         kept = [] if log is None else log.slots[slot]
-        paused = Paused(tokens[:count], logp[:count], self.searched[slot], kept)
-        self.paused[request.number] = paused
+        self.paused[request.number] = Paused(transcript, int(self.searched[slot]), kept)
         self.preemptions += 1
         self.slots.close([slot])
         self.slots.cache.leave([slot])
@@ -207,9 +205,11 @@ class Scheduler:
         free = np.flatnonzero(~self.taken)[: len(requests)].tolist()
         new = [request for request in requests if request.number not in self.paused]
         old = [request for request in requests if request.number in self.paused]
+        pieces = self.model.pieces
         for slot, request in zip(free, [*new, *old], strict=True):
-            self.requests[slot], self.searched[slot] = request, 0
+            self.requests[slot], self.transcripts[slot] = request, Transcript(pieces)
             self.taken[slot], self.counts[slot] = True, 1
+            self.searched[slot] = self.read[slot] = 0
         if new:
             self._begin(free[: len(new)], new)
         if old:
@@ -244,19 +244,21 @@ class Scheduler:
         """Continue paused completions in free slots."""
         paused = [self.paused.pop(request.number) for request in requests]
         index, cache = self._open(slots, requests), self.slots.cache
-        counts = np.array([len(each.tokens) for each in paused])
+        tokens = [np.array(each.transcript.tokens, dtype=np.int32) for each in paused]
+        logps = [np.array(each.transcript.logp, dtype=np.float32) for each in paused]
+        counts = np.array([len(row) for row in tokens])
         # The next step computes key and value of the newest token.
         cache.reserve(np.array(slots), counts - 1)
         read_completions(
             self.model,
             cache,
             {slot: request.tokens for slot, request in zip(slots, requests, strict=True)},
-            {slot: each.tokens[:-1].tolist() for slot, each in zip(slots, paused, strict=True)},
+            {slot: row[:-1].tolist() for slot, row in zip(slots, tokens, strict=True)},
         )
-        self.slots.resume(index, [each.tokens for each in paused], [each.logp for each in paused])
-        self.counts[slots] = counts
+        self.slots.resume(index, tokens, logps)
+        self.counts[slots] = self.read[slots] = counts
         for slot, each in zip(slots, paused, strict=True):
-            self.searched[slot] = each.searched
+            self.searched[slot], self.transcripts[slot] = each.searched, each.transcript
             if self.slots.kept is not None:
                 self.slots.kept.slots[slot] = each.kept
 
@@ -301,61 +303,61 @@ class Scheduler:
         self.slots.keep(kept)
         spare = width - len(kept)
         self.requests = [self.requests[slot] for slot in kept] + [None] * spare
-        self.searched = [self.searched[slot] for slot in kept] + [0] * spare
-        self.counts = np.pad(self.counts[kept], (0, spare))
+        self.transcripts = [self.transcripts[slot] for slot in kept] + [Transcript(None)] * spare
+        self.searched, self.read, self.counts = (
+            np.pad(each[kept], (0, spare)) for each in (self.searched, self.read, self.counts)
+        )
         self.taken = np.arange(width) < len(kept)
         self.width = width
 
-    def _take_finished(self) -> list[Finished]:
+    def _take_finished(self, active: np.ndarray, counts: np.ndarray) -> Ended | None:
         """Return the finished completions, and free their slots.
 
         The device waits for this function, so all work that can be done later is left to the
         caller.
         """
-        active, self.counts = self.slots.progress(self.width)
+        self.counts = counts
         cut = self._stop_strings() if self.sampling.stop_strings else {}
         self.slots.close([slot for slot in cut if active[slot]])
         active[list(cut)] = False
         ended = np.flatnonzero(self.taken & ~active).tolist()
         if not ended:
-            return []
-        tokens, logps = self.slots.written(ended)
+            return None
+        lengths = np.array([cut.get(slot, int(counts[slot])) for slot in ended])
+        written = self._written(ended, lengths)
         self.taken[ended] = False
         self.slots.cache.leave(ended)
-        result = []
-        for slot, row, row_logps in zip(ended, tokens, logps, strict=True):
-            request, length = self._request(slot), cut.get(slot, int(self.counts[slot]))
-            stopped = slot in cut or int(row[length - 1]) in self.stop_ids
-            finish: Finish = "stop" if stopped else "length"
-            versions = self._versions(request, length)
-            log = self.slots.kept
-            kept = "" if log is None else log.text(slot, length)
-            result.append(
-                Finished(request, row[:length], row_logps[:length], finish, versions, kept)
-            )
-            self.requests[slot] = None
-            self.unfinished[request.prompt] -= 1
-            if not self.unfinished[request.prompt]:
-                del self.prompts[request.prompt]
-                self.slots.cache.all_ended(request.prompt)
-        return result
+        finished = [
+            self._finished(slot, length)
+            for slot, length in zip(ended, lengths.tolist(), strict=True)
+        ]
+        return Ended(finished, [slot in cut for slot in ended], written)
+
+    def _finished(self, slot: int, length: int) -> Finished:
+        """Remove a completion of `length` tokens from its slot; its last tokens are read later."""
+        request, log = self._request(slot), self.slots.kept
+        kept = "" if log is None else log.text(slot, length)
+        self.requests[slot] = None
+        self.unfinished[request.prompt] -= 1
+        if not self.unfinished[request.prompt]:
+            del self.prompts[request.prompt]
+            self.slots.cache.all_ended(request.prompt)
+        versions = self._versions(request, length)
+        return Finished(request, self.transcripts[slot], "length", versions, kept)
 
     def _stop_strings(self) -> dict[int, int]:
         """Return the length up to a stop string, by slot, of completions with a stop string."""
         found: dict[int, int] = {}
-        slots, counts = np.flatnonzero(self.taken).tolist(), self.counts.tolist()
-        tokens, _ = self.slots.written(slots)
+        slots = np.flatnonzero(self.taken).tolist()
         # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
-        starts = [max(0, self.searched[slot] + 1 - self.stop_reach) for slot in slots]
-        tails = [
-            row[start : counts[slot]].tolist()
-            for slot, start, row in zip(slots, starts, tokens, strict=True)
-        ]
+        starts = np.maximum(0, self.searched[slots] + 1 - self.stop_reach)
+        written = self.slots.written(slots, starts, self.counts[slots])
+        tails = [tokens.tolist() for tokens, _ in written.read()]
         texts = self.model.decode_many(tails)
-        for slot, start, tail, text in zip(slots, starts, tails, texts, strict=True):
+        for slot, start, tail, text in zip(slots, starts.tolist(), tails, texts, strict=True):
             if self._stops(tail, text):
-                found[slot] = start + self._first_stop(tail, self.searched[slot] - start)
-            self.searched[slot] = counts[slot]
+                found[slot] = start + self._first_stop(tail, int(self.searched[slot]) - start)
+        self.searched[slots] = self.counts[slots]
         return found
 
     def _first_stop(self, tail: list[int], seen: int) -> int:

@@ -20,6 +20,7 @@ import torch
 from covey.accel.packing import row_of_each, to_device
 from covey.engines.native.kv_cache import KVCache, KVShape
 from covey.engines.native.pages import Pages, page_for
+from covey.engines.native.prefill_graph import PrefillGraphs
 
 if TYPE_CHECKING:
     from covey.accel.kernels.decode_attention import LayerCache
@@ -112,6 +113,7 @@ class SharedPromptCache(KVCache):
         self.rows: dict[int, tuple[int, int]] = {}
         """The cache row and the length of each prompt, by prompt id."""
         self.free = list(range(prompts))
+        self.prefill = PrefillGraphs()
         self._share()
 
     @property
@@ -132,7 +134,7 @@ class SharedPromptCache(KVCache):
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
         """Copy prompts to free rows of the cache."""
-        index = torch.tensor(self._rows_for(prompts, lengths), device=self.place.device)
+        index = torch.tensor(self.rows_for(prompts, lengths), device=self.place.device)
         by_layer = _by_layer(self.prompt_keys, self.prompt_values)
         self._set_units(source.abs().amax(dim=(0, 2, 3)) for source in states)
         units = self.units.flatten(0, 1)
@@ -148,7 +150,7 @@ class SharedPromptCache(KVCache):
         """Copy prompts to free rows; `layers` are packed keys and values [tokens, K, D]."""
         counts = torch.tensor(lengths)
         which = row_of_each(counts)
-        row = torch.tensor(self._rows_for(prompts, lengths))[which]
+        row = torch.tensor(self.rows_for(prompts, lengths))[which]
         at = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         row, at = to_device([row, at], self.place.device)
         by_layer = _by_layer(self.prompt_keys, self.prompt_values)
@@ -213,7 +215,8 @@ class SharedPromptCache(KVCache):
             self.units[number],
         )
 
-    def _rows_for(self, prompts: Sequence[int], lengths: list[int]) -> list[int]:
+    def rows_for(self, prompts: Sequence[int], lengths: list[int]) -> list[int]:
+        """Assign free rows to prompts, and return them."""
         rows = [self.free.pop() for _ in prompts]
         self.rows |= dict(zip(prompts, zip(rows, lengths, strict=True), strict=True))
         return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,56 @@ from covey.engines.draw import Distribution, log_distribution, pick_from, pick_t
 from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVCache
 from covey.engines.protocol import Sampling
+
+
+class HostCopy:
+    """A copy of a tensor on its way to main memory; the device's later work does not change it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Queue the copy behind the work that the device has been given so far."""
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def numpy(self) -> np.ndarray:
+        """Wait for the copy, but for no later work of the device, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: np.ndarray = self._host.numpy()
+        return found
+
+
+class Progress(NamedTuple):
+    """The progress of the slots at one point of the device's work, on its way to the CPU."""
+
+    copy: HostCopy
+    one_more: bool
+    """Whether the device was given one more step after the copy."""
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the copy; return which slots were unfinished, and the present token counts.
+
+        A step appends one token to each unfinished slot, which may end with this token.
+        """
+        active, counts = self.copy.numpy()
+        return active.astype(bool), counts + active if self.one_more else counts
+
+
+class Written(NamedTuple):
+    """Tokens and log-probabilities of some slots, on their way to the CPU."""
+
+    copy: HostCopy
+    lengths: np.ndarray
+
+    def read(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Wait for the copy; return tokens and log-probabilities of each slot."""
+        tokens, logps = self.copy.numpy()
+        rows = zip(tokens, logps.view(np.float32), self.lengths.tolist(), strict=True)
+        return [(row[:length], row_logps[:length]) for row, row_logps, length in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +180,17 @@ class Slots:
         self.cache.place[index] += count
         self.cache.active[index] = ~self._ended(last, count)
 
-    def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which slots are unfinished, and their token counts; this waits for the device."""
-        both = torch.stack([self.cache.active[:width].long(), self.count[:width]]).cpu().numpy()
-        return both[0].astype(bool), both[1]
+    def progress(self, width: int, *, one_more: bool = False) -> Progress:
+        """Start to read the progress of the first slots, behind the device's work so far."""
+        both = torch.stack([self.cache.active[:width].long(), self.count[:width]])
+        return Progress(HostCopy(both), one_more)
 
-    def written(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and log-probabilities [n, R] of some slots, on the CPU."""
-        (index,) = to_device([torch.tensor(slots)], self.count.device)
-        # One transfer instead of two, because each one waits for the device.
-        both = torch.stack([self.tokens[index].int(), self.logps[index].view(torch.int32)])
-        tokens, logps = both.cpu().numpy()
-        return tokens, logps.view(np.float32)
+    def written(self, slots: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> Written:
+        """Start to read the tokens `starts` to `stops` of some slots, with log-probabilities."""
+        lengths = stops - starts
+        table = torch.from_numpy(np.stack([np.asarray(slots), starts]))
+        ((index, begin),) = to_device([table], self.count.device)
+        at = begin[:, None] + torch.arange(max(1, int(lengths.max())), device=begin.device)
+        cells = index[:, None], at.clamp(max=self.room - 1)
+        both = torch.stack([self.tokens[cells].int(), self.logps[cells].view(torch.int32)])
+        return Written(HostCopy(both), lengths)

@@ -11,7 +11,7 @@ MOVES: dict[str, Place] = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "w
 
 
 def neighbour(place: Place, direction: str) -> Place:
-    """Return the row and column one step away in a direction."""
+    """Return the row and column of the neighbouring room in a direction."""
     down, right = MOVES[direction]
     return place[0] + down, place[1] + right
 

@@ -1,4 +1,4 @@
-r"""Equations and units in an answer, and the value that an equation states.
+r"""Splits equations in an answer, finds the value that an equation states, and removes units.
 
 For example, `x = 42` and `6 \cdot 7 = 42` both state the value 42. An equation such as `41 = 42`
 states no value.
@@ -63,9 +63,9 @@ def variables(formula: str) -> set[str]:
 def stated_values(parts: list[str], target: str) -> list[str]:
     """Return the sides of an equation that must equal the target; [] for an unsolved equation.
 
-    A side of the equation could be the target if it is a number or has the target's variables.
-    Other sides of an equation, such as the `x` of `x = 42`, only name the value. An equation such
-    as `2x = 42` is not solved for x.
+    A side of the equation must equal the target if it is a number or has the same variables as the
+    target. Other sides of an equation, such as the `x` of `x = 42`, only name the value. An
+    equation such as `2x = 42` is not solved for x.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])

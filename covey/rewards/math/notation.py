@@ -50,7 +50,7 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 def exact_decimals(text: str) -> str:
-    r"""Return a text with fractions in place of repeating decimals.
+    r"""Replace the repeating decimals in a text by fractions.
 
     Repeating digits are marked by a bar, a dot or brackets, or occur three times before an
     ellipsis.
@@ -68,7 +68,7 @@ _POWER_OF_TEN = re.compile(
 
 
 def powers_of_ten(text: str) -> str:
-    r"""Return a text with `e` notation for products with a power of ten.
+    r"""Replace products with a power of ten by `e` notation.
 
     >>> powers_of_ten(r"1.602\times 10^{-19}")
     '1.602e-19'
@@ -84,7 +84,9 @@ _TEN = ("10", "ten")
 
 
 def same_numeral(answer: str, target: str) -> bool | None:
-    """Return whether two texts are the same numeral, or None if neither names a base.
+    """Return whether two numerals have the same digits and the same base.
+
+    The result is None if neither text names a base.
 
     If the target names a base, the answer may omit the base. For example, `42_8` is not parsed as
     42, and `0x2a` is not parsed as 0 times 2a.

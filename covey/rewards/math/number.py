@@ -13,7 +13,8 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Maximum characters of a number, with markup; this bounds the size of integers."""
+"""Maximum number of characters of a number with its markup, which also limits the size of
+integers."""
 MAX_EXPONENT = 100
 
 CURRENCY = "$€£¥₹₩₽฿"
@@ -93,7 +94,7 @@ _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|
 
 
 def plain_fractions(text: str) -> str:
-    r"""Return a text with `a/b` for LaTeX fractions of numbers.
+    r"""Replace LaTeX fractions of numbers in a text by `a/b`.
 
     >>> plain_fractions(r"1\frac{3}{4}")
     '1 3/4'
@@ -107,7 +108,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def strip_latex(text: str) -> str:
-    r"""Return a text without LaTeX spacing, text commands and degrees.
+    r"""Remove LaTeX spacing, text commands and degree signs from a text.
 
     >>> strip_latex(r"\text{about}\,90^\circ")
     ' about 90'

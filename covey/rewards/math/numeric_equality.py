@@ -1,9 +1,9 @@
 r"""Equality of two formulas by evaluation at a few points, 100 times faster than algebra.
 
-Two expressions that agree at three arbitrary points, one of them negative, are equal. Two
-expressions that differ at all points are not equal. Other cases are undecided: agreement at only
-some points, a value that cannot be computed, or syntax that this module does not parse
-(inequalities, matrices, words).
+Two expressions count as equal if their values agree at three arbitrary points, one of them
+negative. Two expressions count as different if their values differ at all three points. Other cases
+are undecided: agreement at only some points, a value that cannot be computed, or syntax that this
+module does not parse (inequalities, matrices, words).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SAME, and different if it is above DIFFERENT. If a formula has decimals, which m
 values are different only if their relative difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of two summands. Floats could lose a summand that is much smaller than the other
-summand, such as 2^{-100} in 1 - 2^{-100}.
+"""Minimum ratio of the smaller to the larger summand. Floats could lose a summand that is much
+smaller than the other summand, such as 2^{-100} in 1 - 2^{-100}.
 """
 MAX_DIGITS = 12
 """Maximum digits of a number; with more digits, different numbers could be the same float."""
@@ -54,8 +54,8 @@ def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if undecided.
 
     Intervals and points are compared part by part; sets are compared in any order. Equations are
-    equal if one equation is a multiple of the other. An equation such as `y = 2x` and an expression
-    such as `2x` are compared by value.
+    equal if one equation is a multiple of the other. If one formula is an equation such as `y =
+    2x`, its right side is compared with the other formula.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)
@@ -109,7 +109,7 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
 
 
 def _value(left: str, right: str) -> list[str]:
-    """Return the right side of `y = ...` as a list; [] if the left side is not a single letter."""
+    """Return [right] if the equation defines a single letter, such as `y = 2x`; otherwise []."""
     letter, value = left.strip(), right
     alone = len(letter) == 1 and letter.isascii() and letter.isalpha()
     return [value] if alone and letter not in value else []
@@ -279,7 +279,10 @@ class _Evaluator:
         return values
 
     def argument(self) -> Values:
-        """Parse a command's argument: a bracket, a letter, or in `\\frac12` one digit."""
+        """Parse the argument of a LaTeX command: a bracket, a letter, or one digit.
+
+        The text `\\frac12` has two arguments of one digit.
+        """
         token = self.next
         if token[:1] in _DIGITS[:10] and len(token) > 1:
             self.tokens[self.at : self.at + 1] = [token[0], token[1:]]

@@ -19,9 +19,10 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""Maximum digits of a power of a number, because sympy would factor the power under a root."""
+"""Maximum number of digits of a power such as 3^1000. If the power is under a root, sympy factors
+it, which can take very long."""
 MAX_DEGREE = 100
-"""Maximum degree of a polynomial in a division, whose time is quadratic in the degree."""
+"""Maximum degree of a polynomial in a division, because the division takes quadratic time."""
 
 _DIVISION = re.compile(r"frac|/|\\div")
 _UNBOUNDED = re.compile(
@@ -52,13 +53,19 @@ def require_math_verify(unsafe: bool) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds two formulas equal. A timeout counts as not equal."""
+    """Return whether math-verify finds two formulas equal.
+
+    After a timeout, the formulas are treated as not equal.
+    """
     scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
     return scorer.score(target, answer) == 1.0
 
 
 def _exponent(formula: str, at: int) -> str:
-    """Return the exponent at index `at`, which follows `^`; append `^` if another power follows."""
+    """Return the exponent that starts at index `at`, after a `^`.
+
+    If another power or a factorial follows the exponent, `^` is appended.
+    """
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
     depth = 0

@@ -1,4 +1,4 @@
-"""Trackers, which receive the metrics of a run, for JSON Lines, the console and other packages."""
+"""Trackers, which write the metrics of a run to JSON Lines, to the console or to other packages."""
 
 from covey.run.trackers.jsonl import JsonlTracker
 from covey.run.trackers.protocol import Tracker, Trackers

@@ -40,7 +40,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return the main numbers of a step in one line; `short` fits a narrow terminal."""
+    """Return the main numbers of a step in one line; with `short`, for a narrow terminal."""
     if short and "objective/scores" in metrics:
         return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
     if "loss/cross_entropy" in metrics:
@@ -140,7 +140,7 @@ class ConsoleTracker(Tracker):
 
 
 class LiveTracker(ConsoleTracker):
-    """Shows a progress bar with the numbers of the last step while the run trains."""
+    """During training, shows a progress bar with the numbers of the last step."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         super().__init__(run, console)

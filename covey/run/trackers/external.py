@@ -1,5 +1,7 @@
-"""Base classes for trackers that log to other packages. The base classes choose what is logged, and
-when."""
+"""Base classes for trackers that send metrics to other packages, such as W&B.
+
+The base classes choose what is logged, and when.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ LONGEST = 4000
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
-"""Size of NAME.json in bytes. The text is padded with spaces, so that a shorter text overwrites all
-of a longer text.
+"""Size of NAME.json in bytes. The JSON text is padded with spaces to this size, so that every write
+replaces the whole file.
 """
 
 
 class ExternalTracker(Tracker):
-    """A tracker that logs to another package.
+    """A tracker that sends metrics to another package, such as W&B.
 
     Subclasses open the package's log, write numbers and tables, and close the log.
     """
@@ -44,7 +46,7 @@ class ExternalTracker(Tracker):
         self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
 
     def open(self, done: int) -> None:
-        """Open the log, for the steps after step `done`."""
+        """Open the log. Only steps after step `done` will be logged."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
@@ -56,7 +58,10 @@ class ExternalTracker(Tracker):
         """
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether an event of a step is new, and was not already logged before a resume."""
+        """Return whether an event of a step is new.
+
+        After a resume, the training loop reports some events a second time.
+        """
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -85,7 +90,7 @@ class ExternalTracker(Tracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker in the style of W&B, which can only append, so no step may be logged twice.
+    """A tracker for packages such as W&B, whose logs can only grow, so no step may be logged twice.
 
     A resumed run repeats the steps after its checkpoint and gets the same numbers.
     NAME.json in the run folder contains the run's id and the last logged steps.
@@ -94,7 +99,7 @@ class RememberingTracker(ExternalTracker):
     name: str
     """The name of the tracker and of its package."""
     session: Any = None
-    """The package's run, which `open` starts or continues."""
+    """The run in the tracking package. `open` starts this run or continues it."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -111,17 +116,17 @@ class RememberingTracker(ExternalTracker):
             return {}
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether this event of a step was never logged, and record it as logged."""
+        """Return whether an event of a step is not logged yet, and mark the event as logged."""
         if step <= self.known.get(event, -1):
             return False
         self.known[event] = step
         return True
 
     def remember(self) -> None:
-        """Save the numbers of the last logged steps, after each log entry.
+        """Save which steps were logged last. This method is called after each log entry.
 
-        One write replaces the text in place. A rename over an older file would be slow, because
-        some file systems then wait for the disk.
+        The old content of the file is overwritten in place by a single write. A rename over an
+        older file would be slow, because some file systems then wait for the disk.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -131,7 +136,10 @@ class RememberingTracker(ExternalTracker):
             os.close(handle)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step; the package adds its evaluation to the same row."""
+        """Log the numbers of a step or of its evaluation.
+
+        The package puts the numbers of a step and of its evaluation into one row.
+        """
         self.session.log(dict(values), step=step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
@@ -152,7 +160,7 @@ class RememberingTracker(ExternalTracker):
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row, except its step; an estimate counts with its value."""
+    """Return the finite numbers of a row except `step`. For an estimate, return only its value."""
     values = {n: v.get("value") if isinstance(v, Mapping) else v for n, v in row.items()}
     values.pop("step", None)
     return {name: value for name, value in values.items() if is_number(value)}

@@ -1,7 +1,7 @@
 """The tracker interface: a tracker receives metrics, evaluations, tables and notes.
 
-To add a tracker, subclass `Tracker` and override the events that it shows. The training loop
-reports every event to all trackers of a run, in order.
+To add a tracker, subclass `Tracker` and override the methods of the events that the tracker needs.
+The training loop reports every event to all trackers of a run, in order.
 """
 
 from __future__ import annotations

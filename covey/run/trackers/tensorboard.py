@@ -10,7 +10,10 @@ from covey.run.trackers.external import COLUMNS, ExternalTracker
 
 
 class TensorBoardTracker(ExternalTracker):
-    """Writes scalars, which event files store in single precision, and completions as text."""
+    """Writes completions as text, and metrics as scalars.
+
+    Event files store scalars in single precision.
+    """
 
     writer: Any = None
 
@@ -33,7 +36,10 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Write completions as indented Markdown blocks; no content of a text can end its block."""
+        """Write completions as indented Markdown blocks.
+
+        Markdown in a completion then has no effect.
+        """
         lines: list[str] = []
         for row in rows:
             cells = dict(zip(COLUMNS, row, strict=True))

@@ -1,7 +1,7 @@
 """The trackio tracker: a local database, which `trackio show` opens.
 
-The variable TRACKIO_DIR sets the folder, and TRACKIO_PROJECT the project. TRACKIO_SPACE_ID sends
-the data to a Space on the hub.
+The variable TRACKIO_DIR sets the folder, and TRACKIO_PROJECT the project. If TRACKIO_SPACE_ID is
+set, trackio sends the data to this Space on the Hub.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The Weights & Biases tracker. WANDB_MODE=offline writes to the run folder, for `wandb sync`.
+"""The Weights & Biases tracker.
 
-WANDB_PROJECT, WANDB_ENTITY and the other environment variables of wandb apply.
+With WANDB_MODE=offline, W&B writes to the run folder, for `wandb sync`. WANDB_PROJECT, WANDB_ENTITY
+and the other environment variables of wandb apply.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Sum buckets during the next backward pass, which is the last pass of the step."""
+        """Sum buckets over ranks during the next backward pass, which is the last of the step."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True
@@ -116,7 +116,7 @@ class GradientSums:
 def sums_of(
     model: LanguageModel, optimizer: Optimizer, world: World
 ) -> GradientSums | GatheredSteps | None:
-    """Return the object that sums gradients over ranks, or None if gradients need no sum.
+    """Return the object that sums gradients over ranks, or None if no gradients need to be summed.
 
     FSDP2 sums the gradients of a sharded model in the backward pass, unless the weights stay
     gathered for a whole optimizer step.

@@ -116,7 +116,9 @@ def _distributed() -> Any:
 
 
 def told_by_main(text: str, code: int) -> bool:
-    """Ask rank 0 to report why this rank failed before joining; return whether rank 0 answers.
+    """Send rank 0 the reason why this rank failed before joining, so that rank 0 reports it.
+
+    Return whether rank 0 answers.
 
     If several ranks fail in the same way, the user sees only one line.
     """

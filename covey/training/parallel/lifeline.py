@@ -25,7 +25,7 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds that the main thread has to notice a lost rank, and that the process then has to end."""
+"""Time limit for the main thread to notice a lost rank, and then for the process to end."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -166,7 +166,10 @@ class Lifeline:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Open rank 0's socket; return the socket, and its port with a secret for the other ranks."""
+    """Open the socket of rank 0.
+
+    Return the socket, and a text with its port and a secret, which the other ranks need to connect.
+    """
     server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
     return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"
 
@@ -205,7 +208,7 @@ def connect(address: str, port: int, secret: str, rank: int) -> Lifeline:
 
 
 def _kept_alive(peer: socket.socket) -> socket.socket:
-    """Set TCP keepalive, which detects a machine that is down within about 15 seconds."""
+    """Turn on TCP keepalive, which detects within about 15 seconds that a machine is down."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

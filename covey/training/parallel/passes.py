@@ -1,4 +1,4 @@
-"""Choose the rows of a batch that this rank computes, and divide the rows into forward passes."""
+"""Choose the rows of a batch that this rank processes, and divide the rows into passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pass(NamedTuple):
 
 
 def without_weight(rows: Batch) -> Batch:
-    """Return the rows with token weights 0, so that they add nothing to the gradient."""
+    """Set the token weights of all rows to 0, so that the rows add nothing to the gradient."""
     assert rows.weight is not None, "weights come from the whole step"
     return replace(rows, weight=torch.zeros_like(rows.weight))
 
@@ -76,7 +76,7 @@ def in_passes(
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
 
-    Exactly one rank computes each row, so that the sum over ranks is exact.
+    Exactly one rank computes the values of each row, so that the sum over ranks is exact.
     """
     whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
     for index, counts in rank_passes(batch, micro_batch_tokens, world):

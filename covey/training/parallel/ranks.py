@@ -35,7 +35,7 @@ class Ranks(World):
         return list(items[self.rank :: self.size])
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the items of all ranks, in the order that they had before `share`."""
+        """Return the results of all ranks, in the order of the items given to `share`."""
         parts = self.gather(list(done))
         total = sum(len(part) for part in parts)
         return [parts[number % self.size][number // self.size] for number in range(total)]

@@ -2,9 +2,9 @@
 
 The weights of a block are gathered when a pass reaches the block. The backward pass reduces the
 gradients of the block over ranks, and shards them. The sharded parameters are the optimizer's
-float32 masters, even if the model computes in bfloat16. Embedding, head and final norm stay
-gathered during a whole pass. A pass must therefore be one method call on the root module
-(`batch_logp`). If a single rank has all shards, fused passes run on weights that are gathered once
+float32 masters, even if the model computes in bfloat16. The weights of embedding, head and final
+norm stay gathered during a whole pass. A pass must therefore be one method call on the root module
+(`batch_logp`). If the model has only one shard, fused passes run on weights that are gathered once
 per optimizer step (GatheredSteps).
 """
 
@@ -39,7 +39,7 @@ def shard_model(
 ) -> LanguageModel:
     """Return a sharded copy of a model. The original model keeps its full tensors.
 
-    With `offload`, the shards stay in CPU memory until a pass needs them.
+    If `offload` is true, the shards stay in CPU memory until a pass needs them.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -99,9 +99,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    With a single shard, gradients of gathered weights take no more memory than sharded gradients.
-    With a single shard, one gather per optimizer step costs only the memory of the gathered
-    weights.
+    The weights stay gathered only if the model has a single shard. Then the gradients of gathered
+    weights take no more memory than sharded gradients, and only the gathered weights take
+    additional memory.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -113,7 +113,7 @@ class GatheredSteps:
     """Gathers the weights and sums the gradients once per optimizer step, not once per pass.
 
     Passes run on the gathered weights without FSDP2's hooks. Gradients of bfloat16 weights are
-    added to float32 sums, as in a model without shards.
+    added to float32 sums, as in an unsharded model.
     """
 
     def __init__(self, model: LanguageModel, world: World) -> None:
@@ -121,7 +121,7 @@ class GatheredSteps:
         self.parts = _sharded_parts(model.model)
         self.shards = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
         self.whole: dict[str, nn.Parameter] = {}
-        """The gathered weights by name. Empty before the first pass."""
+        """The gathered weights by name. The dictionary is empty before the first pass."""
         self.fused: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs of a fused weight and the tensor into which FSDP2 gathers the weight."""
         self.sums: dict[str, torch.Tensor] = {}
@@ -188,15 +188,15 @@ def _sharded_parts(root: Any) -> list[Any]:
 
 
 def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
-    """Return GatheredSteps if the weights stay gathered for a whole optimizer step, or None."""
+    """Return GatheredSteps if the weights stay gathered for a whole optimizer step, else None."""
     return GatheredSteps(model, world) if _stays_gathered(model) else None
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     """Return the device mesh.
 
-    Each set of `shard_ranks` ranks shards one copy of the model. If `shard_ranks` is 0 or exceeds
-    the number of ranks, all ranks shard a single copy.
+    One copy of the model is divided among `shard_ranks` ranks. If `shard_ranks` is 0 or exceeds the
+    number of ranks, there is a single copy, which is divided among all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -245,6 +245,6 @@ def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
 
 
 def _twin(root: Any, copied: Any, module: nn.Module) -> Any:
-    """Return the module of `copied` that has the same name as `module` has in `root`."""
+    """Return the module of `copied` that corresponds to `module`, a module of `root`."""
     name = next(name for name, each in root.named_modules() if each is module)
     return copied.get_submodule(name)

@@ -28,7 +28,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the run folder and prints output."""
+        """Whether this rank writes to the run folder and prints output."""
         return self.rank == 0
 
     def share(self, items: Sequence[_T]) -> list[_T]:
@@ -36,7 +36,7 @@ class World:
         return list(items)
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Gather the results of all ranks, in the order that the items had before `share`."""
+        """Gather the results of all ranks, in the order of the items given to `share`."""
         return list(done)
 
     def gather(self, item: _T) -> list[_T]:

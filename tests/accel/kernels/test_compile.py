@@ -75,6 +75,34 @@ print(json.dumps(found))
 """
 
 
+PACKED = """
+import json, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from covey.accel.kernels import packed_attention as module
+
+NUMBERS = ("tokens", "places", "query_stride", "query_head", "key_stride", "key_head",
+           "value_stride", "value_head")
+KINDS = dict.fromkeys(("norm", "inner"), "*fp32") | dict.fromkeys(("factor", "scale"), "fp32")
+KINDS |= dict.fromkeys(("query_starts", "key_starts"), "*i32") | dict.fromkeys(NUMBERS, "i32")
+found = {}
+for size in (16, 64, 128):
+    tiles = module.tiles_for(size, large=CAPABILITY == 90)
+    for name in ("forward", "query_grad", "key_grad"):
+        kernel, tile = getattr(module, "_" + name), getattr(tiles, name)
+        known = dict(heads=12, shared=6, size=size, queries=tile.queries, keys=tile.keys,
+                     precision="tf32")
+        known |= {"parts": 2} if name == "key_grad" else {}
+        signature = {n: "constexpr" if n in known else KINDS.get(n, "*bf16")
+                     for n in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=known)
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+        found[f"{name} {size}"] = made.metadata.shared
+print(json.dumps(found))
+"""
+
+
 def shared_memory(program: str) -> dict[str, int]:
     """Return the shared memory of each kernel that a program compiles."""
     compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -91,8 +119,16 @@ def shared_memory(program: str) -> dict[str, int]:
         (COMPILE.replace("CAPABILITY", "89"), 10, LEAST_SHARED_MEMORY),
         (COMPILE.replace("CAPABILITY", "90"), 10, HOPPER_SHARED_MEMORY),
         (GATED, 6, LEAST_SHARED_MEMORY),
+        (PACKED.replace("CAPABILITY", "89"), 9, LEAST_SHARED_MEMORY),
+        (PACKED.replace("CAPABILITY", "90"), 9, HOPPER_SHARED_MEMORY),
     ],
-    ids=["attention on small GPUs", "attention on Hopper", "SwiGLU"],
+    ids=[
+        "attention on small GPUs",
+        "attention on Hopper",
+        "SwiGLU",
+        "training attention on small GPUs",
+        "training attention on Hopper",
+    ],
 )
 def test_kernels_fit_in_shared_memory(program: str, kernels: int, limit: int) -> None:
     found = shared_memory(program)

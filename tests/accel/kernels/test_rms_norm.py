@@ -33,8 +33,8 @@ def test_norm_and_its_gradients_match_float64(
     delta = torch.randn(rows, size, device=device).to(dtype).requires_grad_()
     gain = torch.randn(size, device=device).to(dtype).requires_grad_()
     given = [hidden, delta, gain] if adds else [hidden, gain]
-    if adds:
-        total, normed = add_norm(hidden, delta, gain, 1e-5)
+    if adds or goes_on:
+        total, normed = add_norm(hidden, delta if adds else None, gain, 1e-5)
     else:
         total, normed = hidden, norm(hidden, gain, 1e-5)
     assert normed.dtype == dtype
@@ -52,6 +52,26 @@ def test_norm_and_its_gradients_match_float64(
     for one, other in zip(given, exact, strict=True):
         assert one.grad.dtype == one.dtype
         assert apart(one.grad, other.grad) < TOLERANCE[dtype]
+
+
+def test_the_gradient_of_the_gain_is_added_to_its_sink_without_rounding(
+    device: torch.device,
+) -> None:
+    from covey.accel.fused_parameters import GradHolder, attach_grad_sinks
+    from covey.accel.kernels.rms_norm import norm
+
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 40, device=device, requires_grad=True)
+    gain = torch.nn.Parameter(torch.randn(40, device=device).bfloat16())
+    holder = GradHolder(gain)
+    attach_grad_sinks([(gain, holder)])
+    pull = torch.randn(700, 40, device=device)
+    for _ in range(2):  # the first sum is written, the second is added
+        (norm(hidden, gain, 1e-5, dtype=torch.float32) * pull).sum().backward()
+    unit = torch.nn.functional.rms_norm(hidden.detach().double(), (40,), eps=1e-5)
+    assert gain.grad is None
+    assert holder.grad is not None
+    assert apart(holder.grad, 2 * (unit * pull).sum(0).cpu()) < 1e-6
 
 
 def test_the_sum_alone_passes_its_gradient_on(device: torch.device) -> None:

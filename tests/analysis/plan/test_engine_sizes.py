@@ -7,7 +7,14 @@ import torch
 
 from covey.accel import attention, attention_choice, static_buffers
 from covey.analysis.plan import engine_sizes as sizes
-from covey.engines.native import backend, llama_decoder, pages, prefill, shared_prompt_cache
+from covey.engines.native import (
+    backend,
+    llama_decoder,
+    pages,
+    prefill,
+    prefill_graph,
+    shared_prompt_cache,
+)
 from covey.models.micro_batches import balanced_parts
 from tests.analysis.plan.test_memory import equal_rows
 
@@ -16,6 +23,7 @@ def test_limits_are_those_of_their_modules() -> None:
     assert (attention.SHORT, attention_choice.LONG) == (sizes.SHORT, sizes.LONG)
     assert llama_decoder.FUSED_COPY_BYTES == sizes.FUSED_BYTES
     assert prefill.PREFILL_TOKENS == sizes.PREFILL_TOKENS
+    assert prefill_graph.MAX_FLOPS == sizes.PREFILL_FLOPS
     assert (backend.CAPACITY_STEP, backend.SPARE_BYTES) == (sizes.CAPACITY_STEP, sizes.SPARE_BYTES)
     assert shared_prompt_cache.PROMPT_STEP == sizes.PROMPT_STEP
     assert (pages.PAGE, pages.LEAST_PAGE) == (sizes.PAGE, sizes.LEAST_PAGE)

@@ -241,6 +241,22 @@ def test_the_float8_copies_are_those_of_the_decoder(embedded: LanguageModel) -> 
     assert bytes_of(cache, "KV cache") < bytes_of(plain, "KV cache")
 
 
+def test_a_prefill_graph_is_kept_if_the_pass_is_small() -> None:
+    shape = shape_of(config_of())
+    small, large = (
+        forecast(config_of("evaluate.every=0"), GPU, shape=replace(shape, layers=layers))
+        for layers in (2, 200_000)
+    )
+    part = part_of(small, "prefill graph")
+    tokens = int(part.why.split()[-3].replace(",", ""))
+    assert tokens % 256 == 0
+    # Per token: two float32 and four 16-bit streams, the queries, gate, up and their product.
+    per_token = (2 * 4 + 4 * 2) * 128 + (128 + 3 * 384) * 2
+    assert (part.bytes, part.phases) == (tokens * per_token, ALWAYS)
+    assert bytes_of(large, "prefill graph") == 0
+    assert bytes_of(forecast(config_of("model.dtype=float32"), GPU), "prefill graph") == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "weights", "phases"),
     [

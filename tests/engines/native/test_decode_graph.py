@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -172,9 +173,9 @@ def test_slots_are_refilled_without_synchronization() -> None:
     refill()
     with _no_synchronization():
         refill()
-    written, said = room.written([0, 1, 2, 3])
-    assert written[:, 0].tolist() == [0, 1, 2, 3]
-    assert said[:, 0].tolist() == [-4.0, -3.0, -2.0, -1.0]
+    found = room.written([0, 1, 2, 3], np.zeros(4, dtype=int), np.ones(4, dtype=int)).read()
+    assert [written.tolist() for written, _ in found] == [[0], [1], [2], [3]]
+    assert [said.tolist() for _, said in found] == [[-4.0], [-3.0], [-2.0], [-1.0]]
     assert cache.active.tolist() == [True, False, True, True, False, False]
     row, length = cache.rows[9]
     assert cache.prompt_length[:4].tolist() == [3, 3, 4, length]

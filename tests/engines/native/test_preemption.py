@@ -75,7 +75,8 @@ def test_paused_completions_continue_where_they_were() -> None:
     assert slots.count.tolist() == [2, 4, 2]
     assert cache.place.tolist() == [1, 3, 1]
     assert slots.last.tolist() == [7, 4, 6]
-    written, said = slots.written([2, 0, 1])
-    for row, mine, theirs in zip(tokens, written, said, strict=True):
-        assert mine[: len(row)].tolist() == row.tolist()
-        assert theirs[: len(row)].tolist() == (-row).tolist()
+    starts = np.array([0, 1, 1])
+    found = slots.written([2, 0, 1], starts, np.array([2, 2, 4])).read()
+    for row, start, (mine, theirs) in zip(tokens, starts, found, strict=True):
+        assert mine.tolist() == row[start:].tolist()
+        assert theirs.tolist() == (-row[start:]).tolist()

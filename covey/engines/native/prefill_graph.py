@@ -1,0 +1,136 @@
+"""CUDA graphs for prefill: one launch for the forward pass over several prompts.
+
+Python takes longer to launch the kernels of a small model's forward pass than the device takes to
+run them, and all slots wait for the pass. Prompts are padded to a bucket (accel/static_buffers.py).
+The first pass of a bucket runs eagerly, the second pass is captured, and later passes replay the
+graph. All of them run the same kernels on tensors of the same shapes, so results do not depend on
+which passes came before.
+
+Tensor shapes use N packed tokens of a bucket and n prompts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from covey.accel.packing import PackedTables, prompt_tables, to_device
+from covey.accel.static_buffers import Size, StaticBuffers
+from covey.models.logp import packed_hidden
+
+if TYPE_CHECKING:
+    from covey.engines.native.shared_prompt_cache import SharedPromptCache
+    from covey.models.language_model import LanguageModel
+
+MAX_BUCKETS = 16
+"""Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
+MAX_FLOPS = 1.2e13
+"""Arithmetic of the largest captured pass. A larger pass takes the device longer than Python takes
+to launch it, so a graph would save no time and only keep memory.
+"""
+
+
+class PrefillGraphs:
+    """The captured prefill passes of one cache, whose addresses are in the graphs."""
+
+    def __init__(self) -> None:
+        self.passes: dict[Size, _Pass] = {}
+        """The passes of all buckets, from least to most recently used."""
+        self.failed = False
+        """Whether a capture has failed, so that all passes run eagerly."""
+
+    def read(
+        self,
+        model: LanguageModel,
+        cache: SharedPromptCache,
+        prompts: Sequence[tuple[int, ...]],
+        rows: Sequence[int],
+    ) -> torch.Tensor:
+        """Prefill prompts into rows of the cache; return the first logits [n, V] after them."""
+        tables, longest = prompt_tables(prompts)
+        size = Size.of(tables, longest)
+        one = self.passes.pop(size, None) or _Pass(size, model.device)
+        self.passes[size] = one
+        if len(self.passes) > MAX_BUCKETS:
+            _wait(model.device)  # the graph of the dropped bucket may be running
+            del self.passes[next(iter(self.passes))]
+        one.fill(tables, rows)
+        if one.graph is None and one.last is not None and not self.failed:
+            self._capture(one, model, cache)
+        if one.graph is None:
+            one.last = one.forward(model, cache)
+        else:
+            one.graph.replay()
+        assert one.last is not None
+        return model.head.logits(one.last[: len(prompts)])
+
+    def _capture(self, one: _Pass, model: LanguageModel, cache: SharedPromptCache) -> None:
+        """Capture a pass, which has run before, without running it."""
+        if model.device.type != "cuda":
+            return
+        pool = next((p.graph.pool() for p in self.passes.values() if p.graph is not None), None)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                one.last = one.forward(model, cache)
+        except RuntimeError as error:
+            self.failed = True
+            line = str(error).strip().splitlines()[0][:200]
+            warnings.warn(f"prefill does not use CUDA graphs: {line}", stacklevel=2)
+        else:
+            one.graph = graph
+
+
+class _Pass:
+    """The forward pass over the buffers of one bucket."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.buffers = StaticBuffers(size, device, shared=False)
+        self.stored = torch.zeros(3, size.tokens, dtype=torch.long, device=device)
+        """[3, N]: packed tokens, and the row and position of the cache where each is stored."""
+        self.last: torch.Tensor | None = None
+        """The hidden state of each prompt's last token, from the newest pass."""
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def fill(self, tables: PackedTables, rows: Sequence[int]) -> None:
+        """Copy prompts, and the rows of the cache where they are stored, to the buffers."""
+        self.buffers.fill(tables)
+        stored = torch.zeros(self.stored.shape, dtype=torch.long)
+        count = len(tables.input_ids)
+        stored[0, :count] = torch.arange(count)
+        stored[1, :count] = torch.tensor(rows)[tables.begin.long()]
+        stored[2, :count] = tables.position_ids
+        # Instead of a padding token, the first token is stored again.
+        stored[1, count:] = rows[0]
+        self.stored.copy_(to_device([stored], self.stored.device)[0])
+
+    def forward(self, model: LanguageModel, cache: SharedPromptCache) -> torch.Tensor:
+        """Store keys and values in the cache; return the hidden state of each last token."""
+        layers = iter(zip(cache.prompt_keys, cache.prompt_values, strict=True))
+        tokens, rows, places = self.stored.unbind(0)
+
+        def store(new: tuple[torch.Tensor, torch.Tensor]) -> None:
+            for target, part in zip(next(layers), new, strict=True):
+                target[rows, :, places] = part.index_select(0, tokens)
+
+        packed = self.buffers.packed
+        hidden = packed_hidden(model, packed, store)
+        return hidden.index_select(0, packed.predictor)
+
+
+def fits_graph(model: LanguageModel, cache: SharedPromptCache, tokens: int) -> bool:
+    """Return whether a graph makes a pass over this many prompt tokens faster.
+
+    The scale of float8 keys depends on the first prompts, so it is not part of a graph.
+    """
+    layers: Any = model.backbone.layers
+    weights = sum(parameter.numel() for parameter in layers.parameters())
+    return not cache.float8 and 2 * weights * tokens <= MAX_FLOPS
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
