@@ -8,12 +8,9 @@ from covey.analysis.plan.activations import FLOAT
 from covey.analysis.plan.engine_sizes import LONG
 from covey.analysis.plan.forecast import Device
 from covey.analysis.plan.model_shape import Shape
-from covey.analysis.plan.task_facts import TaskFacts, usable_prompt
+from covey.analysis.plan.task_facts import ASSUMED_PROMPT, TaskFacts, usable_prompt
 from covey.config import Config
 from covey.objective import Objective
-
-ASSUMED_PROMPT = 256
-"""The assumed prompt length in tokens if the tokens of prompts cannot be counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
