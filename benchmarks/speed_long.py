@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ from speed_sampler import random_engine, tokens_in
 from speed_shapes import encoded_prompts, rollouts_of, step_bytes
 from speed_sizes import Sizes
 
-from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
+from covey.analysis.plan.engine_memory import engine_parts
+from covey.analysis.plan.forecast import Device
 from covey.analysis.plan.model_shape import measure
+from covey.analysis.plan.run_facts import RunFacts
+from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import load_config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.prefill import read_prompts
@@ -21,7 +25,7 @@ from covey.engines.native.slots import Slots
 from covey.engines.protocol import Sampling
 from covey.rng import Address, completion_uniforms
 from covey.rollout.episode import EncodedPrompt
-from covey.training.resolve import resolve
+from covey.training.resolve import objective_of, resolve
 
 STEPS = 8
 """Decode steps that are timed together."""
@@ -131,13 +135,18 @@ def forecast_bytes(engine: NativeEngine, sizes: Sizes) -> int:
                 f"rollout.group_size={sizes.group}",
                 f"rollout.max_tokens={sizes.long_tokens}",
                 f"engine.max_concurrent={sizes.long_completions}",
+                f"model.dtype={str(sizes.dtype).removeprefix('torch.')}",
                 "evaluate.every=0",
             ),
         )
     )
-    facts = EngineFacts(
-        shape=measure(engine.model.model), size=sizes.dtype.itemsize,
-        device=sizes.device.partition(":")[0], prompt=sizes.prompt, completion=sizes.long_tokens,
-    )  # fmt: skip
-    parts = engine_parts(facts, config, held_out=0)
+    kind: Literal["cpu", "cuda"] = "cuda" if sizes.device.startswith("cuda") else "cpu"
+    run = RunFacts(
+        config=config,
+        device=Device(kind=kind, memory=0, name=sizes.device),
+        shape=measure(engine.model.model),
+        facts=TaskFacts(longest_prompt=sizes.prompt),
+        objective=objective_of(config),
+    )
+    parts = engine_parts(run)
     return sum(p.nbytes for p in engine.model.model.parameters()) + sum(p.bytes for p in parts)

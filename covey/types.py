@@ -172,11 +172,6 @@ class Rollout:
         return Rollout(segments=(segment,), turns=(turn,), **fields)
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The identity of the rollout within its training step."""
-        return self.prompt_id, self.sample
-
-    @property
     def prompt_tokens(self) -> tuple[int, ...]:
         """The prompt tokens of the first segment."""
         return self.segments[0].prompt_tokens

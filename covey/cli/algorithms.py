@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from covey.cli.screen import Screen
-from covey.cli.startup import Trust
+from covey.cli.startup import AsJson, Trust
 from covey.config.algorithm_names import ALGORITHM_NAMES, ALGORITHM_TITLES, check_algorithm_name
 
 
@@ -24,7 +24,7 @@ def algorithms_command(
         ),
     ] = None,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List all algorithms, or describe one algorithm with its formula and options."""
     if name is not None and "." not in name and ":" not in name:

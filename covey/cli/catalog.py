@@ -13,10 +13,8 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from covey.cli.screen import Screen, cell
-from covey.cli.startup import Trust
+from covey.cli.startup import AsJson, Trust
 from covey.config.load import RECIPES, recipe_names
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def tasks_command(

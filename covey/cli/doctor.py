@@ -17,6 +17,7 @@ from covey.cli.run_verify import show_results
 from covey.cli.screen import Screen
 from covey.cli.startup import (
     STARTING,
+    AsJson,
     Model,
     Overrides,
     Trust,
@@ -60,7 +61,7 @@ def doctor_command(
             help="Time limit in seconds. Checks that would exceed the time limit are skipped.",
         ),
     ] = LIMIT,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a configuration on this machine, in at most two minutes.
 

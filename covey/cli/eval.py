@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.progress import Progress
 
 from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import Screen
-from covey.cli.startup import STARTING, Smoke, Trust, loaded, tell_edited, waiting
+from covey.cli.startup import STARTING, AsJson, Smoke, Trust, loaded, tell_edited, waiting
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError, RewardError
 from covey.models.model_path import check_model_path
@@ -23,9 +22,6 @@ from covey.training.passed_objects import check_evaluated
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
-    from covey.rollout.collect import Collector
-    from covey.scoring.baselines import Baselines
-    from covey.types import Prompt
 
 
 Target = Annotated[
@@ -89,7 +85,7 @@ def eval_command(
     out: Out = None,
     smoke: Smoke = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
@@ -142,9 +138,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
     with waiting(STARTING):
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
-        from covey.rollout.collect import Collector
         from covey.training.build import load_model
-        from covey.training.interaction import interaction_of
+        from covey.training.model_evaluation import evaluate_engine
         from covey.training.prompt_limit import fitting_prompts
         from covey.training.resolve import evaluation_config, held_out_of, resolve, task_of
         from covey.training.scorers import baselines_of, scorer_of
@@ -168,41 +163,15 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                     )
                 prompts = fitting
                 engine = NativeEngine(model)
-                interaction = interaction_of(config, model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
                     for note in (f"sampling: {engine.info.backend}", *notes):
                         progress.console.print(note)
                 completions = len(prompts) * (1 + config.evaluate.samples)
                 task = progress.add_task("completions", total=completions)
-                collector = Collector(
-                    engine=engine,
-                    model=model,
-                    scorer=scorer,
-                    progress=partial(progress.advance, task),
-                    interaction=interaction,
-                )
-                found.append(_evaluated(config, prompts, collector, known))
-            if interaction is not None:
-                interaction.host.close()
+                advance = partial(progress.advance, task)
+                found.append(evaluate_engine(config, engine, prompts, scorer, known, advance))
     return found
-
-
-def _evaluated(
-    config: Config, prompts: Sequence[Prompt], collector: Collector, known: Baselines
-) -> Evaluation:
-    from covey.evaluation.evaluate import evaluate
-    from covey.training.interaction import with_stops
-    from covey.training.resolve import sampling_of
-
-    return evaluate(
-        prompts,
-        collector,
-        sampling=with_stops(sampling_of(config), collector.interaction),
-        samples=config.evaluate.samples,
-        temperature=config.evaluate.temperature,
-        baselines=known,
-    )
 
 
 def _check_scored(model: str, evaluation: Evaluation) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from covey.cli.explain_output import show_replay, show_rollout, show_step, wide_console
-from covey.cli.startup import STARTING, Trust, tell_edited, waiting
+from covey.cli.startup import STARTING, AsJson, Trust, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.escape import finite
 from covey.run.folder import RunFolder
@@ -66,7 +66,7 @@ def explain_command(
     options: Options = None,
     exact: Exact = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain the gradient of a recorded training step by group, by rollout or by token.
 

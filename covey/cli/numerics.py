@@ -16,6 +16,7 @@ from covey.cli.explain_output import number_column, wide_console
 from covey.cli.screen import cell, echo
 from covey.cli.startup import (
     STARTING,
+    AsJson,
     Model,
     Overrides,
     Say,
@@ -70,7 +71,7 @@ def numerics_command(
     out: Out = None,
     smoke: Smoke = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how much the log-probs of engine and trainer differ, and why.
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from covey.cli.screen import Screen
 from covey.cli.startup import (
+    AsJson,
     Model,
     Overrides,
     Source,
@@ -79,7 +80,7 @@ def plan_command(
     trust: Trust = None,
     cluster: Cluster = False,
     measure_steps: MeasureSteps = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a run will do, how much time and memory it needs, and settings without effect.
 

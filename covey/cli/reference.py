@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +11,7 @@ import typer
 
 from covey.cli.screen import echo
 from covey.cli.startup import STARTING, waiting
+from covey.config.reference_kinds import read_token
 from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
 
@@ -87,7 +87,7 @@ def serve_command(
     connections: Connections = 256,
 ) -> None:
     """Serve a reference model to runs with reference.kind = "server", until Ctrl-C."""
-    token = _token(token_env)
+    token = read_token(token_env, f"--token-env {token_env}")
     if host not in LOOPBACK and not token:
         raise ConfigError(
             f"--host {host} accepts requests from other machines, so --token-env is needed to "
@@ -157,18 +157,6 @@ def _unusable(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(
         f"cannot listen on --host {host} --port {port}: {error.strerror or error}{advice}"
     )
-
-
-def _token(variable: str) -> str:
-    if not variable:
-        return ""
-    token = os.environ.get(variable, "")
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(
-            f"--token-env {variable}: the environment variable must contain a token of printable "
-            "ASCII characters"
-        )
-    return token
 
 
 def _need_extra() -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from covey.cli.catalog import described, show_options
 from covey.cli.screen import Screen, cell, echo
-from covey.cli.startup import STARTING, Trust, resolved, waiting
+from covey.cli.startup import STARTING, AsJson, Trust, resolved, waiting
 from covey.config import Config
 from covey.errors import RewardError
 
@@ -53,7 +53,6 @@ SetOption = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a setting, for example reward.name=math."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LabelledOption = Annotated[
     Path | None,
     typer.Option(
@@ -82,7 +81,7 @@ def list_command(
         ),
     ] = None,
     trust: Trust = None,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the rewards, or describe one reward with its options."""
     from covey.rewards.build import REWARDS, find_reward
@@ -122,7 +121,7 @@ def score_command(
         typer.Option(help="Write the score of every completion to this JSON Lines file."),
     ] = None,
     trust: Trust = None,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score a file of completions; print the mean reward, accuracy, reward parts and failures."""
     from covey.analysis.lab.cases import read_cases
@@ -195,7 +194,7 @@ def log_command(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="A folder that contains runs.")
     ] = Path("runs"),
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show each change of the reward from one run to the next, with its reason and effect.
 
@@ -226,7 +225,7 @@ def lab_command(
     labelled: LabelledOption = None,
     allowed: AllowedOption = 0.0,
     trust: Trust = None,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 

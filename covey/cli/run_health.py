@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from covey.cli.screen import Screen
+from covey.cli.startup import AsJson
 from covey.errors import RunError
 from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Finding, silence, timeline
@@ -20,7 +21,7 @@ UNHEALTHY = 1
 
 def check_command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check the health of a run: show each problem with its first step, its cause and a remedy.
 
@@ -31,7 +32,8 @@ def check_command(
     if not rows:
         raise RunError(f"{path} has no training steps yet")
     found = timeline(rows, settings_of(run))
-    silent = silence(rows, _seconds_since_last(run)) if run.in_use() else None
+    seconds = time.time() - (run.path / "steps.jsonl").stat().st_mtime
+    silent = silence(rows, seconds) if run.in_use() else None
     found += [silent] if silent else []
     last = rows[-1]["step"]
     if as_json:
@@ -54,7 +56,3 @@ def _show(found: list[Finding], last: int, path: Path) -> None:
         console.print(f"(over) {finding.line()}", style="dim")
     if not any(finding.problem for finding in now):
         console.print(f"{path}: nothing is wrong at step {last}")
-
-
-def _seconds_since_last(run: RunFolder) -> float:
-    return time.time() - (run.path / "steps.jsonl").stat().st_mtime

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from covey.cli.screen import Screen
-from covey.cli.startup import Trust, waiting
+from covey.cli.startup import AsJson, Trust, waiting
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def verify_command(
         ),
     ] = False,
     trust: Trust = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check that no step, prompt or rollout of a run is lost, repeated or changed.
 

@@ -16,7 +16,7 @@ from covey.cli.run_health import check_command
 from covey.cli.run_report import report_command
 from covey.cli.run_verify import verify_command
 from covey.cli.screen import UNLIMITED, Screen, cell
-from covey.cli.startup import tell_edited
+from covey.cli.startup import AsJson, tell_edited
 from covey.errors import RunError
 from covey.run.episodes import turn_lines
 from covey.run.estimate_text import estimate_text
@@ -72,7 +72,7 @@ def runs_command(
             min=1, help="Show the completions of this training step; FOLDER must be a run."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List runs, show the evaluations of a run, or show the completions of a training step."""
     console = Screen(soft_wrap=step is not None)

@@ -64,14 +64,11 @@ def as_list(table: Table) -> Text:
     for row in range(table.row_count):
         for place, (heading, cells) in enumerate(columns):
             name = f"{heading}: " if heading else ""
-            if str(cells[row]):
-                lines.append(Text(f"{'  ' if place else ''}{name}").append(_plain(cells[row])))
+            if str(value := cells[row]):
+                text = value if isinstance(value, Text) else Text(str(value))
+                lines.append(Text(f"{'  ' if place else ''}{name}").append(text))
     lines += [Text(f"{table.caption}", style="dim")] if table.caption else []
     return Text("\n").join(lines).append("\n")
-
-
-def _plain(value: object) -> Text:
-    return value if isinstance(value, Text) else Text(str(value))
 
 
 def cell(text: object) -> Text:

@@ -16,8 +16,8 @@ from rich.markup import escape
 from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.models.model_path import check_model_path
-from covey.run.folder import edited_settings
 from covey.run.reward_changes import read_change
+from covey.run.settings import edited_settings
 from covey.trust import trust
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ Trust = Annotated[
     ),
 ]
 """The option --trust; its callback runs before the command."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"

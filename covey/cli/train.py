@@ -107,9 +107,14 @@ def _run_name(label: str | None, config: Config) -> str:
 
 
 def _training(context: typer.Context, not_own: frozenset[str]) -> Training:
-    loop = partial(_loop, not_own)
     return Training(
-        command="train", build=_build, environment=_environment, loop=loop, arguments=context.obj
+        command="train",
+        build=_build,
+        environment=lambda parts: {
+            "reference": parts.reference.identity if parts.reference else None
+        },
+        loop=partial(_loop, not_own),
+        arguments=context.obj,
     )
 
 
@@ -117,10 +122,6 @@ def _build(config: Config, world: World) -> Parts:
     from covey.training.build import assemble
 
     return assemble(config, world=world)
-
-
-def _environment(parts: Parts) -> dict[str, Any]:
-    return {"reference": parts.reference.identity if parts.reference else None}
 
 
 def _loop(

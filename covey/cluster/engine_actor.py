@@ -139,12 +139,6 @@ class EngineActor:
         if self.thread is not None:
             self.thread.join()
 
-    def pid(self) -> int:
-        """The process id, for messages and tests."""
-        import os
-
-        return os.getpid()
-
     def _source(self) -> _Source:
         assert self.source is not None, "begin comes first"
         return self.source

@@ -39,10 +39,6 @@ def _schedule(value: Any) -> str | None:
     return {**known, "constant_with_warmup": "constant"}.get(str(value))
 
 
-def _dtype(value: Any) -> str | None:
-    return "bfloat16" if value else None
-
-
 def _trackers(value: Any) -> list[str]:
     names = [value] if isinstance(value, str) else list(value or ())
     return [name for name in names if name in TRACKERS]
@@ -69,7 +65,7 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "max_prompt_length": ("rollout.max_prompt_tokens", _count),
     "chat_template_kwargs": ("model.chat_options", _same),
     "gradient_checkpointing": ("model.gradient_checkpointing", bool),
-    "bf16": ("model.dtype", _dtype),
+    "bf16": ("model.dtype", lambda value: "bfloat16" if value else None),
     "full_determinism": ("model.deterministic", bool),
     "mask_truncated_completions": ("filter.mask_truncated", bool),
     "ref_model_mixup_alpha": ("reference.alpha", _number),

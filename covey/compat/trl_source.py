@@ -180,12 +180,11 @@ def loading(tree: ast.Module, trainer: ast.Call | None) -> list[str]:
         owner = func.value if isinstance(func, ast.Attribute) else func
         if name == "train" and (owner is trainer or ast.unparse(owner) in names):
             values = [*call.args[:1], *(value for key, value in given if key == RESUME)]
-            found += [_resumes(value) for value in values]
+            found += [
+                f"train: {RESUME} = {ast.unparse(value)}: covey.train(resume=FOLDER)"
+                for value in values
+            ]
     return found
-
-
-def _resumes(value: ast.expr) -> str:
-    return f"train: {RESUME} = {ast.unparse(value)}: covey.train(resume=FOLDER)"
 
 
 def attributes(tree: ast.Module, config: ast.Call, trainer: ast.Call | None) -> Iterator[Attribute]:

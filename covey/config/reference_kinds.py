@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -35,6 +36,20 @@ def check_reference(section: Section) -> None:
         raise ConfigError(
             "config: reference.kind = 'server' needs reference.url, such as http://127.0.0.1:8500"
         )
+
+
+def read_token(variable: str, where: str) -> str:
+    """Return the token of a reference server from an environment variable; "" without a variable.
+
+    `where` is the setting or the option that names the variable, for the error message.
+    """
+    token = os.environ.get(variable, "") if variable else ""
+    if variable and not (token and token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"{where}, but this environment variable does not contain a valid token of printable "
+            "ASCII characters"
+        )
+    return token
 
 
 SELF_TEACHER = ("alpha", "every", "context", "template")

@@ -12,10 +12,11 @@ from random import Random
 
 from covey.environments.environment import Start, Step
 from covey.environments.mutations import mutants
-from covey.environments.programs import Programs, shortened
+from covey.environments.programs import Programs
 from covey.environments.tools import ToolEnvironment, ToolError
 from covey.errors import ConfigError
 from covey.rewards.code import extract_program, parse_tests, passes
+from covey.rewards.text import shortened
 from covey.sandbox import Case, Outcome
 from covey.types import Message, Prompt
 

@@ -77,13 +77,6 @@ class Environment(Protocol):
         """
 
 
-class Rewarding(Protocol):
-    """An environment with its own reward, which `reward.name = "environment"` selects."""
-
-    def reward(self) -> float | Mapping[str, float] | None:
-        """Return the reward of the ended episode, or the reward parts, whose sum is the reward."""
-
-
 Factory = Callable[[], Any]
 """A function that makes the environment of one rollout.
 

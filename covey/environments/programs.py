@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from covey.errors import ConfigError
+from covey.rewards.text import shortened
 from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 
 CONCURRENT = 2
@@ -83,15 +84,3 @@ def _ending(outcome: Outcome) -> str:
         return endings[outcome.ended]
     silent = outcome.exit_code != 0 and not outcome.stderr
     return f"error: the program exited with code {outcome.exit_code}" if silent else ""
-
-
-def shortened(text: str, most: int) -> str:
-    """Return the beginning and the end of a text, with about `most` characters in total.
-
-    >>> shortened("0123456789", 4)
-    '01\\n[6 characters left out]\\n89'
-    """
-    if len(text) <= most:
-        return text
-    head, tail = text[: most // 2], text[len(text) - (most - most // 2) :]
-    return f"{head}\n[{len(text) - most} characters left out]\n{tail}"

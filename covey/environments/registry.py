@@ -37,24 +37,19 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """Name -> environment class; the keyword arguments of a class are its options."""
 
 
-def is_user_environment(name: str) -> bool:
-    """Return whether a name is the import path of a user's environment."""
-    return is_import_path(name)
-
-
-def find_environment(name: str, where: str = "environment.name") -> Callable[..., Any]:
+def find_environment(name: str) -> Callable[..., Any]:
     """Return the class or function of an environment: built-in, or by its path `module:Class`."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if is_import_path(name):
-        return as_environment(import_callable(name, where))
+        return as_environment(import_callable(name, "environment.name"))
     if name == PASSED:
         raise ConfigError(
-            f"config: {where} = {name!r} stands for an environment that only Python code can pass; "
-            "call covey.train(..., environment=...), with resume=RUN to resume a run"
+            f"config: environment.name = {name!r} stands for an environment that only Python code "
+            "can pass; call covey.train(..., environment=...), with resume=RUN to resume a run"
         )
     hint = nearest(name, ENVIRONMENTS)
-    raise ConfigError(f"config: {where} = {name!r} is not a known environment{hint}")
+    raise ConfigError(f"config: environment.name = {name!r} is not a known environment{hint}")
 
 
 def make_factory(name: str, options: Mapping[str, Any]) -> Factory:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from covey.environments.bm25 import Index, words
 from covey.environments.environment import Start, Step
-from covey.environments.programs import shortened
 from covey.environments.tools import ToolEnvironment, ToolError
 from covey.errors import ConfigError, DataError, nearest, reason
 from covey.rewards.citations import Citations
+from covey.rewards.text import shortened
 from covey.rewards.text_match import ExactText
 from covey.tasks import library
 from covey.types import Message, Prompt

@@ -72,8 +72,9 @@ class Verifiers:
         if messages is None:
             raise RuntimeError("the rollout ended before the first response")
         self._known = messages
+        names = ("name", "description", "parameters")
         tools = [
-            {"type": "function", "function": _plain(tool, ("name", "description", "parameters"))}
+            {"type": "function", "function": {name: getattr(tool, name) for name in names}}
             for tool in self._tools or ()
         ]
         return Start(messages=messages, tools=tools)
@@ -149,10 +150,6 @@ def _call(call: Mapping[str, Any]) -> dict[str, str]:
     if "error" in call:  # the arguments are not JSON; the package reports that
         return {"name": function["name"], "arguments": call["error"]}
     return {"name": function["name"], "arguments": json.dumps(function["arguments"])}
-
-
-def _plain(value: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in names}
 
 
 def _message(message: Any) -> Message:

@@ -49,7 +49,7 @@ class Evaluation:
     @property
     def graded(self) -> bool:
         """Whether rewards differ from the plain values 1 (success) and 0 (failure)."""
-        return is_graded(self.items)
+        return is_graded((item.greedy.reward, item.greedy.success) for item in self.items)
 
     def row(self) -> dict[str, Any]:
         """Return the evaluation as plain data for a line of eval.jsonl."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -110,10 +110,15 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
     }
 
 
-def is_graded(items: Sequence[Item]) -> bool:
-    """Return whether rewards differ from the plain values 1 (success) and 0 (failure)."""
-    scored = [item.greedy for item in items if item.greedy.reward is not None]
-    return any(one.reward != float(bool(one.success)) for one in scored)
+def is_graded(scored: Iterable[tuple[float | None, bool | None]]) -> bool:
+    """Return whether rewards differ from the plain values 1 (success) and 0 (failure).
+
+    `scored` are pairs of reward and success. A completion without a reward does not count.
+
+    >>> is_graded([(1.0, True), (None, None)]), is_graded([(0.5, True)])
+    (False, True)
+    """
+    return any(reward not in (None, float(bool(success))) for reward, success in scored)
 
 
 def check_category(prompts: Sequence[Prompt], key: str) -> None:

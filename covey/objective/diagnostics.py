@@ -83,10 +83,6 @@ class Meter:
             low, high = values.where(mask, torch.inf).amin(), values.where(mask, -torch.inf).amax()
             self._ranges.setdefault(name, []).append((low.double(), high.double()))
 
-    def read(self) -> dict[str, float]:
-        """Return the means of all observations, and the extremes as `name_min` and `name_max`."""
-        return self.measured().means()
-
     def measured(self) -> Measured:
         """Fetch the sums, counts and ranges of all observations."""
         numbers = self._fetched()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
-from covey.config.reference_kinds import check_reference, check_teacher
+from covey.config.reference_kinds import check_reference, check_teacher, read_token
 from covey.config.schema import Config
 from covey.config.schema import Reference as ReferenceSection
 from covey.config.teacher import Teacher
@@ -128,19 +127,7 @@ def make_teacher(
 def _address(section: ReferenceSection | Teacher, name: str) -> Address:
     return Address(
         url=section.url.rstrip("/"),
-        token=_token(section.token_env, name),
+        token=read_token(section.token_env, f"config: {name}.token_env = {section.token_env!r}"),
         timeout=section.timeout,
         patience=section.patience,
     )
-
-
-def _token(variable: str, section: str) -> str:
-    if not variable:
-        return ""
-    token = os.environ.get(variable, "")
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(
-            f"config: {section}.token_env = {variable!r}, but this environment variable does not "
-            "contain a valid token"
-        )
-    return token

@@ -15,11 +15,6 @@ from covey.tasks.reasoning_gym import entry_of
 Entry = Mapping[str, Any]
 
 
-def _names(entry: Entry) -> list[str]:
-    """Return all names in the expected answer: names of functions and of variables."""
-    return re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)
-
-
 def _as_data(answer: str, entry: Entry) -> str:
     return plain_data(answer)
 
@@ -29,7 +24,8 @@ def _as_sum(answer: str, entry: Entry) -> str:
 
 
 def _as_formula(answer: str, entry: Entry) -> str:
-    return plain_formula(answer, _names(entry))
+    names = re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)  # including its variables
+    return plain_formula(answer, names)
 
 
 EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {

@@ -57,14 +57,6 @@ def sentences(text: str) -> int:
     return len(ends) + bool(rest.strip())
 
 
-def _keywords(text: str, given: Mapping[str, Any]) -> bool:
-    return all(_has(text, word) for word in given["keywords"])
-
-
-def _has(text: str, word: str) -> bool:
-    return re.search(re.escape(str(word)), text, re.IGNORECASE) is not None
-
-
 def _keyword_frequency(text: str, given: Mapping[str, Any]) -> bool:
     found = re.findall(rf"\b{re.escape(str(given['keyword']))}\b", text, re.IGNORECASE)
     return counts(len(found), given.get("relation", "exactly"), given["frequency"])
@@ -82,18 +74,6 @@ def _letter_frequency(text: str, given: Mapping[str, Any]) -> bool:
     return counts(number, given.get("let_relation", "exactly"), given["let_frequency"])
 
 
-def _language(text: str, given: Mapping[str, Any]) -> bool:
-    return bool(language_of(text) == given["language"])
-
-
-def _sentences(text: str, given: Mapping[str, Any]) -> bool:
-    return counts(sentences(text), given["relation"], given["num_sentences"])
-
-
-def _words(text: str, given: Mapping[str, Any]) -> bool:
-    return counts(len(_WORDS.findall(text)), given["relation"], given["num_words"])
-
-
 def _paragraphs(text: str, given: Mapping[str, Any]) -> bool:
     parts = [part.strip() for part in _DIVIDER.split(text.strip())]
     return all(parts) and len(parts) == given["num_paragraphs"]
@@ -108,18 +88,10 @@ def _first_word(text: str, given: Mapping[str, Any]) -> bool:
     return first is not None and first.group().lower() == str(given["first_word"]).lower()
 
 
-def _placeholders(text: str, given: Mapping[str, Any]) -> bool:
-    return bool(len(re.findall(r"\[[^\[\]\n]+\]", text)) >= given["num_placeholders"])
-
-
 def _postscript(text: str, given: Mapping[str, Any]) -> bool:
     marker = str(given["postscript_marker"])
     after = re.search(rf"(?:^|\n)\s*{re.escape(marker)}\s*(\S.*)$", text, re.DOTALL | re.IGNORECASE)
     return after is not None
-
-
-def _bullets(text: str, given: Mapping[str, Any]) -> bool:
-    return bool(len(_BULLET.findall(text)) == given["num_bullets"])
 
 
 def _choice(text: str, given: Mapping[str, Any]) -> bool:
@@ -147,17 +119,9 @@ def _json(text: str, given: Mapping[str, Any]) -> bool:
     return True
 
 
-def _title(text: str, given: Mapping[str, Any]) -> bool:
-    return any(title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text))
-
-
 def _two_responses(text: str, given: Mapping[str, Any]) -> bool:
     parts = [part.strip() for part in text.split("******")]
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
-
-
-def _repeat(text: str, given: Mapping[str, Any]) -> bool:
-    return text.strip().lower().startswith(str(given["prompt_to_repeat"]).strip().lower())
 
 
 def _end(text: str, given: Mapping[str, Any]) -> bool:
@@ -175,45 +139,51 @@ def _capital_words(text: str, given: Mapping[str, Any]) -> bool:
     return counts(len(words), given["capital_relation"], given["capital_frequency"])
 
 
-def _upper(text: str, given: Mapping[str, Any]) -> bool:
-    return text.isupper() and language_of(text) in ("en", None)
-
-
-def _lower(text: str, given: Mapping[str, Any]) -> bool:
-    return text.islower() and language_of(text) in ("en", None)
-
-
-def _no_comma(text: str, given: Mapping[str, Any]) -> bool:
-    return "," not in text
-
-
 CHECKS: Mapping[str, Check] = MappingProxyType(
     {
-        "keywords:existence": _keywords,
+        "keywords:existence": lambda text, given: all(
+            re.search(re.escape(str(word)), text, re.IGNORECASE) for word in given["keywords"]
+        ),
         "keywords:frequency": _keyword_frequency,
         "keywords:forbidden_words": _forbidden,
         "keywords:letter_frequency": _letter_frequency,
-        "language:response_language": _language,
-        "length_constraints:number_sentences": _sentences,
+        "language:response_language": lambda text, given: language_of(text) == given["language"],
+        "length_constraints:number_sentences": lambda text, given: counts(
+            sentences(text), given["relation"], given["num_sentences"]
+        ),
         "length_constraints:number_paragraphs": _paragraphs,
-        "length_constraints:number_words": _words,
+        "length_constraints:number_words": lambda text, given: counts(
+            len(_WORDS.findall(text)), given["relation"], given["num_words"]
+        ),
         "length_constraints:nth_paragraph_first_word": _first_word,
-        "detectable_content:number_placeholders": _placeholders,
+        "detectable_content:number_placeholders": lambda text, given: (
+            len(re.findall(r"\[[^\[\]\n]+\]", text)) >= given["num_placeholders"]
+        ),
         "detectable_content:postscript": _postscript,
-        "detectable_format:number_bullet_lists": _bullets,
+        "detectable_format:number_bullet_lists": lambda text, given: (
+            len(_BULLET.findall(text)) == given["num_bullets"]
+        ),
         "detectable_format:constrained_response": _choice,
         "detectable_format:number_highlighted_sections": _highlights,
         "detectable_format:multiple_sections": _sections,
         "detectable_format:json_format": _json,
-        "detectable_format:title": _title,
+        "detectable_format:title": lambda text, given: any(
+            title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text)
+        ),
         "combination:two_responses": _two_responses,
-        "combination:repeat_prompt": _repeat,
+        "combination:repeat_prompt": lambda text, given: (
+            text.strip().lower().startswith(str(given["prompt_to_repeat"]).strip().lower())
+        ),
         "startend:end_checker": _end,
         "startend:quotation": _quotation,
         "change_case:capital_word_frequency": _capital_words,
-        "change_case:english_capital": _upper,
-        "change_case:english_lowercase": _lower,
-        "punctuation:no_comma": _no_comma,
+        "change_case:english_capital": lambda text, given: (
+            text.isupper() and language_of(text) in ("en", None)
+        ),
+        "change_case:english_lowercase": lambda text, given: (
+            text.islower() and language_of(text) in ("en", None)
+        ),
+        "punctuation:no_comma": lambda text, given: "," not in text,
     }
 )
 """The check of each instruction, by the name of the instruction in IFEval."""

@@ -28,7 +28,7 @@ from covey.rewards.chat_endpoint import (
 from covey.rewards.rate_limit import RateLimit
 from covey.rewards.reply_cache import ReplyCache
 from covey.rewards.score import Reward, Score
-from covey.rewards.text import after_thinking
+from covey.rewards.text import after_thinking, shortened
 from covey.types import Prompt
 
 CHARACTERS_PER_TOKEN = 4
@@ -267,7 +267,7 @@ class Judge(Reward):
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]
-        completion, appeals = defuse(self._shortened(text)), 0
+        completion, appeals = defuse(shortened(text, self.max_chars)), 0
         if self.strip_appeals:
             completion, appeals = remove_appeals(completion)
         sections = {"QUESTION": defuse(_conversation(prompt))}
@@ -279,13 +279,6 @@ class Judge(Reward):
             {"role": "system", "content": self._instructions(code)},
             {"role": "user", "content": f"{user}\n=== END {code} ==="},
         ], appeals
-
-    def _shortened(self, text: str) -> str:
-        if len(text) <= self.max_chars:
-            return text
-        half = self.max_chars // 2
-        left_out = len(text) - 2 * half
-        return f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"
 
     def _instructions(self, code: str) -> str:
         return (

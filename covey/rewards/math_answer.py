@@ -134,7 +134,10 @@ class MathAnswer(TargetReward):
         if {text[: 1 + (text[:1] == "\\")] for text in (answer, target)} in _SET_AND_OTHER:
             return False
         equal = same_numerically(answer, target)
-        if equal is None and all(map(_is_short, (answer, target))):
+        if equal is None and all(
+            formula.count(",") < MAX_PARTS and len(_SUM.findall(formula)) <= MAX_SUMS
+            for formula in (answer, target)
+        ):
             return same_symbolically(answer, target, self.unsafe)
         return bool(equal)
 
@@ -143,7 +146,3 @@ def _plain(formula: str) -> str:
     """Return a formula without unit and markup, and with LaTeX in place of Unicode signs."""
     text = exact_decimals(unicode_to_latex(normalise(formula)))
     return strip_markup(strip_unit(text))
-
-
-def _is_short(formula: str) -> bool:
-    return formula.count(",") < MAX_PARTS and len(_SUM.findall(formula)) <= MAX_SUMS

@@ -103,10 +103,6 @@ def _runs_code(match: re.Match[str]) -> bool:
 _BUILTIN = r"(?<![\w.$])(?:(?:builtins|__builtins__|window|globalThis)\.)?"
 
 
-def _always(match: re.Match[str]) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A pattern, its penalty, and the check of a match's context."""
@@ -119,7 +115,9 @@ class Rule:
     test: Test
 
 
-def _rule(penalty: float, literal: str, pattern: str, test: Test = _always, flags: int = 0) -> Rule:
+def _rule(
+    penalty: float, literal: str, pattern: str, test: Test = lambda match: True, flags: int = 0
+) -> Rule:
     return Rule(penalty, literal, re.compile(pattern, flags), test)
 
 

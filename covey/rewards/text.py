@@ -1,4 +1,4 @@
-"""Functions that find the tags, the thinking and the words in a completion.
+"""Functions that find the tags, the thinking and the words in a completion, or shorten it.
 
 Every function of this module takes time linear in the length of the text.
 """
@@ -104,3 +104,15 @@ def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
     if found is None or "".join(found[0]).strip() or not all(map(str.strip, found[1])):
         return None
     return found[1]
+
+
+def shortened(text: str, most: int) -> str:
+    """Return the beginning and the end of a text, with about `most` characters in total.
+
+    >>> shortened("0123456789", 4)
+    '01\\n[6 characters left out]\\n89'
+    """
+    if len(text) <= most:
+        return text
+    head, tail = text[: most // 2], text[len(text) - (most - most // 2) :]
+    return f"{head}\n[{len(text) - most} characters left out]\n{tail}"

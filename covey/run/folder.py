@@ -56,10 +56,6 @@ the old and new value of each changed setting.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
-MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. If more settings were edited, the note
-contains only the number of edited settings.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,40 +343,3 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
         return tomllib.loads(run.config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
-    """Return a note on the settings edited since the run was started; None if there are none.
-
-    Settings that were changed by a resume do not count as edited.
-
-    Runs of older versions do not record the settings at their start.
-    """
-    if environment.get("config") is None:
-        return None
-    try:
-        then = dict(flat_settings(tomllib.loads(environment["config"])))
-        now = dict(flat_settings(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
-        resumes = usable_lines(run.path / CHANGES, records.ANY_OBJECT, to_stderr)
-    except (OSError, ValueError, RecursionError):
-        return None  # loading the configuration reports the error
-    known = {key for resume in resumes for key in resume.get("settings", ())}
-    changed = [
-        f"{key} was {then.get(key, 'not set')} and is {now.get(key, 'not set')}"
-        for key in sorted((then.keys() | now.keys()) - known)
-        if then.get(key) != now.get(key)
-    ]
-    if not changed:
-        return None
-    more = f", and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
-    named = ", ".join(changed[:MOST_NAMED])
-    return f"{run.config_file} was edited since the run was started: {named}{more}"
-
-
-def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every setting under its dotted name, with its value as text."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flat_settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", repr(value)

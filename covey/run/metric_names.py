@@ -1,4 +1,4 @@
-"""Other names of metrics: in open-instruct, in TRL and in earlier versions of Covey."""
+"""Other names of metrics: in open-instruct and in earlier versions of Covey."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from covey.run.metric import Metric
-from covey.run.metrics import METRICS, metric
+from covey.run.metrics import METRICS
 
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -30,10 +29,6 @@ OPEN_INSTRUCT: Mapping[str, str] = MappingProxyType(
     {entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct}
 )
 """Metric name in open-instruct -> name in Covey, for metrics whose names differ."""
-TRL: Mapping[str, str] = MappingProxyType(
-    {entry.trl: name for name, entry in METRICS.items() if entry.trl}
-)
-"""Metric name in TRL -> name in Covey."""
 
 
 def current_name(name: str) -> str:
@@ -48,11 +43,6 @@ def current_name(name: str) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
-
-
-def find_metric(name: str) -> Metric | None:
-    """Return a metric's registry entry, by any of its names; None if there is no such metric."""
-    return metric(name) or metric(current_name(name)) or metric(TRL.get(name, ""))
 
 
 def with_open_instruct_names(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,6 +155,8 @@ ENVIRONMENT: Shape = TypeAdapter(_Environment)
 SAVED: Shape = TypeAdapter(_Saved)
 ANY_OBJECT: Shape = TypeAdapter(Row)
 
+TAIL = 64 * 1024
+"""The last row of a file is searched for in this many bytes at the end of the file."""
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
 """Field names of Covey 0.1 -> current names."""
@@ -269,6 +272,22 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
         more = f" ({len(bad)} lines in all)" if len(bad) > 1 else ""
         note(f"{bad[0]}; the line is left out{more}")
     return [line.row for line in lines if line.row is not None]
+
+
+def last_row(path: Path) -> Row:
+    """Return the last readable line that has a step; {} if the end of the file has none."""
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            lines = file.read().split(b"\n")
+    except RunError:
+        return {}
+    for line in reversed(lines):
+        try:
+            return _checked(line, SAVED)
+        except ValueError:
+            continue
+    return {}
 
 
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:

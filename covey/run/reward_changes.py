@@ -17,7 +17,8 @@ from typing import Any
 
 from covey.run.estimate_text import change_text, value_text
 from covey.run.files import write_text
-from covey.run.folder import RunFolder, flat_settings, list_runs, settings_of
+from covey.run.folder import RunFolder, list_runs, settings_of
+from covey.run.settings import changed_settings, setting_text
 
 FILE = "reward_change.json"
 MOST_PARTS = 6
@@ -61,11 +62,15 @@ def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardCh
     before = previous.environment(_ignore)["reward"]
     if before == mine["reward"]:
         return None
+    rewards = [_table(settings_of(each), "reward") for each in (previous, run)]
     change = RewardChange(
         previous_run=previous.path.name,
         before=before,
         after=mine["reward"],
-        settings=_differences(settings_of(previous), settings_of(run)),
+        settings={
+            name: (setting_text(old), setting_text(new))
+            for name, (old, new) in changed_settings(*rewards).items()
+        },
         reason=reason,
         expected_effect=expected_effect,
     )
@@ -94,15 +99,6 @@ def _previous(run: RunFolder, settings: Mapping[str, Any]) -> RunFolder | None:
     task = _table(settings, "task").get("name")
     same = (each for each in newest[::-1] if _table(settings_of(each), "task").get("name") == task)
     return next(same, None)
-
-
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    old, new = (dict(flat_settings(_table(each, "reward"))) for each in (before, after))
-    return {
-        name: (old.get(name, "not set"), new.get(name, "not set"))
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    }
 
 
 def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

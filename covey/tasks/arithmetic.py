@@ -93,20 +93,6 @@ def format_sum(sum: Sum, result: int) -> str:
     return f"{sum.left:02d}{sum.operator}{sum.right}={result:02d}"
 
 
-def parse_prompt(text: str) -> list[Sum]:
-    """Parse a prompt into its sums.
-
-    >>> [s.result for s in parse_prompt("47+8-6?")]
-    [55, 49]
-    """
-    sums: list[Sum] = []
-    left = int(text[:2])
-    for at in range(2, len(text) - 1, 2):
-        sums.append(Sum(left, text[at], int(text[at + 1])))
-        left = sums[-1].result
-    return sums
-
-
 def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
     """Return problem `index` of a split.
 

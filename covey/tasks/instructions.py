@@ -45,21 +45,24 @@ Made = tuple[str, dict[str, Any]]
 """The text of an instruction in the prompt, and the instruction's arguments."""
 
 
-def _relation(chance: Random, low: int, high: int) -> tuple[str, int]:
-    return chance.choice(["at least", "less than"]), chance.randint(low, high)
+def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable[[Random], Made]:
+    """Return a generator of instructions with a number, which is the argument `key`."""
+
+    def make(chance: Random) -> Made:
+        number = chance.randint(low, high)
+        return text.format(number), {**given, key: number}
+
+    return make
 
 
-def _words(chance: Random) -> Made:
-    relation, number = _relation(chance, 20, 120)
-    return f"Use {relation} {number} words.", {"relation": relation, "num_words": number}
+def _limited(low: int, high: int, unit: str) -> Callable[[Random], Made]:
+    """Return a generator of lower and upper limits on the number of words or sentences."""
 
+    def make(chance: Random) -> Made:
+        relation, number = chance.choice(["at least", "less than"]), chance.randint(low, high)
+        return f"Use {relation} {number} {unit}.", {"relation": relation, f"num_{unit}": number}
 
-def _sentences(chance: Random) -> Made:
-    relation, number = _relation(chance, 3, 8)
-    return (
-        f"Use {relation} {number} sentences.",
-        {"relation": relation, "num_sentences": number},
-    )
+    return make
 
 
 def _keywords(chance: Random) -> Made:
@@ -84,12 +87,6 @@ def _letters(chance: Random) -> Made:
     return text, {"letter": letter, "let_relation": "at least", "let_frequency": number}
 
 
-def _paragraphs(chance: Random) -> Made:
-    number = chance.randint(2, 4)
-    text = f"Write {number} paragraphs, separated by a line with ***"
-    return f"{text}.", {"num_paragraphs": number}
-
-
 def _first_word(chance: Random) -> Made:
     number, word = chance.randint(2, 3), chance.choice(WORDS)
     place = chance.randint(1, number)
@@ -100,44 +97,14 @@ def _first_word(chance: Random) -> Made:
     )
 
 
-def _placeholders(chance: Random) -> Made:
-    number = chance.randint(1, 3)
-    text = f"Use at least {number} placeholders in square brackets, such as [name]."
-    return text, {"num_placeholders": number}
-
-
 def _postscript(chance: Random) -> Made:
     marker = chance.choice(["P.S.", "P.P.S"])
     return f"End with a postscript that starts with {marker}", {"postscript_marker": marker}
 
 
-def _bullets(chance: Random) -> Made:
-    number = chance.randint(2, 5)
-    text = f"Use exactly {number} bullet points, each on a line that starts with *."
-    return text, {"num_bullets": number}
-
-
-def _highlights(chance: Random) -> Made:
-    number = chance.randint(1, 3)
-    text = f"Highlight at least {number} parts between asterisks, like *this*."
-    return text, {"num_highlights": number}
-
-
-def _sections(chance: Random) -> Made:
-    number = chance.randint(2, 3)
-    text = f"Write {number} sections, and begin each with SECTION and its number."
-    return text, {"section_spliter": "SECTION", "num_sections": number}
-
-
 def _ending(chance: Random) -> Made:
     phrase = chance.choice(ENDINGS)
     return f"End with exactly this phrase, and nothing after it: {phrase}", {"end_phrase": phrase}
-
-
-def _capitals(chance: Random) -> Made:
-    number = chance.randint(1, 4)
-    text = f"Write at least {number} words in capital letters only."
-    return text, {"capital_relation": "at least", "capital_frequency": number}
 
 
 def _plain(text: str) -> Callable[[Random], Made]:
@@ -146,21 +113,44 @@ def _plain(text: str) -> Callable[[Random], Made]:
 
 MAKERS: Mapping[str, Callable[[Random], Made]] = MappingProxyType(
     {
-        "length_constraints:number_words": _words,
-        "length_constraints:number_sentences": _sentences,
+        "length_constraints:number_words": _limited(20, 120, "words"),
+        "length_constraints:number_sentences": _limited(3, 8, "sentences"),
         "keywords:existence": _keywords,
         "keywords:frequency": _frequency,
         "keywords:forbidden_words": _forbidden,
         "keywords:letter_frequency": _letters,
-        "length_constraints:number_paragraphs": _paragraphs,
+        "length_constraints:number_paragraphs": _counted(
+            2, 4, "Write {} paragraphs, separated by a line with ***.", "num_paragraphs"
+        ),
         "length_constraints:nth_paragraph_first_word": _first_word,
-        "detectable_content:number_placeholders": _placeholders,
+        "detectable_content:number_placeholders": _counted(
+            1,
+            3,
+            "Use at least {} placeholders in square brackets, such as [name].",
+            "num_placeholders",
+        ),
         "detectable_content:postscript": _postscript,
-        "detectable_format:number_bullet_lists": _bullets,
-        "detectable_format:number_highlighted_sections": _highlights,
-        "detectable_format:multiple_sections": _sections,
+        "detectable_format:number_bullet_lists": _counted(
+            2, 5, "Use exactly {} bullet points, each on a line that starts with *.", "num_bullets"
+        ),
+        "detectable_format:number_highlighted_sections": _counted(
+            1, 3, "Highlight at least {} parts between asterisks, like *this*.", "num_highlights"
+        ),
+        "detectable_format:multiple_sections": _counted(
+            2,
+            3,
+            "Write {} sections, and begin each with SECTION and its number.",
+            "num_sections",
+            section_spliter="SECTION",
+        ),
         "startend:end_checker": _ending,
-        "change_case:capital_word_frequency": _capitals,
+        "change_case:capital_word_frequency": _counted(
+            1,
+            4,
+            "Write at least {} words in capital letters only.",
+            "capital_frequency",
+            capital_relation="at least",
+        ),
         "detectable_format:title": _plain("Give it a title in double angle brackets, <<title>>."),
         "detectable_format:json_format": _plain("Reply with one JSON value and nothing else."),
         "startend:quotation": _plain("Put the whole reply between double quotation marks."),

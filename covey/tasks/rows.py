@@ -124,7 +124,8 @@ class RowReader:
 
     def _prompt(self, row: Row, identity: str) -> Prompt:
         if self.template:
-            used, value = "template", self._filled(row)
+            used = "template"
+            value = _PLACEHOLDER.sub(lambda match: _replacement(match, row), self.template)
         else:
             used = _present(row, self.prompt, PROMPT_COLUMNS)
             value = row[used]
@@ -147,9 +148,6 @@ class RowReader:
         system = [{"role": "system", "content": self.system}] if self.system and not own else []
         content = with_instruction(last["content"], self.instruction)
         return (*system, *before, {"role": last["role"], "content": content})
-
-    def _filled(self, row: Row) -> str:
-        return _PLACEHOLDER.sub(lambda match: _replacement(match, row), self.template)
 
     def _info(self, row: Row, used: set[str]) -> dict[str, Any]:
         names = self.columns or {}

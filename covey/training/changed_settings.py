@@ -7,13 +7,14 @@ run length, learning rate, limits, evaluations and saving may change.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from covey.config import Config, load_config, to_toml
 from covey.errors import ConfigError
 from covey.run.files import append_line, write_text
 from covey.run.folder import CHANGES, RunFolder
+from covey.run.settings import changed_settings
 from covey.training.resolve import resolve
 
 OTHER_RUN = "start a new run from the checkpoint, with --model"
@@ -58,12 +59,7 @@ def resumed_config(
     if not overrides:
         return then, {}
     now = resolve(load_config(file, overrides), **options)
-    before, after = dict(_flat(then)), dict(_flat(now))
-    changed = {
-        key: (before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    }
+    changed = changed_settings(then.model_dump(), now.model_dump())
     for key in changed:
         why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
         if why is not None:
@@ -100,16 +96,3 @@ def changes_note(changed: Mapping[str, Change]) -> str:
     return "resumed with " + ", ".join(
         f"{key} = {new} (was {old})" for key, (old, new) in changed.items()
     )
-
-
-def _flat(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield each setting as a pair of dotted name and value."""
-
-    def inner(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in table.items():
-            if isinstance(value, dict) and value:
-                yield from inner(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    yield from inner(config.model_dump(), "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -85,7 +85,8 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
         if missing := [name for name in names if name not in rollout.parts]:
             raise ConfigError(
                 f"objective: the reward of completion {rollout.sample} of prompt "
-                f"{rollout.prompt_id} has no part {missing[0]!r}, only {_listed(rollout.parts)}; "
+                f"{rollout.prompt_id} has no part {missing[0]!r}, only "
+                f"{', '.join(rollout.parts) or 'none'}; "
                 "objective.parts may contain only parts that every completion has"
             )
     rows = [
@@ -93,10 +94,6 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
         for r in rollouts
     ]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rollouts), len(names))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,10 @@ from covey.training.scorers import baselines_of, scorer_of
 
 if TYPE_CHECKING:
     from covey.rewards import Reward
+    from covey.scoring import Scorer
+    from covey.scoring.baselines import Baselines
     from covey.tasks.task import Task
+    from covey.types import Prompt
 
 
 def evaluate_model(config: Config, task: Task | None, reward: Reward | None) -> Evaluation:
@@ -26,16 +30,34 @@ def evaluate_model(config: Config, task: Task | None, reward: Reward | None) -> 
     model = load_model(config)
     prompts, _ = fitting_prompts(config, model, prompts, "held-out")
     scored_by = config if reward else evaluation_config(config)
-    interaction = interaction_of(config, model)
-    hosted = closing(interaction.host) if interaction else nullcontext()
-    with hosted, closing(scorer_of(scored_by, reward)) as scorer:
+    with closing(scorer_of(scored_by, reward)) as scorer:
+        baselines = baselines_of(scored_by, scorer, prompts, reward)
+        return evaluate_engine(config, NativeEngine(model), prompts, scorer, baselines)
+
+
+def evaluate_engine(
+    config: Config,
+    engine: NativeEngine,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    baselines: Baselines,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Evaluation:
+    """Evaluate the model of an engine on prompts, in the environment of the configuration."""
+    interaction = interaction_of(config, engine.model)
+    collector = Collector(
+        engine=engine,
+        model=engine.model,
+        scorer=scorer,
+        progress=progress,
+        interaction=interaction,
+    )
+    with closing(interaction.host) if interaction else nullcontext():
         return evaluate(
             prompts,
-            Collector(
-                engine=NativeEngine(model), model=model, scorer=scorer, interaction=interaction
-            ),
+            collector,
             sampling=with_stops(sampling_of(config), interaction),
             samples=config.evaluate.samples,
             temperature=config.evaluate.temperature,
-            baselines=baselines_of(scored_by, scorer, prompts, reward),
+            baselines=baselines,
         )

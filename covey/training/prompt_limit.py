@@ -15,7 +15,7 @@ from covey.config import Config
 from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
 from covey.rng import prompt_indices
-from covey.types import Message, Prompt
+from covey.types import Prompt
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
@@ -111,7 +111,8 @@ def _too_long(
     renderer, long = model.renderer, dict[int, int]()
     around: dict[tuple[str, ...], int] = {}
     for index, prompt in prompts:
-        roles, size = tuple(m["role"] for m in prompt.messages), _bytes(prompt.messages)
+        roles = tuple(m["role"] for m in prompt.messages)
+        size = sum(len(m["content"].encode()) for m in prompt.messages)
         if roles in around and size + around[roles] <= limit:
             continue
         if roles not in around:
@@ -121,7 +122,3 @@ def _too_long(
         if tokens > limit:
             long[index] = tokens
     return long
-
-
-def _bytes(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"].encode()) for message in messages)

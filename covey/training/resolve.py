@@ -17,7 +17,7 @@ from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
 from covey.config.schema import Reward
 from covey.config.section import Named
-from covey.environments.registry import NONE, find_environment, is_user_environment
+from covey.environments.registry import NONE, find_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
 from covey.rewards import LENGTH_PENALTIES
@@ -56,7 +56,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         "task": is_user_task(config.task.name),
         "reward": is_import_path(config.reward.name),
         "objective": is_import_path(config.objective.name),
-        "environment": is_user_environment(config.environment.name),
+        "environment": is_import_path(config.environment.name),
     }
     options = {
         where: options_of(config)
@@ -283,10 +283,6 @@ def _objective_options(config: Config) -> dict[str, object]:
     return resolve_options(maker, section, "objective", _length_defaults(config))
 
 
-def _reward_options(config: Config) -> dict[str, object]:
-    return reward_options(config.reward)
-
-
 def _task_options(config: Config) -> dict[str, object]:
     section = config.task
     maker, preset = find_task(section.name)
@@ -310,7 +306,7 @@ def _environment_options(config: Config) -> dict[str, object]:
 _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
     {
         "length_penalty": _length_penalty_options,
-        "reward": _reward_options,
+        "reward": lambda config: reward_options(config.reward),
         "task": _task_options,
         "environment": _environment_options,
         "objective": _objective_options,

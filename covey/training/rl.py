@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.schema import Config, Save
+from covey.objective.masked import row_sum
 from covey.rollout.curriculum import PromptChoice
 from covey.rollout.in_flight import read_in_flight, write_in_flight
 from covey.rollout.metrics import rollout_metrics, selection_metrics
@@ -30,7 +31,6 @@ from covey.training.checkpoint import State
 from covey.training.float8 import lost_note
 from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
 from covey.training.preferences import PairSource
-from covey.training.report import mean_advantages
 from covey.training.step import training_step
 from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Batch, Group
@@ -210,7 +210,28 @@ def _rollout_rows(
 ) -> list[dict[str, Any]]:
     """Return one table row per rollout of a step. Replayed rollouts come last."""
     every = (*collected, *replayed)
-    return run.rollout_rows(every, mean_advantages(every, trained, batch), len(replayed))
+    return run.rollout_rows(every, _mean_advantages(every, trained, batch), len(replayed))
+
+
+def _mean_advantages(
+    collected: Sequence[Group], trained: Sequence[Group], batch: Batch | None
+) -> list[list[float | None]]:
+    """Return the mean advantage of every rollout, by group; None for rollouts not trained on.
+
+    `trained` are the groups in the batch. `batch.rollout` has the index of each row's rollout.
+    """
+    found: dict[int, float] = {}
+    if batch is not None:
+        assert batch.advantage is not None
+        assert batch.rollout is not None
+        rollouts = [rollout for group in trained for rollout in group.rollouts]
+        sums = row_sum(batch.advantage, batch.mask).squeeze(1)
+        tokens = batch.mask.sum(dim=1)
+        total = sums.new_zeros(len(rollouts)).index_add(0, batch.rollout, sums)
+        count = tokens.new_zeros(len(rollouts)).index_add(0, batch.rollout, tokens)
+        means = (total / count.clamp(min=1)).tolist()
+        found = {id(rollout): mean for rollout, mean in zip(rollouts, means, strict=True)}
+    return [[found.get(id(rollout)) for rollout in group.rollouts] for group in collected]
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:

@@ -13,13 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
 from covey.errors import RunError
 from covey.run.best import measured
 from covey.run.folder import RunFolder, settings_of
 from covey.run.metric_names import current_name
-from covey.run.records import ENVIRONMENT, open_file, read_object
+from covey.run.records import ENVIRONMENT, last_row, read_object
 
 DEPTH = 4
 """Maximum depth of subfolders in the search; it reaches comparisons/NAME/runs/ARM/seed-0."""
@@ -31,8 +29,6 @@ SIGNS = ("config.toml", "steps.jsonl", "environment.json")
 a name, even if the run is incomplete.
 """
 COMPARISON = "comparison.toml"
-TAIL = 64 * 1024
-"""The last step is searched for in this many bytes at the end of steps.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +71,16 @@ def _walk(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
     if depth == 0 or kind == "run":
         return
     try:
-        below = sorted(entry.path for entry in os.scandir(path) if _searched(entry))
+        # Symlinks may lead out of the folder or form cycles.
+        below = sorted(
+            entry.path
+            for entry in os.scandir(path)
+            if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+        )
     except OSError:
         return
     for each in below:
         yield from _walk(Path(each), depth - 1)
-
-
-def _searched(entry: os.DirEntry[str]) -> bool:
-    # Symlinks may lead out of the folder or form cycles.
-    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
 
 
 def overview(place: Place, now: float | None = None) -> dict[str, Any]:
@@ -136,32 +132,13 @@ def _comparison_of(place: Place) -> str | None:
     return f"{parts[-4]}/{parts[-2]}" if inside else None
 
 
-def last_step(path: Path) -> dict[str, Any]:
-    """Return the last readable step of steps.jsonl; {} if the end of the file has none."""
-    try:
-        with open_file(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
-            lines = file.read().split(b"\n")
-    except RunError:
-        return {}
-    for line in reversed(lines):
-        try:
-            row = from_json(line, allow_inf_nan=False)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            return {current_name(name): value for name, value in row.items()}
-    return {}
-
-
 @lru_cache(maxsize=MOST)
 def _last(path: Path, stamp: str) -> dict[str, Any]:
     """Return the fields of the last step that the list of runs shows.
 
     The file is read again only if it has changed.
     """
-    last = last_step(path)
+    last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
 
 

@@ -179,7 +179,7 @@ def rollout(site: Site, query: Query) -> dict[str, Any]:
     logp = row.get("sampler_logp", [])
     if len(logp) != len(tokens):
         logp, missing = [], [*missing, "log-probabilities of the sampler"]
-    explained = _explained(site, query)
+    explained = site.jobs.status(_explain_key(site, query))
     return {
         **_shown(line, row, most=4 * 2**20),
         "prompt": cut(row["prompt"]),
@@ -196,10 +196,6 @@ def rollout(site: Site, query: Query) -> dict[str, Any]:
 
 def _explain_key(site: Site, query: Query) -> tuple[str, ...]:
     return ("explain", site.place(query).id, str(int(query.get("step") or 0)))
-
-
-def _explained(site: Site, query: Query) -> dict[str, Any]:
-    return site.jobs.status(_explain_key(site, query))
 
 
 def start_explain(site: Site, query: Query) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, CoveyError, RunError
-from covey.run.folder import RunFolder, edited_settings, flat_settings
+from covey.run.folder import RunFolder
 from covey.run.metrics import METRICS
 from covey.run.rollout_index import RolloutIndexes
+from covey.run.settings import edited_settings, flat_settings
 from covey.ui.find_runs import (
     Place,
     evaluations_cached,
@@ -95,15 +96,14 @@ def list_all(site: Site, query: Query) -> dict[str, Any]:
         "roots": [str(root) for root in site.roots],
         "runs": runs,
         "comparisons": [
-            {"id": place.id, "runs": sum(_inside(each, place) for each in places)}
+            {
+                "id": place.id,
+                "runs": sum(e.kind == "run" and place.path in e.path.parents for e in places),
+            }
             for place in places
             if place.kind == "comparison"
         ],
     }
-
-
-def _inside(run: Place, comparison: Place) -> bool:
-    return run.kind == "run" and comparison.path in run.path.parents
 
 
 def metrics(site: Site, query: Query) -> dict[str, Any]:
@@ -141,15 +141,11 @@ def _curves(place: Place, site: Site, query: Query, until: float, samples: int) 
         "run": place.id,
         "names": sorted(table.names),
         "curves": {name: curve(pieces, name, points, axis=axis, between=between) for name in names},
-        "evaluations": [_evaluation(row) for row in evaluations],
+        "evaluations": [{n: row[n] for n in EVALUATION if n in row} for row in evaluations],
         "rows": sum(len(piece["step"]) for piece in pieces),
         "partial": not table.done,
         "notes": [*problems(place), *table.notes, *notes],
     }
-
-
-def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in EVALUATION if name in row}
 
 
 def details(site: Site, query: Query) -> dict[str, Any]:
@@ -162,7 +158,7 @@ def details(site: Site, query: Query) -> dict[str, Any]:
     return {
         "run": place.id,
         "path": str(place.path),
-        "settings": dict(flat_settings(settings_cached(run))),
+        "settings": {name: repr(value) for name, value in flat_settings(settings_cached(run))},
         "environment": {name: environment[name] for name in known if name in environment},
         "steps": [number for number, _ in run.numbered("rollouts", ".jsonl")],
         "checkpoints": [number for number, _ in run.checkpoints()],

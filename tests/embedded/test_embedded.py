@@ -21,7 +21,7 @@ from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
-from covey.tasks.arithmetic import parse_prompt
+from tests.tasks.sums import parse_prompt
 
 TASK = Arithmetic(min_operations=2, max_operations=3)
 

@@ -102,12 +102,13 @@ def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
     rows = {}
     for rollout in rollouts_of(groups):
         for place in range(len(rollout.segments)):
-            rows[rollout.key, place] = len(rows)
+            rows[rollout.prompt_id, rollout.sample, place] = len(rows)
     assert len(batch) == len(rows)
     for rollout in rollouts_of(groups):
         mine = [turn for turn in rollout.turns if turn.role == "assistant"]
         for number, turn in enumerate(mine):
-            row, cells = rows[rollout.key, turn.segment], slice(turn.start, turn.stop)
+            row = rows[rollout.prompt_id, rollout.sample, turn.segment]
+            cells = slice(turn.start, turn.stop)
             assert set(batch.turn[row, cells].tolist()) == {number}
             assert set(batch.turn_reward[row, cells].tolist()) == {turn.reward or 0.0}
             assert len(set(batch.state[row, cells].tolist())) == 1

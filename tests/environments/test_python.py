@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from covey.environments import call
-from covey.environments.programs import shortened
 from covey.errors import ConfigError
+from covey.rewards.text import shortened
 from covey.types import Prompt
 from tests.environments.scripted import Hand, rollouts, trained_text
 

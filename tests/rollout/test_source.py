@@ -103,7 +103,7 @@ def test_dynamic_sampling_fills_the_step_with_prompts_it_has_not_used() -> None:
     assert found.rounds > 1
     ids = [g.prompt.id for g in found.collected.groups]
     assert len(ids) == len(set(ids))
-    keys = [rollout.key for rollout in found.collected.rollouts]
+    keys = [(rollout.prompt_id, rollout.sample) for rollout in found.collected.rollouts]
     assert len(keys) == len(set(keys))
     assert groups_of(parts).selected == found.selected
     other = groups_of(parts, step=2)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from covey.cli.main import run as covey
-from covey.run.metric_names import OPEN_INSTRUCT, TRL, current_name, find_metric
-from covey.run.metrics import METRICS
+from covey.run.metric_names import OPEN_INSTRUCT, current_name
+from covey.run.metrics import METRICS, metric
 
 OPEN_INSTRUCT_PAGE = (
     "episode", "lr", "epoch", "objective/kl", "objective/scores", "objective/rlhf_reward",
@@ -48,7 +48,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def test_the_page_has_28_names_and_each_is_a_metric() -> None:
     assert len(set(OPEN_INSTRUCT_PAGE)) == 28
-    assert [name for name in OPEN_INSTRUCT_PAGE if find_metric(name) is None] == []
+    assert [name for name in OPEN_INSTRUCT_PAGE if metric(current_name(name)) is None] == []
 
 
 def test_a_step_is_logged_under_every_name_of_the_page(run: Path) -> None:
@@ -115,7 +115,5 @@ def test_every_alias_belongs_to_one_metric_and_is_no_other_metric() -> None:
     ]
     assert len(others) == len(set(others))
     assert set(OPEN_INSTRUCT) & set(METRICS) == set()
-    assert find_metric("frac_reward_zero_std") == METRICS["rollout/zero_variance_groups"]
-    assert find_metric("nothing") is None
+    assert METRICS["rollout/zero_variance_groups"].trl == "frac_reward_zero_std"
     assert {current_name(name) for name in OPEN_INSTRUCT} <= set(METRICS)
-    assert set(TRL.values()) <= set(METRICS)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from covey.errors import ConfigError
 from covey.tasks import TASKS, Arithmetic
-from covey.tasks.arithmetic import DIGITS, Sum, chain, parse_prompt, problem, prompt_text
+from covey.tasks.arithmetic import DIGITS, Sum, chain, problem, prompt_text
 from covey.tasks.task import Generated
 from covey.types import Prompt
+from tests.tasks.sums import parse_prompt
 
 ALL_SUMS = [
     s
@@ -126,6 +127,10 @@ def test_parse_prompt_inverts_prompt_text(seed: int, operations: int, held_out: 
     sums = chain(random.Random(seed), operations, held_out)
     assert len(sums) == operations
     assert parse_prompt(prompt_text(sums)) == sums
+
+
+def test_each_sum_of_a_prompt_starts_from_the_previous_result() -> None:
+    assert [s.result for s in parse_prompt("47+8-6?")] == [55, 49]
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])

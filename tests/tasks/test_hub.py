@@ -141,7 +141,7 @@ def test_too_few_rows_for_the_share_are_an_error(tmp_path: Path) -> None:
 def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.docx"
     path.write_text("x")
-    with pytest.raises(DataError, match=r"ends in \.csv, \.parquet, \.json, \.jsonl$"):
+    with pytest.raises(DataError, match=r"must end in one of \.csv, \.parquet, \.json, \.jsonl$"):
         Hub(path=str(path)).train()
 
 

@@ -167,7 +167,7 @@ def test_meter_pools_sums_and_counts() -> None:
     meter.extremes("y", torch.tensor([[1.5, 2.0, -9.0]]), mask)
     meter.extremes("unseen", torch.tensor([[1.0, 2.0, 9.0]]), torch.zeros_like(mask))
     meter.add("nothing", 0.0, 0.0)
-    assert meter.read() == {"x": 4.0, "y_min": 1.0, "y_max": 2.0}
+    assert meter.measured().means() == {"x": 4.0, "y_min": 1.0, "y_max": 2.0}
 
 
 def test_a_gradient_that_is_not_finite_is_counted_and_spoils_no_other_metric() -> None:

@@ -14,6 +14,7 @@ from covey.analysis.compare.comparison import Comparison, Metric, Point, RunResu
 from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
+from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
 """Fractions of the gain in accuracy: 0 is the starting accuracy, and 1 is the highest accuracy that
@@ -183,9 +184,14 @@ def _values(run: RunResult) -> list[float]:
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
     """Return the mean reward and the mean of each reward part, over prompts scored in every run."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
-    rows = [row for pair in ends for point in pair for row in point.rewards.values()]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if not any(_is_graded(point) for pair in ends for point in pair):
+    scored = [
+        (row, point.correct[prompt])
+        for pair in ends
+        for point in pair
+        for prompt, row in point.rewards.items()
+    ]
+    names = list(dict.fromkeys(name for row, _ in scored for name in row))
+    if not is_graded((row["reward"], success) for row, success in scored):
         return {}
     found = {}
     for name in names:
@@ -205,11 +211,6 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
                 improvement=statistics.mean_reward(last - first),
             )
     return found
-
-
-def _is_graded(point: Point) -> bool:
-    """Return whether rewards differ from the plain values 1 (success) and 0 (failure)."""
-    return any(row["reward"] != float(point.correct[name]) for name, row in point.rewards.items())
 
 
 def _above_constant(comparison: Comparison, last: Array, by: Metric) -> float | None:

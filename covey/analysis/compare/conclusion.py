@@ -11,6 +11,7 @@ from covey.analysis.compare.pair_results import PairResult, pair_results
 from covey.analysis.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS
 from covey.errors import RunError
 from covey.evaluation.intervals import Estimate
+from covey.run.estimate_text import value_text
 
 UNITS: Mapping[Metric, str] = {"success": "points", "reward": "in mean reward"}
 TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sign test"}
@@ -284,8 +285,8 @@ def _cautions(
         )
     found += [_at_constant(arm) for arm in arms if _is_at_constant(arm)]
     found += [
-        f"{arm.arm} seed {one.seed} collapsed ({one.kind}): from {level(one.before, arm.by)} to "
-        f"{level(one.final, arm.by)}."
+        f"{arm.arm} seed {one.seed} collapsed ({one.kind}): "
+        f"from {value_text(arm.by, one.before)} to {value_text(arm.by, one.final)}."
         for arm in arms
         for one in arm.collapsed
     ]
@@ -316,15 +317,6 @@ def points(share: float, by: Metric = "success") -> str:
     """
     text = f"{100 * share:+.1f}" if by == "success" else f"{share:+.3f}"
     return text[1:] if float(text) == 0 else text
-
-
-def level(value: float, by: Metric = "success") -> str:
-    """Format an accuracy in percent, or a mean reward.
-
-    >>> level(0.125), level(0.125, "reward")
-    ('12.5%', '0.125')
-    """
-    return f"{value:.1%}" if by == "success" else f"{value:.3f}"
 
 
 def _change(value: float, by: Metric) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -17,8 +14,8 @@ from covey.analysis.compare.comparison_folder import read_outcome
 from covey.analysis.compare.launch import Job, Running, Status
 from covey.escape import printable
 from covey.run.estimate_text import value_text
+from covey.run.records import last_row
 
-TAIL_BYTES = 16_384
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
 """Seconds between updates of the table in a terminal, and between lines in a log."""
@@ -27,8 +24,8 @@ STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yello
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
     """Return the used budget, the step, and the newest accuracy and mean reward, as text."""
-    step = _last_row(job.path / "steps.jsonl")
-    evaluation = _last_row(job.path / "eval.jsonl")
+    step = last_row(job.path / "steps.jsonl")
+    evaluation = last_row(job.path / "eval.jsonl")
     spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
     found = [
         f"{label} {value_text(name, evaluation[name]['value'])}"
@@ -36,23 +33,6 @@ def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
         if name in evaluation
     ]
     return f"{spent:.0%}", str(step.get("step", 0)), ", ".join(found) or "not evaluated"
-
-
-def _last_row(file: Path) -> dict[str, Any]:
-    """Return the last complete line of a JSON-lines file; empty if there is no complete line."""
-    try:
-        with file.open("rb") as data:
-            data.seek(max(0, file.stat().st_size - TAIL_BYTES))
-            lines = data.read().split(b"\n")
-    except OSError:
-        return {}
-    for line in reversed(lines[:-1]):  # the part after the last newline is incomplete
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            return {}  # damaged, or longer than TAIL_BYTES
-        return row if isinstance(row, dict) else {}
-    return {}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -53,9 +53,12 @@ def prompt_agreement(comparison: Comparison) -> Agreement | None:
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None
-    first = next(iter(runs.values()))[0].points[-1].correct
-    prompts = [SolvedPrompt(id=name, solved=_solved(runs, name)) for name in first]
-    solvers = [_solvers(prompt, runs) for prompt in prompts]
+    correct = {arm: [run.points[-1].correct for run in mine] for arm, mine in runs.items()}
+    prompts = [
+        SolvedPrompt(id=name, solved={arm: sum(c[name] for c in correct[arm]) for arm in runs})
+        for name in next(iter(correct.values()))[0]
+    ]
+    solvers = [{arm for arm, n in p.solved.items() if 2 * n > len(runs[arm])} for p in prompts]
     alone = [next(iter(arms)) for arms in solvers if len(arms) == 1 < len(runs)]
     by_all = sum(len(arms) == len(runs) for arms in solvers)
     by_none = sum(not arms for arms in solvers)
@@ -77,14 +80,6 @@ def prompt_agreement(comparison: Comparison) -> Agreement | None:
         ),
         most_different=_most_different(prompts, runs),
     )
-
-
-def _solved(runs: Runs, prompt: str) -> dict[str, int]:
-    return {arm: sum(run.points[-1].correct[prompt] for run in mine) for arm, mine in runs.items()}
-
-
-def _solvers(prompt: SolvedPrompt, runs: Runs) -> set[str]:
-    return {arm for arm, count in prompt.solved.items() if 2 * count > len(runs[arm])}
 
 
 def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:

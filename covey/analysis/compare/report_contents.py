@@ -96,20 +96,17 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
                 items = RunFolder(folder / run.folder).items(run.points[-1].step, note=_ignore)
                 rows[arm.name] = {row["prompt_id"]: row for row in items}
     rows = {arm: items for arm, items in rows.items() if items}
+    by_reward = any(point.by == "reward" for run in comparison.runs for point in run.points)
     return ReportContents(
         comparison=comparison,
         conclusion=conclude(comparison),
         curves=tuple(learning_curve(comparison, arm.name) for arm in comparison.arms),
-        agreement=None if _graded(comparison) else prompt_agreement(comparison),
+        agreement=None if by_reward else prompt_agreement(comparison),
         texts={i: (r["prompt"], r["target"]) for a in rows.values() for i, r in a.items()},
         example_seed=seed if rows else None,
         examples=choose_examples(rows),
         health=_health(folder, comparison),
     )
-
-
-def _graded(comparison: Comparison) -> bool:
-    return any(point.by == "reward" for run in comparison.runs for point in run.points)
 
 
 def _common_seed(comparison: Comparison) -> int | None:

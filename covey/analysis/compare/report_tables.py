@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from covey.analysis.compare.arm_results import ArmResult, TimeToAccuracy
 from covey.analysis.compare.comparison import Comparison, Metric, RunResult
-from covey.analysis.compare.conclusion import Conclusion, level, points
+from covey.analysis.compare.conclusion import Conclusion, points
 from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.prompt_agreement import Agreement
 from covey.analysis.compare.report_contents import Trend
 from covey.analysis.page.text_table import TextTable
 from covey.evaluation.intervals import Estimate
+from covey.run.estimate_text import value_text
 
 EMPTY = "-"
 NO_OPTION = "(no such option)"
@@ -92,8 +93,8 @@ def reward_table(found: Conclusion) -> TextTable:
             [
                 arm.arm,
                 name.removeprefix("parts/"),
-                level(reward.initial.value, "reward"),
-                level(reward.final.value, "reward"),
+                value_text("reward", reward.initial.value),
+                value_text("reward", reward.final.value),
                 points(reward.improvement.value, "reward"),
                 EMPTY if arm.seeds == 2 else _interval(reward.improvement, "reward"),
             ]
@@ -127,8 +128,8 @@ def _final_interval(arm: ArmResult) -> str:
     if arm.final is None:
         return EMPTY
     if arm.seeds == 2:
-        return f"by seed: {', '.join(level(each, arm.by) for each in arm.finals)}"
-    return f"[{level(arm.final.low, arm.by)}, {level(arm.final.high, arm.by)}]"
+        return f"by seed: {', '.join(value_text(arm.by, each) for each in arm.finals)}"
+    return f"[{value_text(arm.by, arm.final.low)}, {value_text(arm.by, arm.final.high)}]"
 
 
 def speed_table(found: Conclusion) -> TextTable:
@@ -335,9 +336,9 @@ def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
         rows=[
             [
                 *(f"{curve.x[axis][at]:,.0f}" for axis in AXES),
-                *(level(values[at], by) for values in (curve.mean, curve.low, curve.high)),
+                *(value_text(by, values[at]) for values in (curve.mean, curve.low, curve.high)),
                 *(
-                    EMPTY if (v := seed[at]) is None else level(v, by)
+                    EMPTY if (v := seed[at]) is None else value_text(by, v)
                     for seed in curve.seeds.values()
                 ),
             ]
@@ -374,4 +375,4 @@ def _interval(estimate: Estimate, by: Metric) -> str:
 
 def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
     """Return an arm's accuracy, or its mean reward, as text."""
-    return EMPTY if estimate is None else level(estimate.value, arm.by)
+    return EMPTY if estimate is None else value_text(arm.by, estimate.value)

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from covey.engines.protocol import (
     Completion,
@@ -95,8 +94,8 @@ class SharedEngine:
         prompts = {request.prompt: (request.address.prompt, request.tokens) for request in requests}
         name = "evaluation" if step == EVALUATION_STEP else f"step-{step}"
         tail = "" if greedy else f"-seed-{seed}"
-        decisive = [self.start, list(prompts.values()), step, settings]
-        return f"{name}{tail}-{_digest(decisive)[:16]}"
+        decisive = json.dumps([self.start, list(prompts.values()), step, settings], sort_keys=True)
+        return f"{name}{tail}-{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
 
 @dataclass(slots=True)
@@ -118,10 +117,6 @@ class _Recorder:
     def done(self, completions: Sequence[Completion]) -> None:
         self.completions += completions
         self.source.done(completions)
-
-
-def _digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager

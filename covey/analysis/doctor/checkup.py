@@ -27,8 +27,7 @@ from covey.models.gguf import find_gguf, import_gguf
 from covey.rollout.source import SynchronousSource
 from covey.run.provenance import describe_environment
 from covey.run.trackers import Tracker
-from covey.training.build import Parts, assemble
-from covey.types import Group
+from covey.training.build import assemble
 
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
@@ -109,17 +108,14 @@ def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
     with closing(parts):
         clock.say("generating completions")
         with clock.pace.measures("rollout"):
-            groups = _groups(parts)
+            collected = SynchronousSource(parts, Tracker()).groups(1, share=0.0).collected
+            groups = list(collected.groups)
         try:
             yield from results_of("engine", lambda: engine_checks(parts, groups, clock))
             yield from results_of("gradient", lambda: gradient_checks(parts, groups, clock))
             yield from results_of(ARRIVES, lambda: weights_check(parts, groups, clock))
         finally:
             parts.engine.close()
-
-
-def _groups(parts: Parts) -> list[Group]:
-    return list(SynchronousSource(parts, Tracker()).groups(1, share=0.0).collected.groups)
 
 
 def _versions(config: Config) -> Result:

@@ -58,8 +58,12 @@ def gradient_checks(
     invented = [_invented(group) for group in groups]
     batch = _filled(learner, invented)
     with clock.pace.measures("update"):
-        alone = _copied(_gradient([_with_tokens(learner, 1)], batch))
-    plain, halves = _unpacked(learner), _with_tokens(learner, _half(batch))
+        alone = _gradient([_with_tokens(learner, 1)], batch)
+    # The next gradient is computed into the same tensors.
+    alone = {name: each.detach().clone() for name, each in alone.items()}
+    # Half of the padded batch makes at least two micro-batches.
+    half = max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
+    plain, halves = _unpacked(learner), _with_tokens(learner, half)
     ranks = [replace(halves, world=_OfTwo(rank)) for rank in (0, 1)]
     ways: dict[str, Callable[[], Gradient | None]] = {
         "micro-batches": lambda: _gradient([halves], batch),
@@ -123,20 +127,11 @@ def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
     return {name: found for name, found in optimizer.gradients().items() if found is not None}
 
 
-def _copied(gradient: Gradient) -> Gradient:
-    return {name: each.detach().clone() for name, each in gradient.items()}
-
-
 def _distance(one: Gradient, other: Gradient) -> float:
     """Return the norm of the difference of two gradients; a missing gradient counts as zero."""
     names = {*one, *other}
     away = (one.get(name, _ZERO) - other.get(name, _ZERO) for name in names)
     return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in away))
-
-
-def _half(batch: Batch) -> int:
-    """Return a `micro_batch_tokens` that splits the batch into at least two micro-batches."""
-    return max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
 
 
 def _with_tokens(learner: Learner, tokens: int) -> Learner:

@@ -20,9 +20,10 @@ def model_without_use(setup: Setup) -> Iterator[Said]:
     for section, need, names in _MODELS:
         given = changed(getattr(setup.config, section))
         if given and need not in setup.objective.needs:
+            has = "has" if len(given) == 1 else "have"
             yield Said(
                 (*given, "objective.name"),
-                title=f"{', '.join(given.values())} {_have(given)} no effect",
+                title=f"{', '.join(given.values())} {has} no effect",
                 why=f"{setup.config.objective.name} has no {section}.",
                 remedy=f"remove the section [{section}], or set objective.name = {names}",
             )
@@ -77,7 +78,3 @@ def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
             remedy="nothing, if this is intended; reference.kind = 'frozen' keeps the policy near "
             "its initial weights",
         )
-
-
-def _have(given: dict[str, str]) -> str:
-    return "has" if len(given) == 1 else "have"

@@ -21,9 +21,12 @@ from covey.analysis.plan.engine_sizes import (
 )
 from covey.analysis.plan.forecast import ALWAYS, Part
 from covey.analysis.plan.model_shape import Shape
+from covey.analysis.plan.run_facts import RunFacts
 from covey.config import Config
 from covey.training.resolve import sampling_of
 
+ASSUMED_HELD_OUT = 256
+"""The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
 """The number of tensors as large as the logits while a token is sampled. The three numbers are for
 sampling from the full distribution, for sampling from a truncated (sorted) distribution, and for
@@ -66,56 +69,31 @@ class Call:
         return min(self.prompts, -(-completions // self.group_size))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """The facts that determine the engine's memory."""
-
-    shape: Shape
-    size: int
-    """Bytes per number in the model's computations."""
-    device: str
-    prompt: int
-    """Tokens of the longest prompt."""
-    completion: int
-    """Tokens of the longest completion."""
-    float8_cache: bool = False
-    """Whether the KV cache that CUDA graphs use stores float8 numbers."""
-
-    @property
-    def position(self) -> int:
-        """Bytes of keys and values per token."""
-        return 2 * self.shape.layers * self.shape.key * self.size
-
-    @property
-    def stored(self) -> int:
-        """Bytes of keys and values per token in the KV cache that CUDA graphs use."""
-        return self.position // self.size if self.float8_cache else self.position
-
-
-def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part]:
+def engine_parts(run: RunFacts) -> list[Part]:
     """Return the memory for generating completions.
 
     The result is for the larger of two calls: a training step or an evaluation.
     """
-    calls, shape = _calls(config, held_out), facts.shape
-    if facts.device == "cuda" and (shape.fuses or shape.fused_attention):
-        graph = _graph_parts(facts, calls, config.engine.cache_gigabytes)
-        return [*graph, *_float8_parts(shape, config)]
-    per_call = [_eager_parts(facts, call) for call in calls]
+    calls, shape = _calls(run), run.shape
+    if run.on_gpu and (shape.fuses or shape.fused_attention):
+        graph = _graph_parts(run, calls, run.config.engine.cache_gigabytes)
+        return [*graph, *_float8_parts(shape, run.config)]
+    per_call = [_eager_parts(run, call) for call in calls]
     largest = max(per_call, key=lambda parts: sum(part.bytes for part in parts))
-    fused = shape.fusable * facts.size
+    fused = shape.fusable * run.size
     if not fused or fused > FUSED_BYTES or shape.rank:
         return largest
     why = "projections of a small model, concatenated"
     return [*largest, Part("fused weights", fused, ALWAYS, why)]
 
 
-def _calls(config: Config, held_out: int) -> list[Call]:
+def _calls(run: RunFacts) -> list[Call]:
+    config, held_out = run.config, run.share(run.facts.held_out or ASSUMED_HELD_OUT)
     rollout, evaluate, most = config.rollout, config.evaluate, config.engine.max_concurrent
     truncates = sampling_of(config).distribution.truncates
     copies = TRUNCATED_COPIES if truncates else SAMPLED_COPIES
     together = config.overlap.staleness + 1 if config.overlap.mode == "ahead" else 1
-    calls = [(rollout.prompts_per_step * together, rollout.group_size, copies)]
+    calls = [(run.share(rollout.prompts_per_step) * together, rollout.group_size, copies)]
     if evaluate.every:
         calls.append((held_out, 1, GREEDY_COPIES))
         if evaluate.samples:
@@ -126,25 +104,25 @@ def _calls(config: Config, held_out: int) -> list[Call]:
     ]
 
 
-def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
+def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
     """Return the memory of one call of the engine without CUDA graphs."""
-    shape, slots = facts.shape, call.together
+    shape, slots = run.shape, call.together
     prompts = call.prefilled(slots)
-    capacity = -(-(facts.prompt + facts.completion) // CAPACITY_STEP) * CAPACITY_STEP
-    cache = slots * capacity * facts.position + slots * facts.completion * TOKEN_BYTES
-    kept = facts.device == "cpu" and cache <= SPARE_BYTES
-    together = max(1, min(prompts, PREFILL_TOKENS // facts.prompt))
+    capacity = -(-(run.prompt + run.completion) // CAPACITY_STEP) * CAPACITY_STEP
+    cache = slots * capacity * run.position + slots * run.completion * TOKEN_BYTES
+    kept = run.device.kind == "cpu" and cache <= SPARE_BYTES
+    together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
     batch = Pass(
         rows=together,
-        columns=facts.prompt,
-        tokens=together * facts.prompt,
+        columns=run.prompt,
+        tokens=together * run.prompt,
         chosen=together,
         packed=False,
     )
     # Fused attention needs keys repeated for every query head, one layer at a time.
-    repeated = facts.device == "cuda" or capacity > SHORT
-    one_layer = slots * capacity * 2 * shape.query * facts.size if repeated else 0
-    prefill = max(passing_bytes(shape, facts.size, batch, facts.device), one_layer)
+    repeated = run.on_gpu or capacity > SHORT
+    one_layer = slots * capacity * 2 * shape.query * run.size if repeated else 0
+    prefill = max(passing_bytes(shape, run.size, batch, run.device.kind), one_layer)
     return [
         Part(
             "KV cache",
@@ -154,7 +132,7 @@ def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
         ),
         Part(
             "prompt KV cache",
-            prompts * facts.prompt * facts.position + prefill,
+            prompts * run.prompt * run.position + prefill,
             ("sample",),
             f"{prompts} prompts, prefilled {together} at a time",
         ),
@@ -167,7 +145,7 @@ def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
     ]
 
 
-def _graph_parts(facts: EngineFacts, calls: Sequence[Call], gigabytes: float) -> list[Part]:
+def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list[Part]:
     """Return the memory of all calls if the engine captures CUDA graphs.
 
     CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
@@ -176,35 +154,33 @@ def _graph_parts(facts: EngineFacts, calls: Sequence[Call], gigabytes: float) ->
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
-    positions = -(-facts.prompt // PROMPT_STEP) * PROMPT_STEP
-    page = page_for(facts.completion)
-    longest = -(-facts.completion // page)
+    positions = -(-run.prompt // PROMPT_STEP) * PROMPT_STEP
+    page = page_for(run.completion)
+    longest = -(-run.completion // page)
     pages = width * longest
     if gigabytes:
-        pages = max(longest, min(pages, int(gigabytes * 2**30 // (page * facts.stored))))
-    passing = [
-        part for call in calls for part in (_prefill(facts, call), _first_tokens(facts, call))
-    ]
+        pages = max(longest, min(pages, int(gigabytes * 2**30 // (page * run.stored))))
+    passing = [part for call in calls for part in (_prefill(run, call), _first_tokens(run, call))]
     return [
         Part(
             "KV cache",
-            pages * page * facts.stored + width * facts.completion * TOKEN_BYTES,
+            pages * page * run.stored + width * run.completion * TOKEN_BYTES,
             ALWAYS,
             f"{pages} pages of {page} positions for {width} completions",
         ),
         Part(
             "prompt KV cache",
-            prompts * positions * facts.stored,
+            prompts * positions * run.stored,
             ALWAYS,
             f"{prompts} prompts, {positions} positions each",
         ),
         Part(
             "decode graph",
-            max(_graph_bytes(facts, call) for call in calls),
+            max(_graph_bytes(run, call) for call in calls),
             ALWAYS,
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
-        max((_prefill_graph(facts, call) for call in calls), key=lambda part: part.bytes),
+        max((_prefill_graph(run, call) for call in calls), key=lambda part: part.bytes),
         # The calls run one after the other, so only the largest counts.
         max(passing, key=lambda part: part.bytes),
     ]
@@ -220,37 +196,37 @@ def _float8_parts(shape: Shape, config: Config) -> list[Part]:
     return [Part("float8 weights", copies, ALWAYS, why)]
 
 
-def _graph_bytes(facts: EngineFacts, call: Call) -> int:
+def _graph_bytes(run: RunFacts, call: Call) -> int:
     """Return the bytes of temporary tensors in one decode step.
 
     The logits and the tensors of a layer never exist at the same time, so the result includes only
     the larger of the two.
     """
-    shape, size = facts.shape, facts.size
+    shape, size = run.shape, run.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
     logits = call.graph_copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT
     layer = (2 * shape.query + 2 * shape.key + 3 * shape.inner + 2 * shape.hidden) * size
     return call.width * (shape.hidden * (FLOAT + size) + max(logits, layer))
 
 
-def _prefill_graph(facts: EngineFacts, call: Call) -> Part:
+def _prefill_graph(run: RunFacts, call: Call) -> Part:
     """Return the temporaries of a captured prefill, which are kept between calls."""
-    batch = _prefill_pass(facts, call)
-    captured = _captures_prefill(facts, batch)
+    batch = _prefill_pass(run, call)
+    captured = _captures_prefill(run, batch)
     batch = replace(batch, tokens=padded_tokens(batch.tokens))
     return Part(
         "prefill graph",
-        passing_bytes(facts.shape, facts.size, batch, "cuda") if captured else 0,
+        passing_bytes(run.shape, run.size, batch, "cuda") if captured else 0,
         ALWAYS,
         f"temporaries of a CUDA graph for {batch.tokens:,} prompt tokens",
     )
 
 
-def _captures_prefill(facts: EngineFacts, batch: Pass) -> bool:
+def _captures_prefill(run: RunFacts, batch: Pass) -> bool:
     """Return whether the engine prefills this many tokens with a CUDA graph."""
-    if kernels_of(facts.shape, facts.size, "cuda") != FLASH or facts.float8_cache:
+    if kernels_of(run.shape, run.size, "cuda") != FLASH or run.float8_cache:
         return False
-    weights = facts.shape.layers * _layer_weights(facts.shape)
+    weights = run.shape.layers * _layer_weights(run.shape)
     return 2 * weights * batch.tokens <= PREFILL_FLOPS
 
 
@@ -259,28 +235,28 @@ def _layer_weights(shape: Shape) -> int:
     return shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
 
 
-def _prefill_pass(facts: EngineFacts, call: Call) -> Pass:
+def _prefill_pass(run: RunFacts, call: Call) -> Pass:
     """Return the largest forward pass over prompts."""
     prompts = call.prefilled(_started(call))
-    together = max(1, min(prompts, PREFILL_TOKENS // facts.prompt))
+    together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
     return Pass(
         rows=together,
-        columns=facts.prompt,
-        tokens=together * facts.prompt,
+        columns=run.prompt,
+        tokens=together * run.prompt,
         chosen=together,
-        packed=facts.shape.fuses,
+        packed=run.shape.fuses,
     )
 
 
-def _prefill(facts: EngineFacts, call: Call) -> Part:
+def _prefill(run: RunFacts, call: Call) -> Part:
     """Return the memory of a prefill that is not captured, or of its logits."""
-    shape, prompts = facts.shape, call.prefilled(_started(call))
-    batch = _prefill_pass(facts, call)
+    shape, prompts = run.shape, call.prefilled(_started(call))
+    batch = _prefill_pass(run, call)
     passing = 0
-    if not _captures_prefill(facts, batch):
+    if not _captures_prefill(run, batch):
         # The KV cache of one prefill is freed once that of the next is allocated.
-        held = (1 if batch.rows == prompts else 2) * batch.tokens * facts.position
-        passing = held + passing_bytes(shape, facts.size, batch, "cuda")
+        held = (1 if batch.rows == prompts else 2) * batch.tokens * run.position
+        passing = held + passing_bytes(shape, run.size, batch, "cuda")
     return Part(
         "prefill",
         passing + prompts * shape.vocabulary * FLOAT,
@@ -289,8 +265,8 @@ def _prefill(facts: EngineFacts, call: Call) -> Part:
     )
 
 
-def _first_tokens(facts: EngineFacts, call: Call) -> Part:
-    completions, vocabulary = _started(call), facts.shape.vocabulary
+def _first_tokens(run: RunFacts, call: Call) -> Part:
+    completions, vocabulary = _started(call), run.shape.vocabulary
     return Part(
         "sampling",
         (completions * call.copies + call.prefilled(completions)) * vocabulary * FLOAT,

@@ -162,12 +162,12 @@ def _advantage(setup: Setup) -> Piece:
     if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:
         options.pop("of")  # with one group, the std of the batch equals the std of the group
         found = Piece(advantage.group_standardized, tuple(sorted(options.items())))
-    if found.function is kept_standardized and options["keep"] >= config.rollout.group_size:
-        kept = {"ddof": options["ddof"], "eps": options["eps"]}
-        found = Piece(advantage.group_standardized, tuple(sorted(kept.items())))
-    if found.function is by_state and options["normalize"] == "std" and not _has_turns(config):
-        alone = {"ddof": options["ddof"], "eps": options["eps"]}  # no state repeats
-        found = Piece(advantage.group_standardized, tuple(sorted(alone.items())))
+    keeps_all = found.function is kept_standardized and options["keep"] >= config.rollout.group_size
+    single_turn = config.environment.name == "none"  # so no state repeats
+    alone = found.function is by_state and options["normalize"] == "std" and single_turn
+    if keeps_all or alone:
+        common = (("ddof", options["ddof"]), ("eps", options["eps"]))
+        found = Piece(advantage.group_standardized, common)
     if found.function is best_of_k and options["k"] == 1 and options["baseline"] != "loo":
         found = Piece(advantage.against_the_others)
     if found.function is advantage.length_weighted and _single_tokens(config):
@@ -238,11 +238,6 @@ def _weights(setup: Setup) -> Piece:
     if _single_tokens(config) and found.function in (*means, weights.sequence_mean_token_sum):
         return Piece(weights.sequence_mean_token_mean)
     return found
-
-
-def _has_turns(config: Config) -> bool:
-    """Whether rollouts are episodes of several turns."""
-    return config.environment.name != "none"
 
 
 def _single_tokens(config: Config) -> bool:

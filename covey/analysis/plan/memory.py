@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from covey.accel.head_chunks import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
-from covey.analysis.plan.engine_memory import EngineFacts, engine_parts
+from covey.analysis.plan.engine_memory import engine_parts
 from covey.analysis.plan.engine_sizes import (
     CHUNK_STEP,
-    LONG,
     largest_micro_batch,
     padded_tokens,
 )
@@ -35,18 +34,14 @@ from covey.analysis.plan.other_models import (
     reference_part,
     teacher_parts,
 )
+from covey.analysis.plan.run_facts import RunFacts
 from covey.analysis.plan.sharded_memory import sharded_parts
-from covey.analysis.plan.task_facts import TaskFacts, task_facts, usable_prompt
+from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config
-from covey.objective import Objective
 from covey.training.resolve import objective_of, resolve
 
 MARGIN = 0.1
 """The fraction of a device's memory that suggested settings leave free."""
-ASSUMED_PROMPT = 256
-"""The assumed prompt length in tokens if the tokens of prompts cannot be counted."""
-ASSUMED_HELD_OUT = 256
-"""The assumed number of held-out prompts if they cannot be counted."""
 FRAGMENTATION = 0.1
 """On a CPU, malloc wastes memory in holes between freed and kept tensors. FRAGMENTATION is the
 wasted memory as a fraction of the activations. Measured fractions of wasted memory range from 0 to
@@ -106,69 +101,8 @@ def _suggest(run: _Run) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """The facts about a run that determine its memory."""
-
-    config: Config
-    device: Device
-    shape: Shape
-    facts: TaskFacts
-    objective: Objective
-    ranks: int = 1
-
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters are sharded over the ranks."""
-        return self.config.parallel.strategy == "fsdp"
-
-    @property
-    def shards(self) -> int:
-        """The number of ranks over which one model is sharded."""
-        return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
-
-    def share(self, count: int) -> int:
-        """Return how many of `count` prompts or completions one rank gets at most."""
-        return -(-count // self.ranks)
-
-    @property
-    def size(self) -> int:
-        """Bytes per number in the model's computations."""
-        dtype = self.config.model.dtype
-        bfloat16 = dtype == "bfloat16" or (dtype == "auto" and self.on_gpu)
-        return 2 if bfloat16 else FLOAT
-
-    @property
-    def prompt(self) -> int:
-        """The number of tokens of the longest prompt."""
-        return usable_prompt(self.config, self.facts) or ASSUMED_PROMPT
-
-    @property
-    def row_tokens(self) -> int:
-        """The number of tokens of a prompt and its completion."""
-        return self.prompt + self.config.rollout.max_tokens
-
-    @property
-    def rows(self) -> int:
-        """The number of completions of one rank in a mini-batch."""
-        rollout = self.config.rollout
-        rows = rollout.prompts_per_step * rollout.group_size
-        return self.share(-(-rows // self.config.train.mini_batches))
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.kind == "cuda"
-
-    @property
-    def gradient_sinks(self) -> bool:
-        """Whether float32 gradients are accumulated for bfloat16 weights."""
-        return self.on_gpu and self.size < FLOAT and not self.sharded
-
-    @property
-    def captured(self) -> bool:
-        """Whether training passes run as CUDA graphs, which keep activations between steps."""
-        # On current GPUs, long rows are faster without a graph.
-        recorded = self.config.records_passes and self.row_tokens - 1 < LONG
-        return self.gradient_sinks and self.shape.fuses and recorded
+class _Run(RunFacts):
+    """A run whose memory is forecast."""
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
         """Return the largest forward pass within a token budget; sequences have full length."""
@@ -198,31 +132,14 @@ class _Run:
         """Return all parts of the run's memory."""
         batch = self.micro_batch(micro_batch_tokens)
         framework, why = FRAMEWORK[self.device.kind]
-        engine = EngineFacts(
-            shape=self.shape,
-            size=self.size,
-            device=self.device.kind,
-            prompt=self.prompt,
-            completion=self.config.rollout.max_tokens,
-            float8_cache=self.config.engine.kv_dtype == "float8",
-        )
         elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.engine_actors
         return (
             Part("framework", framework, ALWAYS, why),
             *self._model_parts(),
-            *(() if elsewhere else engine_parts(engine, self._own_config(), self._held_out())),
+            *(() if elsewhere else engine_parts(self)),
             *self._pass_parts(batch),
             *([] if self.sharded else self._gradient_parts(batch)),
         )
-
-    def _own_config(self) -> Config:
-        """Return the configuration reduced to the rollouts that one rank generates."""
-        rollout = self.config.rollout
-        own = {"prompts_per_step": self.share(rollout.prompts_per_step)}
-        return self.config.model_copy(update={"rollout": rollout.model_copy(update=own)})
-
-    def _held_out(self) -> int:
-        return self.share(self.facts.held_out or ASSUMED_HELD_OUT)
 
     def _model_parts(self) -> list[Part]:
         """Return the memory of weights and optimizer state, and of gradients if sharded."""

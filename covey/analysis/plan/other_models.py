@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from covey.analysis.plan.activations import FLOAT
-from covey.analysis.plan.forecast import ALWAYS, Part, Phase
+from covey.analysis.plan.forecast import ALWAYS, Part
 from covey.analysis.plan.model_shape import Shape, shape_of
+from covey.analysis.plan.run_facts import RunFacts
 from covey.config import Config
 from covey.config.schema import Adapter
 from covey.models.model_path import adapter_base
-from covey.objective import Objective
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
 """optimizer.state -> bytes of a master weight in addition to its bfloat16 copy, and bytes of the
@@ -18,67 +16,22 @@ two moments of AdamW.
 """
 
 
-class RunFacts(Protocol):
-    """Facts about a run that determine the memory of its models."""
-
-    @property
-    def config(self) -> Config:
-        """The resolved configuration."""
-
-    @property
-    def shape(self) -> Shape:
-        """The sizes of the model."""
-
-    @property
-    def objective(self) -> Objective:
-        """The objective of the run."""
-
-    @property
-    def size(self) -> int:
-        """Bytes per number in the model's computations."""
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the run trains on a GPU."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters are sharded over the ranks."""
-
-    @property
-    def shards(self) -> int:
-        """The number of ranks over which one model is sharded."""
-
-
 def teacher_parts(run: RunFacts) -> list[Part]:
     """Return the memory of a teacher's weights on this device."""
     teacher = run.config.teacher
-    if "teacher" not in run.objective.needs:
+    if "teacher" not in run.objective.needs or not (teacher.policy or teacher.path):
         return []
-    if teacher.policy:
-        return _self_teacher(run)
-    if not teacher.path:
-        return []
-    model = run.config.model.model_copy(update={"path": teacher.path})
-    alone = run.config.model_copy(update={"model": model, "adapter": Adapter()})
-    shape = shape_of(alone)
-    held, why = (shape.parameters + shape.added) * run.size, f"{teacher.path}: its weights"
-    phases: tuple[Phase, ...] = ALWAYS
-    if run.sharded:
-        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
-    if teacher.offload and run.on_gpu:
-        phases, why = ("prepare",), f"{why}, on the device only while it is used"
-    return [Part("teacher", held, phases, why)]
-
-
-def _self_teacher(run: RunFacts) -> list[Part]:
-    """Return the memory of the weights of a self-teacher."""
-    teacher = run.config.teacher
     under = run.shape.rank and not adapter_base(run.config.model.path)
-    if teacher.policy == "current" or under:
+    if teacher.policy == "current" or (teacher.policy and under):
         return [Part("teacher", 0, ALWAYS, f"{teacher.policy}: the policy's own weights")]
-    weights, phases = run.shape.parameters + run.shape.added, ALWAYS
-    held, why = weights * run.size, f"{teacher.policy}: a second copy of the weights"
+    if teacher.policy:  # computed like a reference of the same kind
+        shape, why = run.shape, f"{teacher.policy}: a second copy of the weights"
+    else:
+        model = run.config.model.model_copy(update={"path": teacher.path})
+        alone = run.config.model_copy(update={"model": model, "adapter": Adapter()})
+        shape, why = shape_of(alone), f"{teacher.path}: its weights"
+    weights = shape.parameters + shape.added
+    held, phases = weights * run.size, ALWAYS
     if teacher.policy == "moving" and run.size < FLOAT:
         held, why = held + weights * FLOAT, f"{why}, also in float32"
     if run.sharded:

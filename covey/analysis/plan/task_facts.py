@@ -31,6 +31,8 @@ LONGEST = 32
 """The number of longest prompts (by characters) whose tokens are counted as well."""
 BASELINE_PROMPTS = 256
 """The number of held-out prompts on which baselines are scored."""
+ASSUMED_PROMPT = 256
+"""The assumed prompt length in tokens if the tokens of prompts cannot be counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

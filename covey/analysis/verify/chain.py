@@ -24,6 +24,7 @@ from covey.rng import prompt_indices
 from covey.run.digests import RECORDS_FILE, damage
 from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, DIGEST, SAVED, STEP, Note, scan_lines, usable_lines
+from covey.run.settings import changed_settings
 from covey.training.resolve import task_of
 
 SHOWN = 3
@@ -156,27 +157,16 @@ def _config(run: RunFolder) -> Result:
     changes = usable_lines(run.path / CHANGES, ANY_OBJECT, problems.append)
     known = {key for change in changes for key in change.get("settings", ())}
     try:
-        then, now = (
-            dict(_flat(tomllib.loads(text))) for text in (start or "", run.config_file.read_text())
-        )
+        then, now = (tomllib.loads(text) for text in (start or "", run.config_file.read_text()))
     except ValueError as error:
         problems.append(f"the settings at the start cannot be read: {error}")
         then = now = {}
-    edited = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
-    edited = edited if start is not None else []
+    edited = {} if start is None else changed_settings(then, now)
     problems += [
-        f"{key} was {then.get(key)} and is {now.get(key)}" for key in edited if key not in known
+        f"{key} was {old} and is {new}" for key, (old, new) in edited.items() if key not in known
     ]
     remedy = "restore config.toml: environment.json has the initial settings"
     return _result("config", f"{len(known)} settings changed by a resume", problems, remedy)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _digests(run: RunFolder) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import torch
 from safetensors.torch import load_file
 
 from covey.analysis.doctor.result import Result
@@ -44,7 +43,11 @@ def recomputed(run: RunFolder) -> Result:
         )
     found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
     then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
-    other = [name for name, value in found.items() if not _same(value, then[name])]
+    other = [
+        name
+        for name, value in found.items()
+        if not value.detach().cpu().equal(then[name].detach().cpu().to(value.dtype))
+    ]
     origin = trainee.origin.checkpoint
     what = f"step {step} from step {origin}, {step - origin} steps of recorded rollouts"
     bits = f"other bits in {len(other)} of {len(then)} tensors" if other else "the same bits"
@@ -56,10 +59,6 @@ def recomputed(run: RunFolder) -> Result:
         remedy="the checkpoint does not follow from its rollouts: resume from an earlier "
         "checkpoint with --step; on a GPU, bits are the same only with model.deterministic = true",
     )
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.detach().cpu().equal(b.detach().cpu().to(a.dtype))
 
 
 def _changed_after(run: RunFolder, first: int) -> int | None:

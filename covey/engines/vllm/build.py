@@ -61,7 +61,7 @@ def vllm_engine(
             first = section.first_gpu if first_gpu is None else first_gpu
             replicas = _started(config, model, folder, first if cuda else None)
         for replica in replicas:
-            failed.callback(_stop, replica)
+            failed.callback(replica.close)
         if not section.urls and not section.colocated:
             _wait(replicas, section.patience)
         engine = VllmEngine(
@@ -172,9 +172,3 @@ def _wait(replicas: list[Replica], patience: float) -> None:
 
     with ThreadPoolExecutor(len(replicas)) as pool:
         list(pool.map(ready, replicas))
-
-
-def _stop(replica: Replica) -> None:
-    replica.client.close()
-    if replica.process is not None:
-        replica.process.stop()

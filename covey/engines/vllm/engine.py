@@ -59,6 +59,12 @@ class Replica:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """A thread holds this lock while it repairs the server."""
 
+    def close(self) -> None:
+        """Close the connections, and end the server if Covey started it."""
+        self.client.close()
+        if self.process is not None:
+            self.process.stop()
+
 
 @dataclass(slots=True, kw_only=True)
 class VllmEngine:
@@ -108,9 +114,7 @@ class VllmEngine:
         """End the servers that Covey started."""
         self.closed = True
         for replica in self.replicas:
-            replica.client.close()
-            if replica.process is not None:
-                replica.process.stop()
+            replica.close()
         self.release()
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -306,7 +310,7 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
             "vLLM applies them in another order than the native engine"
         )
     special = special_tokens(model, sampling.stop_strings)
-    texts = [text for text in sampling.stop_strings if not _is_special(model, text)]
+    texts = [text for text in sampling.stop_strings if not special_tokens(model, (text,))]
     return {
         "temperature": distribution.temperature,
         "top_k": distribution.top_k,
@@ -320,7 +324,3 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
         "ignore_eos": True,  # only these ids end a completion
         "detokenize": bool(texts),
     }
-
-
-def _is_special(model: LanguageModel, text: str) -> bool:
-    return bool(special_tokens(model, (text,)))

@@ -128,11 +128,9 @@ class ServerProcess:
         """Start the process, without waiting until the server is ready."""
         command = [sys.executable, "-P", SERVE, str(os.getpid()), str(self.model)]
         command += self.settings.command(self.model, self.port)
+        devices = {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
         with self.log.open("ab") as log:
-            self.process = _open(command, {**self.settings.environment(), **self._devices()}, log)
-
-    def _devices(self) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
+            self.process = _open(command, {**self.settings.environment(), **devices}, log)
 
     @property
     def ended(self) -> bool:

@@ -207,7 +207,7 @@ def before_and_after(run: RunFolder) -> Table | None:
     for name in [n for n in estimates if n in last]:
         a, b = first[name], last[name]
         table.add_row(
-            _cell(f"greedy: {name.removeprefix('parts/')}" if is_reward(name) else name),
+            Text(printable(f"greedy: {name.removeprefix('parts/')}" if is_reward(name) else name)),
             estimate_text(name, a),
             estimate_text(name, b),
             change_text(name, b["value"] - a["value"]),
@@ -222,8 +222,3 @@ def before_and_after(run: RunFolder) -> Table | None:
             f"gain above the best constant answer, whose accuracy is {constant:.1%}: {gain}"
         )
     return table
-
-
-def _cell(text: str) -> Text:
-    """Return text for a table cell, without markup or control characters."""
-    return Text(printable(text))

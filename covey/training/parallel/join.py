@@ -13,6 +13,7 @@ from typing import Any
 
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, CoveyError
+from covey.run.settings import changed_settings
 from covey.training.parallel.environment import Place, place
 from covey.training.parallel.lifeline import (
     Lifeline,
@@ -72,20 +73,9 @@ def check_alike(world: World, what: str, mine: str) -> None:
 
 
 def _difference(first: str, other: str) -> str:
-    tables = [dict(_flat(tomllib.loads(text))) for text in (first, other)]
-    for key in sorted(tables[0].keys() | tables[1].keys()):
-        values = [table.get(key) for table in tables]
-        if values[0] != values[1]:
-            return f": {key} is {values[1]!r}, and {values[0]!r} on rank 0"
+    for key, (mine, yours) in changed_settings(*map(tomllib.loads, (first, other))).items():
+        return f": {key} is {yours!r}, and {mine!r} on rank 0"
     return ""
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _join(here: Place, config: Config, say: Say) -> Ranks:

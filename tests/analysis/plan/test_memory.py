@@ -20,9 +20,9 @@ from covey.analysis.plan import forecast as forecasts
 from covey.analysis.plan.activations import Pass
 from covey.analysis.plan.fit import changed, memory_findings, settings_that_fit
 from covey.analysis.plan.forecast import ALWAYS, MICRO_BATCH_STEP, Device, Forecast, Part
-from covey.analysis.plan.memory import ASSUMED_PROMPT, MARGIN, forecast
+from covey.analysis.plan.memory import MARGIN, forecast
 from covey.analysis.plan.model_shape import measure, shape_of
-from covey.analysis.plan.task_facts import TaskFacts, task_facts
+from covey.analysis.plan.task_facts import ASSUMED_PROMPT, TaskFacts, task_facts
 from covey.config import Config, load_config
 from covey.embedded import CHECKPOINT
 from covey.engines.native.backend import EagerBackend
