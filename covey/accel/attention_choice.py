@@ -106,7 +106,12 @@ def chosen(
     If `captured` is true, only kernels that can be part of a CUDA graph are compared. A pass is
     captured at the third micro-batch of its size, so its class has been measured before.
     """
-    if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
+    # In a deterministic process, no measurement decides. The engine skips torch's check of
+    # operations, but not this flag.
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
+    )
+    if deterministic or device.type != "cuda":
         return FLASH
     length = max(SHORTEST, 1 << (longest - 1).bit_length())
     shape = ShapeClass(device, dtype, heads, key_heads, size, length, captured)

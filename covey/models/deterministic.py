@@ -45,6 +45,8 @@ def make_deterministic() -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     # Not warn_only: then torch would still run attention with a varying order of additions.
     torch.use_deterministic_algorithms(True, warn_only=False)
+    # Also tells that the process is deterministic where the check of operations is skipped.
+    torch.backends.cudnn.deterministic = True
     # No code here reads uninitialized memory, and filling it would cost time.
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
