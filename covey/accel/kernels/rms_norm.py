@@ -40,12 +40,9 @@ def _forward(
 ):  # fmt: skip
     if early:
         gdc_launch_dependents()
-    column = tl.arange(0, block)
-    # No kernel of a decode step writes the gain, so it is loaded before the wait.
-    weight = tl.load(gain + column, mask=column < size, other=0.0)
-    if early:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, block)
     inside = (row < count)[:, None] & (column < size)[None, :]
     at = row[:, None] * size + column[None, :]
     values = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
@@ -54,7 +51,8 @@ def _forward(
         tl.store(total + at, values, mask=inside)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / size + eps)
     tl.store(scales + row, scale, mask=row < count)
-    tl.store(normed + at, values * scale[:, None] * weight.to(tl.float32)[None, :], mask=inside)
+    weight = tl.load(gain + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(normed + at, values * scale[:, None] * weight[None, :], mask=inside)
 
 
 @triton.jit
