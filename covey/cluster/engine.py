@@ -49,7 +49,7 @@ class RayEngine:
     """A function that builds the engine inside an actor."""
     engines: int
     most: int
-    """The maximum number of engines, which are added while the cluster has free resources."""
+    """The maximum number of engines. Engines are added while the cluster has free resources."""
     need: Need
     threads: int
     restarts: int

@@ -51,7 +51,7 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 def keep_gradients(model: Any) -> None:
     """Turn off a CPU layout of 4-bit weights that does not support gradients.
 
-    In evaluation mode, bitsandbytes converts weights to a layout without gradients, and never
+    In evaluation mode, bitsandbytes converts weights to a layout that has no gradients, and never
     converts them back. Later training passes would silently have no gradients.
     """
     for module in model.modules():

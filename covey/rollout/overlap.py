@@ -155,7 +155,7 @@ class RolloutQueue:
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """Rollouts by step: rollouts from a checkpoint, and the rollouts of the step in training."""
+    """Rollouts by step: those restored from a checkpoint, and those of the current step."""
     newest: int = 0
     """The last step whose rollouts were requested."""
     choice: PromptChoice | None = None

@@ -29,23 +29,23 @@ class Gpu:
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
     """Bytes per second when reading weights, measured with a memory copy."""
-    key_bandwidth: float = 5.38e12
+    key_bandwidth: float = 4.53e12
     """Bytes per second when reading the KV cache."""
     decode_flops: float = 779e12
-    train_flops: float = 610e12
-    attention_flops: float = 276e12
-    """FLOP per second of flash attention in training, forward and backward."""
-    layer_seconds: float = 30.0e-6
+    train_flops: float = 548e12
+    attention_flops: float = 500e12
+    """FLOP per second of attention in training, forward and backward."""
+    layer_seconds: float = 27.1e-6
     """The smallest time in seconds that the kernels of one layer take in a decode step."""
-    row_seconds: float = 17.5e-12
+    row_seconds: float = 14.3e-12
     """The seconds of a decode step per completion, layer and element of the hidden state."""
-    token_seconds: float = 146e-12
+    token_seconds: float = 85.7e-12
     """The seconds of an update per token, per layer and per element of the hidden state."""
-    recompute: float = 1.14
+    recompute: float = 1.34
     """The factor by which gradient checkpointing increases the time of an update."""
-    call_seconds: float = 29.6e-3
+    call_seconds: float = 37.5e-3
     """The seconds of an engine call in addition to the time of decoding."""
-    prefill_flops: float = 148e12
+    prefill_flops: float = 122e12
     node_link: float = 300e9
     """Bytes per second between GPUs of a node in each direction: 2/3 of the data sheet's value."""
     far_link: float = 40e9

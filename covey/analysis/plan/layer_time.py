@@ -2,9 +2,9 @@
 
 The layer is as large as a layer of the model. Two times are measured: for decoding one token of
 each completion, and for a forward pass over a few tokens. A backward pass takes about twice as long
-as a forward pass. The time of the layer is multiplied by the number of layers. A part of the output
-layer is measured in the same way as the layer. The layer is computed with numpy, so that a plan
-does not import torch.
+as a forward pass. The time of the layer is multiplied by the number of layers. One slice of
+the output layer is timed in the same way as the decoder layer. The layers are computed with numpy,
+so that a plan does not import torch.
 """
 
 from __future__ import annotations

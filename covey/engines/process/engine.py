@@ -100,7 +100,7 @@ class ProcessEngine:
     version: int = 0
     process: _Process | None = field(init=False, default=None)
     told: EngineInfo | None = field(init=False, default=None)
-    """Properties of the engine, which a restart does not change."""
+    """Properties of the engine that do not change when the engine restarts."""
     ready: bool = field(init=False, default=False)
     """Whether the process has loaded its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
