@@ -59,7 +59,7 @@ class Server:
 
 
 def serve(connection: Connection) -> None:
-    """Run commands until the connection closes. The command None removes all episodes."""
+    """Run commands until the connection closes. A command of `None` removes all episodes."""
     factory, _ = loaded(connection, prepare_factory)
     server = Server(connection, factory)
     pool = ThreadPoolExecutor(THREADS)

@@ -87,7 +87,7 @@ def _backward(
 def _add_up(
     parts, total, count, size, adds: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
 ):
-    """Write the sum of `count` rows to `total`; if `adds` is true, add the sum to `total`."""
+    """Add the sum of `count` rows to `total` if `adds` is true, or else overwrite `total`."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     sums = tl.zeros((rows, columns), tl.float32)
     for start in range(0, count, rows):

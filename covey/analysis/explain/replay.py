@@ -78,7 +78,7 @@ class Replay:
     run_algorithm: str
     """The run's own algorithm, with the run's options; other algorithms use their defaults."""
     options: Mapping[str, str]
-    """Options that were set for every algorithm that has them."""
+    """Options that are given once for all algorithms. Each algorithm uses those that it has."""
     origin: Origin
     rollouts: int
     moments: tuple[Moment, ...]

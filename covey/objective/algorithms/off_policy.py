@@ -72,7 +72,7 @@ def m2po() -> Objective:
 
 @takes("clip_low", "clip_high", "dual", "cap", "beta", "kl", "ddof", "eps")
 def decoupled_ppo(*, cap: float = 5.0) -> Objective:
-    """Decoupled PPO, arXiv 2110.00641 and AReaL (2505.24298): three separate policies.
+    """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298) with three separate policies.
 
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap

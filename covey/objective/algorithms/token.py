@@ -40,9 +40,9 @@ def gtpo() -> Objective:
     of correct completions and tokens of wrong completions have separate means and standard
     deviations. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of
     correct completions get a negative advantage. Sums of entropies are over the group, as in the
-    paper's equations. The paper's runs sum entropies over the batch (`scope = "batch"`). In the
-    factor 1/H, an entropy H below entropy_floor is replaced by entropy_floor. A completion is
-    correct if the reward function calls it a success.
+    paper's equations. In the paper's experiments, entropies are summed over the batch
+    (`scope = "batch"`). In the factor 1/H, an entropy H below entropy_floor is replaced by
+    entropy_floor. A completion is correct if the reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     The paper's runs use dynamic sampling, which drops groups whose completions are all correct or

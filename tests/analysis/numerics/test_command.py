@@ -75,7 +75,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     for arguments, message in (
         ([str(finished), "--model", "embedded"], "with its own weights"),
-        (["--out", str(tmp_path / "no/x.json")], "there is no folder"),
+        (["--out", str(tmp_path / "no/x.json")], "does not exist"),
         ([str(tmp_path)], "not a run"),
         (["arithmetik"], "did you mean 'arithmetic'"),
     ):
