@@ -45,17 +45,14 @@ def is_silu(activation: Any) -> bool:
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
-def first_layers(backbone: nn.Module, *, exact: bool = True) -> nn.Module:
-    """Return a copy of a backbone's first layers, in float32 or, if not `exact`, as they are."""
+def first_layers(backbone: nn.Module) -> nn.Module:
+    """Return a float32 copy of a backbone's first layers."""
     model: Any = backbone
     small = copy.copy(model)
     small._modules = {
         name: None if part is None else _first(part, model.config)
         for name, part in model._modules.items()
     }
-    for part in small._modules.values() if exact else ():
-        if part is not None:
-            part.float()
     small.eval()
     assert isinstance(small, nn.Module)
     return small
@@ -68,13 +65,13 @@ def _first(part: nn.Module, config: Any) -> nn.Module:
         kinds = [(named[i : i + 1], _settings(layer)) for i, layer in enumerate(part)]
         # Include every layer type, even one that first appears late.
         enough = max([LAYERS, *(1 + kinds.index(kind) for kind in kinds)])
-        return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough])
+        return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough]).float()
     embedding = getattr(
         part, "original_module", part
     )  # an adapter keeps the original module next to its copy
     if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == config.vocab_size:
         part = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach())
-    return copy.deepcopy(part)
+    return copy.deepcopy(part).float()
 
 
 def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]:
