@@ -17,8 +17,6 @@ from tests.environments.chat_templates import FAMILIES
 from tests.environments.exactness import policy
 from tests.environments.playing import play, rollouts_of
 
-pytestmark = pytest.mark.usefixtures("_forked_workers")
-
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
