@@ -26,8 +26,7 @@ from speed_device import copy_bandwidth, seconds_of
 
 from covey.accel.kernels import decode_attention as kernels
 from covey.accel.kernels.decode_attention import LayerCache, Tiling
-from covey.engines.native.pages import page_for
-from covey.engines.native.shared_prompt_cache import slots_by_prompt, slots_together
+from covey.engines.native.shared_prompt_cache import page_for, slots_by_prompt, slots_together
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 KIND = torch.bfloat16

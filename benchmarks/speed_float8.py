@@ -11,8 +11,8 @@ from speed_sampler import step_seconds, timed
 from speed_shapes import random_model, step_bytes, word_tokenizer
 from speed_sizes import Sizes
 
+from covey.engines.native.backend import MODEL_PRECISION, Precision
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.precision import MODEL_PRECISION, Precision
 from covey.models.load_model import wrap
 
 PRECISIONS = {

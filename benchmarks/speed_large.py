@@ -135,6 +135,6 @@ def update_forecast(shape: Shape, setting: Setting) -> int:
 
 def attention_used() -> str:
     """Return the attention kernels that were chosen for rows of each length."""
-    from covey.accel.attention_choice import CHOICES
+    from covey.accel.attention_kernels import CHOICES
 
     return ", ".join(f"{shape.length}: {choice.name}" for shape, choice in CHOICES.items())

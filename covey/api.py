@@ -20,8 +20,7 @@ from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
-from covey.run.folder import RunFolder
-from covey.run.new_run import check_new_run, next_run_path
+from covey.run.folder import RunFolder, check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal
@@ -291,16 +290,16 @@ def _train(
 ) -> TrainResult:
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
-    from covey.training.changed_settings import check_length, record_changes, resumed_config
     from covey.training.loop import train as run_loop
     from covey.training.parallel.join import joined_world
     from covey.training.resolve import resolve
-    from covey.training.run_start import locked_by_main
+    from covey.training.run_start import check_length, locked_by_main, record_changes
+    from covey.training.run_start import resumed_config as resumed
 
     passed = {where for where, value in objects.items() if value is not None}
     if isinstance(target, RunFolder):
         assert isinstance(source, Mapping), "a run that is resumed takes overrides"
-        config, changed = resumed_config(target, _settings(source), passed=passed)
+        config, changed = resumed(target, _settings(source), passed=passed)
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
     with joined_world(config) as world:

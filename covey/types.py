@@ -14,20 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-from covey.episode import TRUNCATED as TRUNCATED
-from covey.episode import Episode
-from covey.episode import Finish as Finish
-from covey.episode import Message as Message
-from covey.host_rows import HostRows as HostRows
-from covey.totals import Totals as Totals
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
     from covey.kept_sets import KeptSets
     from covey.teacher_prompts import TeacherPrompts
+
 
 _T = TypeVar("_T")
 
@@ -377,3 +371,155 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if values.device.type == "cpu" and str(device).startswith("cuda"):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
+
+
+# Totals: the denominators of an optimizer step.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """The denominators of one optimizer step, over all its micro-batches and ranks."""
+
+    sequences: int
+    """Number of rollouts."""
+    tokens: int
+    groups: int
+    group_tokens: Mapping[int, int]
+    """Number of trained tokens of each group, by group id. A group may be split over micro-batches
+    and ranks."""
+    rollout_tokens: Mapping[int, int] | None = None
+    """Number of trained tokens of each rollout, by rollout id. The value is None if every rollout
+    is one row."""
+
+    @staticmethod
+    def of(batch: Batch) -> Totals:
+        """Count a batch.
+
+        A rollout without trained tokens still counts in the number of rollouts.
+        """
+        rollout = None if batch.one_row_each else batch.rollout
+        return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
+
+    @staticmethod
+    def counted(
+        group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
+    ) -> Totals:
+        """Count the rollouts, trained tokens and groups of some rows.
+
+        Without `rollout`, each row is a rollout.
+        """
+        groups = _sums(group, tokens)
+        rollouts = None if rollout is None else _sums(rollout, tokens)
+        return Totals(
+            sequences=len(group) if rollouts is None else len(rollouts),
+            tokens=int(tokens.sum()),
+            groups=len(groups),
+            group_tokens=groups,
+            rollout_tokens=rollouts,
+        )
+
+
+def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
+    """Return the sum of `values` [B] for each id in `ids` [B]."""
+    found, place = ids.unique(return_inverse=True)
+    sums = values.new_zeros(len(found)).index_add(0, place, values)
+    return dict(zip(found.tolist(), sums.tolist(), strict=True))
+
+
+# CPU copies of the batch fields that determine the layout of a batch.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """A CPU copy of the batch fields that determine the layout, with the same names and shapes.
+
+    The CPU copy avoids reading lengths from the GPU; such a read would wait for all queued GPU
+    work.
+    """
+
+    prompt_tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor
+    rollout: torch.Tensor | None = None
+
+    @staticmethod
+    def of(batch: Batch) -> HostRows:
+        """Copy the layout fields of a batch to the CPU."""
+        fields = ((name, getattr(batch, name)) for name in HostRows.__slots__)
+        return HostRows(**{name: value.cpu() for name, value in fields if value is not None})
+
+    def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
+        """Return some rows, cut to `width` completion tokens and `prompt_width` prompt tokens."""
+        return HostRows(
+            prompt_tokens=self.prompt_tokens[index, :prompt_width],
+            prompt_lengths=self.prompt_lengths[index],
+            tokens=self.tokens[index, :width],
+            lengths=self.lengths[index],
+            mask=self.mask[index, :width],
+            rollout=None if self.rollout is None else self.rollout[index],
+        )
+
+
+# The episode of a multi-turn rollout, which rewards may read in addition to its text.
+
+Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
+"""Why a rollout ended. "stop" means that the policy ended the completion. "length" means that a
+completion reached its token limit. "turn_limit", "tool_limit" and "token_limit" are limits of the
+whole episode. "error" means that the environment failed."""
+TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
+"""Values of `Finish` for rollouts that were truncated at a token limit."""
+Message = Mapping[str, Any]
+"""A message with `role` and `content`; an assistant's message may have `tool_calls`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A conversation between the policy and an environment.
+
+    The rollout package creates the episode.
+    """
+
+    messages: tuple[Message, ...]
+    """The whole conversation, from the prompt on."""
+    turn_rewards: tuple[float | None, ...]
+    """The reward of each turn of the policy."""
+    outcome: Mapping[str, float] | None
+    """The parts that the environment's `reward` method returned. The value is None if the
+    environment has no `reward` method."""
+    finish: Finish
+    error: str = ""
+    """The error in the environment, if there was one."""
+
+    @property
+    def tool_calls(self) -> list[Mapping[str, object]]:
+        """The tool calls, in order."""
+        return [call for message in self.messages for call in message.get("tool_calls", ())]
+
+    @property
+    def reply(self) -> tuple[Message, ...]:
+        """All messages from the first turn of the policy to the end."""
+        roles = [message["role"] for message in self.messages]
+        return self.messages[roles.index("assistant") :] if "assistant" in roles else ()
+
+
+class EpisodeText(str):
+    """The text of the last turn of a multi-turn rollout, with its episode attached.
+
+    A reward that reads text works unchanged, and `episode_of(text)` gives the whole episode.
+    """
+
+    episode: Episode
+
+    @staticmethod
+    def of(text: str, episode: Episode) -> EpisodeText:
+        """Return a text with its episode attached."""
+        whole = EpisodeText(text)
+        whole.episode = episode
+        return whole
+
+
+def episode_of(text: str) -> Episode | None:
+    """Return the episode of a rollout's text, or None if the rollout had no environment."""
+    return getattr(text, "episode", None)

@@ -20,7 +20,7 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import SHARE, dataset_task, with_share
-from covey.tasks.overlap import shared_prompts
+from covey.tasks.task import shared_prompts
 
 ROOT = Path(__file__).parent.parent
 ROWS = [

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from covey.accel.attention_choice import flash_attention
+from covey.accel.attention_kernels import flash_attention
 from covey.accel.varlen_attention import VarlenRows
 
 NAME = "covey"

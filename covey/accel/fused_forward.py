@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
-from covey.accel.attention_choice import flash_attention
-from covey.accel.attention_kernels import Kept
+from covey.accel.attention_kernels import Kept, flash_attention
 from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, swiglu_linear
 from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm

@@ -30,8 +30,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from covey.accel.attention_choice import chosen_for, has_long_rows
-from covey.accel.attention_kernels import KERNELS
+from covey.accel.attention_kernels import KERNELS, chosen_for, has_long_rows
 from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
 from covey.accel.packing import MaxLengths, PackedTables, varlen_tables

@@ -258,8 +258,7 @@ def _progress(design: Design) -> Iterator[Watch]:
 
 def _write_report(folder: Path) -> None:
     from covey.analysis.compare.comparison_folder import load_comparison
-    from covey.analysis.compare.report_files import write_reports
-    from covey.analysis.compare.report_text import terminal_report
+    from covey.analysis.compare.report_files import terminal_report, write_reports
 
     comparison = load_comparison(folder)
     write_reports(folder, comparison)

@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from covey.analysis.doctor.clock import LIMIT, Clock
-from covey.analysis.doctor.result import Result
-from covey.cli.run_verify import show_results
+from covey.analysis.doctor.result import LIMIT, Clock, Result
+from covey.cli.runs import show_results
 from covey.cli.screen import Screen
 from covey.cli.startup import (
     STARTING,

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
-from covey.cli.explain_output import show_replay, show_rollout, show_step, wide_console
+from covey.cli.screen import Screen, cell
 from covey.cli.startup import STARTING, AsJson, Trust, tell_edited, waiting
 from covey.errors import ConfigError
-from covey.escape import finite
+from covey.escape import finite, printable
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from covey.analysis.explain.explained_step import ExplainedRollout, Explanation
+    from covey.analysis.explain.explained_step import (
+        ExplainedGroup,
+        ExplainedRollout,
+        ExplainedToken,
+        Explanation,
+    )
+    from covey.analysis.explain.recorded import Origin
+    from covey.analysis.explain.replay import Family, Moment, Replay, Replayed
+
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Step = Annotated[int, typer.Option(min=1, help="The training step to explain.")]
@@ -163,3 +177,286 @@ def _replay(
         typer.echo(json.dumps(finite({**asdict(found), "exact": found.origin.exact})))
         return
     show_replay(found, wide_console())
+
+
+# Terminal output of `covey explain`: groups, rollouts, tokens, and algorithms side by side.
+
+CHECKED = ("loss/policy_avg", "policy/clipfrac_avg", "optim/grad_norm")
+"""Metrics of the explained step that are compared with the run's log."""
+FORMS = {
+    "advantage": "+.2f", "logp": ".3f", "old_logp": ".3f", "ref_logp": ".3f", "ratio": ".3f",
+    "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
+}  # fmt: skip
+"""Columns of the token table, and their formats."""
+LEAST_WIDTH = 120
+"""Minimum width of tables in characters, so that no number is cut off."""
+
+
+def wide_console() -> Console:
+    """Return a console that never cuts off a table."""
+    console = Screen(soft_wrap=True)
+    console.width = max(console.width, LEAST_WIDTH)
+    return console
+
+
+def number_column(name: str) -> Column:
+    """Return a table column for numbers."""
+    return Column(name, justify="right", no_wrap=True)
+
+
+def weights_line(origin: Origin) -> str:
+    """Return a line that says which weights the explanation used."""
+    start = f"checkpoint {origin.checkpoint}" if origin.checkpoint else "the initial model"
+    again = ""
+    if origin.replayed_steps:
+        again = f", then {origin.replayed_steps} recorded steps trained again"
+    what = f"weights: {start} ({origin.path}){again}: "
+    if origin.exact:
+        return what + "the weights that generated these rollouts"
+    return (
+        what
+        + f"{origin.steps_behind} steps older than the weights that generated these rollouts, so "
+        "the figures are those of an older policy; --exact trains the steps in between again"
+    )
+
+
+def show_step(explained: Explanation, console: Console) -> None:
+    """Print the groups of a step."""
+    _head(explained, console)
+    with_gradient = sum(g.share > 0 for g in explained.groups)
+    equal = sum(g.zero_variance for g in explained.groups)
+    lines = [
+        f"{with_gradient} of {len(explained.groups)} groups have a gradient; in {equal} all "
+        "rewards are equal",
+        f"{explained.tokens} trained tokens, {explained.zero_gradient} with gradient 0, "
+        f"{explained.clipped} clipped",
+        f"{explained.share_raised:.1%} of the gradient makes tokens likelier, the rest less likely",
+        f"half of the gradient comes from {explained.half_gradient_from} of "
+        f"{len(explained.rollouts)} rollouts",
+    ]
+    if explained.filtered_out:
+        lines.append(f"{explained.filtered_out} more rollouts were filtered out of the step")
+    for line in lines:
+        console.print(line)
+    console.print(_group_table(explained))
+    console.print(
+        "share: part of the step's sum of |d loss / d logp|. --rollout K shows rollout K."
+    )
+
+
+def _head(explained: Explanation, console: Console) -> None:
+    count = f"{explained.updates} optimizer step{'s' * (explained.updates != 1)}"
+    console.print(
+        f"step {explained.step}: {explained.algorithm}, {len(explained.rollouts)} rollouts, "
+        f"{count}",
+        style="bold",
+    )
+    console.print(weights_line(explained.origin))
+    metrics = explained.metrics
+    if "debug/sampler_logp_diff_mean" in metrics:  # absent if all rollouts are masked
+        console.print(
+            "check: log-probs differ from the recorded ones by "
+            f"{metrics['debug/sampler_logp_diff_mean']:.1e} on average, "
+            f"{metrics['debug/sampler_logp_diff_max']:.1e} at most",
+        )
+    both = [
+        f"{name} {metrics[name]:.6g} (logged {explained.logged[name]:.6g})"
+        for name in CHECKED
+        if metrics.get(name) is not None and explained.logged.get(name) is not None
+    ]
+    if both:
+        console.print("check: trained again, " + ", ".join(both) + "\n")
+
+
+def _group_table(explained: Explanation) -> Table:
+    table = Table(
+        Column("rollouts", no_wrap=True), "prompt", "rewards", "advantages",
+        *map(number_column, ("tokens", "clipped", "share")), box=SIMPLE,
+    )  # fmt: skip
+    rollouts = {rollout.line: rollout for rollout in explained.rollouts}
+    for group in explained.groups:
+        _add_group(table, group, [rollouts[line] for line in group.lines])
+    return table
+
+
+def _add_group(table: Table, group: ExplainedGroup, rollouts: Sequence[ExplainedRollout]) -> None:
+    rewards = ["unscored" if r.reward is None else f"{r.reward:.3g}" for r in rollouts]
+    lengths = [len(r.tokens) for r in rollouts]
+    table.add_row(
+        f"{group.lines[0]}-{group.lines[-1]}",
+        cell(_shortened(group.prompt)),
+        _counted(rewards),
+        _counted([f"{r.advantage:+.2f}" for r in rollouts]),
+        f"{min(lengths)}-{max(lengths)}",
+        f"{group.clipped:.1%}",
+        f"{group.share:.1%}",
+        style="dim" if group.share == 0 else None,
+    )
+
+
+def _counted(values: Sequence[str]) -> str:
+    """Return each value and its number of occurrences, the most frequent value first."""
+    return ", ".join(f"{count} x {value}" for value, count in Counter(values).most_common())
+
+
+def _shortened(text: str, most: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Console) -> None:
+    """Print a rollout: its text coloured by gradient, and a table of its tokens."""
+    _head(explained, console)
+    group = next(g for g in explained.groups if g.group == rollout.group)
+    console.print(group.prompt, style="bold")
+    for line, trained in rollout.turns:
+        console.print(f"  {line}", style="default" if trained else "dim")
+    console.print(_coloured(rollout.tokens))
+    reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.3g}"
+    total = sum(a.gradient for a in explained.rollouts)
+    console.print(
+        f"\nrollout {rollout.line}: {reward}, advantage {rollout.advantage:+.4g} (recorded "
+        f"{rollout.recorded_advantage:+.4g}), trained in optimizer step {rollout.update} of "
+        f"{explained.updates}, {rollout.clipped:.1%} clipped, "
+        f"{rollout.gradient / total if total else 0.0:.1%} of the step's gradient",
+    )
+    console.print(_token_table(rollout.tokens))
+    console.print(
+        "push: -d loss / d logp; above 0 (green) the step makes the token likelier, below 0 (red) "
+        "less likely."
+    )
+
+
+def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
+    """Return the text with likelier tokens in green and less likely tokens in red."""
+    largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
+    text = Text()
+    for token in tokens:
+        text.append(printable(token.text), style=_style(token, largest))
+    return text
+
+
+def _style(token: ExplainedToken, largest: float) -> str:
+    if not token.gradient:
+        return "dim"
+    strength = abs(token.gradient) / largest
+    bright = int(90 + 165 * strength)
+    colour = f"rgb(0,{bright},0)" if token.gradient < 0 else f"rgb({bright},0,0)"
+    return f"bold {colour}" if strength > 0.5 else colour
+
+
+def _token_table(tokens: Sequence[ExplainedToken]) -> Table:
+    # Columns without any value, such as those of a reference, are omitted.
+    known = {name for name in FORMS for token in tokens if _value(token, name) is not None}
+    shown = {name: form for name, form in FORMS.items() if name in known}
+    table = Table(
+        number_column(""), Column("token", no_wrap=True), Column("clip", no_wrap=True),
+        *map(number_column, shown), box=SIMPLE,
+    )  # fmt: skip
+    largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
+    for place, token in enumerate(tokens, start=1):
+        values = [(_value(token, name), form) for name, form in shown.items()]
+        table.add_row(
+            str(place),
+            cell(_shortened(repr(token.text)[1:-1], 24)),
+            token.clipped or "",
+            *("" if value is None else format(value, form) for value, form in values),
+            style=_style(token, largest),
+        )
+    return table
+
+
+def _value(token: ExplainedToken, name: str) -> float | None:
+    if name == "push":
+        return None if token.gradient is None else 0.0 - token.gradient
+    value: float | None = getattr(token, name)
+    return value
+
+
+def show_replay(found: Replay, console: Console) -> None:
+    """Print the families of algorithms, their gradients, and the cosines between the gradients."""
+    console.print(
+        f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
+        "algorithms, each with one optimizer step over all rollouts",
+        style="bold",
+    )
+    console.print(weights_line(found.origin))
+    given = "".join(f", {key} = {value}" for key, value in found.options.items())
+    names = [a.name for a in found.moments[0].algorithms]
+    own = (
+        f"{found.run_algorithm} (*) has the run's options, " if found.run_algorithm in names else ""
+    )
+    console.print(f"options: {own}others have their defaults{given}")
+    for moment in found.moments:
+        _moment(moment, found, console)
+    console.print(
+        "\nequal: = means bit for bit; ~ means up to rounding, after division by the factor after /"
+    )
+    console.print("zero: share of tokens with gradient 0")
+    console.print(
+        "by length: |d loss / d logp| per unit of advantage, relative to all tokens. 1 everywhere "
+        "means no length bias."
+    )
+
+
+def _moment(moment: Moment, found: Replay, console: Console) -> None:
+    when = "before the step: the policy is the one that generated the rollouts"
+    if moment.updates:
+        when = f"after the run's {moment.updates} optimizer steps with {found.run_algorithm}"
+    console.print(f"\n{when}", style="bold")
+    for family in moment.families:
+        if len(family.members) > 1:
+            console.print(_family_line(family))
+    console.print(_algorithm_table(moment, found.run_algorithm))
+    console.print("cosines of the parameters' gradients, one algorithm of each family:")
+    for line in _cosines(moment):
+        console.print(line)
+
+
+def _family_line(family: Family) -> str:
+    """Return a line that says whether a family's gradients are equal or only proportional."""
+    exact = [m.name for m in family.members if m.identical]
+    rest = [m for m in family.members if not m.identical]
+    parts = [" = ".join(exact)]
+    for member in rest:
+        times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
+        parts.append(f"{member.name}{times}")
+    return "equal: " + " ~ ".join(parts)
+
+
+def _algorithm_table(moment: Moment, own: str) -> Table:
+    bins = moment.algorithms[0].lengths
+    columns = [f"{b.shortest}-{b.longest} tokens" for b in bins]
+    table = Table(
+        Column("algorithm", no_wrap=True),
+        *map(number_column, ["loss", "norm", "clipped", "zero", *columns]),
+        box=SIMPLE,
+    )
+    for algorithm in moment.algorithms:
+        table.add_row(
+            cell(f"{algorithm.name} (*)" if algorithm.name == own else algorithm.name),
+            f"{algorithm.loss:+.3g}",
+            f"{algorithm.grad_norm:.4g}",
+            f"{algorithm.clipped:.1%}",
+            f"{algorithm.zero_gradient:.1%}",
+            *_by_length(algorithm),
+        )
+    return table
+
+
+def _by_length(algorithm: Replayed) -> list[str]:
+    whole = algorithm.per_advantage
+    return [f"{b.per_advantage / whole:.2f}" if whole else "-" for b in algorithm.lengths]
+
+
+def _cosines(moment: Moment) -> list[str]:
+    names = [a.name for a in moment.algorithms]
+    leaders = [family.leader for family in moment.families]
+    places = [names.index(name) for name in leaders]
+    width = max(len(name) for name in leaders) + 4
+    lines = [" " * width + "".join(f"{n:>6}" for n in range(1, len(places) + 1))]
+    for number, place in enumerate(places, start=1):
+        cells = [moment.cosine[place][other] for other in places]
+        shown = "".join("     -" if cell is None else f"{cell:6.2f}" for cell in cells)
+        lines.append(f"{number:2} {names[place]:<{width - 3}}{shown}")
+    return lines

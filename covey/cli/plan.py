@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from covey.cli.screen import Screen
 from covey.cli.startup import (
@@ -27,11 +28,13 @@ from covey.errors import CoveyError
 from covey.models.model_path import prepare_hub
 
 if TYPE_CHECKING:
+    from covey.analysis.plan.cost_model import ModelSize
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
     from covey.analysis.plan.run_time import RunTime
     from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
+
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
 Gpu = Annotated[
@@ -87,7 +90,7 @@ def plan_command(
     Without --measure, the command trains nothing and loads no weights. The command reads only the
     configuration and the tokenizer of the model.
     """
-    from covey.analysis.plan.prompt_lengths import measuring
+    from covey.analysis.plan.task_facts import measuring
 
     settings = settings_of(overrides, model)
     label = source_of(source, settings)
@@ -132,8 +135,6 @@ def _data(
 
 
 def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:
-    from covey.cli.plan_scale import show_cluster, show_time
-
     if cluster:
         show_cluster(config, facts, as_json)
     else:
@@ -190,3 +191,70 @@ def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
         console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")
         console.print(f"  {finding.why}")
         console.print(f"  What to do: {finding.remedy} ({finding.docs}).")
+
+
+# Output of `covey plan --cluster` and `covey plan --measure`: splits of GPUs, and time.
+
+SCALE_HEADINGS = (
+    "model",
+    "GPUs",
+    "trainers",
+    "engines",
+    "rollout",
+    "update",
+    "sync",
+    "step",
+    "in turn",
+)
+
+
+def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
+    """Print the best split of 8 to 1,024 GPUs, for this run's model and published model sizes."""
+    from covey.analysis.plan.cost_model import table, workload
+    from covey.analysis.plan.task_facts import usable_prompt
+    from covey.training.resolve import objective_of
+
+    reference = "reference" in objective_of(config).needs
+    work = workload(config, usable_prompt(config, facts), reference=reference)
+    rows = table(work, _own(config))
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    console = Screen()
+    console.print(
+        f"Best split of H200 GPUs for {work.rows} completions of {work.completion} tokens a step, "
+        "with overlap.mode = 'copy' and a staleness of 1; seconds by the model of docs/scale.md. "
+        "'in turn': the same GPUs at staleness 0."
+    )
+    shown = Table(*SCALE_HEADINGS, box=None, pad_edge=False)
+    for row in rows:
+        shown.add_row(*_cells(row))
+    console.print(shown)
+
+
+def _own(config: Config) -> tuple[str, ModelSize] | None:
+    """Return the model of the configuration and its size, or None if the size is unknown."""
+    from covey.analysis.plan.cost_model import size_of
+    from covey.analysis.plan.model_shape import shape_of
+
+    try:
+        return config.model.path, size_of(shape_of(config))
+    except CoveyError:
+        return None
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    engines = f"{row['engines']} x {row['engine_gpus']}"
+    seconds = [f"{row[key]:.1f}" for key in ("rollout", "update", "sync", "seconds")]
+    trainers = "the same" if row["shared"] else str(row["trainers"])
+    in_turn = f"{row['seconds_in_turn']:.1f}"
+    return [row["model"], str(row["gpus"]), trainers, engines, *seconds, in_turn]
+
+
+def show_time(config: Config, as_json: bool) -> None:
+    """Run a few steps, and print how long the whole run will take."""
+    with waiting("measuring a few training steps"):
+        from covey.analysis.plan.run_time import measure_time
+
+        forecast = measure_time(config)
+    typer.echo(json.dumps(forecast.row()) if as_json else forecast.text())

@@ -3,25 +3,147 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from covey.cli.run_health import check_command
-from covey.cli.run_report import report_command
-from covey.cli.run_verify import verify_command
-from covey.cli.screen import UNLIMITED, Screen, cell
-from covey.cli.startup import AsJson, tell_edited
+from covey.cli.screen import UNLIMITED, Screen, cell, echo
+from covey.cli.startup import AsJson, Trust, tell_edited, waiting
 from covey.errors import RunError
-from covey.run.episodes import turn_lines
 from covey.run.estimate_text import estimate_text
 from covey.run.folder import FAILURE, RunFolder, list_runs, settings_of
+from covey.run.health import Finding, silence, timeline
+from covey.run.records import turn_lines
 from covey.run.reward_changes import logged_change
+
+if TYPE_CHECKING:
+    from covey.analysis.doctor.result import Result
+
+
+# `covey runs verify`: check that the records of a run agree with each other and with its data.
+
+STYLES = {True: "green", False: "bold red", None: "dim"}
+
+
+def verify_command(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Also train the last saved step again, and compare the resulting weights with the "
+            "checkpoint.",
+        ),
+    ] = False,
+    trust: Trust = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check that no step, prompt or rollout of a run is lost, repeated or changed.
+
+    The command compares the configuration, data, reward, rollouts, steps and checkpoints of the run
+    with each other. The exit code is 0 if all records agree, and 1 otherwise.
+    """
+    run = RunFolder.open(path)
+    with waiting("reading the run"):
+        from covey.analysis.verify.chain import chain_checks
+
+        found = list(chain_checks(run))
+        if recompute:
+            from covey.analysis.verify.recompute import recomputed
+
+            found.append(recomputed(run))
+    if as_json:
+        typer.echo(json.dumps({"run": str(path), "checks": [result.row() for result in found]}))
+    else:
+        show_results(found, Screen(soft_wrap=True))
+    if any(result.passed is False for result in found):
+        raise typer.Exit(1)
+
+
+def show_results(found: Sequence[Result], console: Screen) -> None:
+    """Print a line for each result, and a remedy for each failed check."""
+    for result in found:
+        line = f"{result.sign} {result.name:<24} {result.figure}"
+        console.print(line, style=STYLES[result.passed])
+        if result.passed is False and result.remedy:
+            console.print(f"  {'':<24} What to do: {result.remedy}.")
+
+
+# `covey runs report`: writes an offline report of one run.
+
+
+def report_command(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder for the report. Default: the run folder."),
+    ] = None,
+) -> None:
+    """Write the report of a run as report.html, which opens offline, and as report.md.
+
+    The report shows curves, evaluations, completions before and after training, sampled
+    completions, health and settings.
+    """
+    run = RunFolder.open(path)
+    if out is not None and not out.is_dir():
+        raise RunError(f"--out {out}: this folder does not exist")
+
+    from covey.analysis.run_report.write import write_run_report
+
+    for file in write_run_report(run, out or path):
+        echo(str(file))
+
+
+# `covey runs check`: checks the health of a run, with an exit code for scripts.
+
+UNHEALTHY = 1
+"""The exit code if the last step shows a problem."""
+
+
+def check_command(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check the health of a run: show each problem with its first step, its cause and a remedy.
+
+    The exit code is 1 if the last step shows a problem, and 0 otherwise.
+    """
+    run = RunFolder.open(path)
+    rows = run.steps()
+    if not rows:
+        raise RunError(f"{path} has no training steps yet")
+    found = timeline(rows, settings_of(run))
+    seconds = time.time() - (run.path / "steps.jsonl").stat().st_mtime
+    silent = silence(rows, seconds) if run.in_use() else None
+    found += [silent] if silent else []
+    last = rows[-1]["step"]
+    if as_json:
+        typer.echo(
+            json.dumps({"run": str(path), "step": last, "findings": [f.row() for f in found]})
+        )
+    else:
+        _show(found, last, path)
+    if any(finding.problem and finding.until is None for finding in found):
+        raise typer.Exit(UNHEALTHY)
+
+
+def _show(found: list[Finding], last: int, path: Path) -> None:
+    console = Screen(soft_wrap=True)
+    now = [finding for finding in found if finding.until is None]
+    before = [finding for finding in found if finding.until is not None]
+    for finding in now:
+        console.print(finding.line(), style="yellow" if finding.problem else "default")
+    for finding in before:
+        console.print(f"(over) {finding.line()}", style="dim")
+    if not any(finding.problem for finding in now):
+        console.print(f"{path}: nothing is wrong at step {last}")
+
 
 FORMS = {
     "started": "s",

@@ -177,7 +177,7 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     reporter.note(f"sampling: {parts.engine.info.backend}")
     model = parts.policy.model
     if model.flash:
-        from covey.accel.attention_choice import description
+        from covey.accel.attention_kernels import description
 
         shape = (model.model.config, model.device, model.head.linear.weight.dtype)
         reporter.note(f"training: {description(*shape, parts.config.rollout.max_tokens)}")

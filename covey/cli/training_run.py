@@ -14,8 +14,7 @@ from covey.cli.screen import Screen, echo
 from covey.cli.startup import STARTING, tell_defaults, tell_notes, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
-from covey.run.folder import RunFolder
-from covey.run.new_run import check_new_run, next_run_path
+from covey.run.folder import RunFolder, check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal
@@ -105,7 +104,7 @@ class Training:
         if command != self.command:
             raise RunError(f"{path} is {kind}; resume it with: covey {command} --resume {path}")
         with waiting(STARTING):
-            from covey.training.changed_settings import (
+            from covey.training.run_start import (
                 changes_note,
                 check_length,
                 record_changes,
@@ -134,7 +133,7 @@ class Training:
     def _start_ranks(self, config: Config) -> None:
         """If Ray must start the ranks, start them, wait, and exit with their exit code."""
         from covey.training.parallel.lifeline import Reported
-        from covey.training.ray_ranks import ray_starts_ranks, run_in_ranks
+        from covey.training.ray_needs import ray_starts_ranks, run_in_ranks
 
         if not ray_starts_ranks(config):
             return

@@ -17,10 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from covey.config.other_names import ours
-from covey.config.renamed import check_names, translated
-from covey.config.schema import Config
-from covey.config.section import Named
+from covey.config.other_names import check_names, ours, translated
+from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest, reason
 from covey.escape import is_hidden
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from covey.config.other_names import ours
-from covey.config.section import Named
+from covey.config.schema import Named
 from covey.errors import ConfigError, nearest
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from covey.config.schema import Reference as Section
-from covey.config.teacher import Teacher
+from covey.config.schema import Teacher
 from covey.errors import ConfigError
 
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(

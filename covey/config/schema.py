@@ -8,18 +8,442 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from covey.config.cluster_sections import Cluster, Parallel
-from covey.config.critic import Critic, Preferences
-from covey.config.data_sections import Curriculum, Replay
-from covey.config.engine import Engine
-from covey.config.environment import Environment
-from covey.config.reward_change import RewardChange
-from covey.config.section import Count, Device, Names, Positive, Section, Share
-from covey.config.section import Named as Named
-from covey.config.teacher import Teacher
-from covey.config.train import Train
+# Base classes of the sections of the configuration, and types of their values.
+
+MOST = 10**9
+"""Upper bound for numbers of steps, prompts and tokens; a larger number is probably a typo."""
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+"""A list of names; a single name may be given without brackets."""
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")]
+
+
+class Section(BaseModel):
+    """A section of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Named(Section):
+    """A table whose `name` names a function; every other key is an option of the function."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    name: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys of this table that are not options: the name and all declared fields."""
+        return {key: getattr(self, key) for key in type(self).model_fields}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All keys of the table except its declared fields."""
+        return dict(self.model_extra or {})
+
+
+# Sections for runs with several processes: [engine.vllm], [cluster] and [parallel].
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Vllm(Section):
+    """[engine.vllm]: settings of engine.kind = "vllm"."""
+
+    servers: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of servers to start on this machine."""
+    urls: list[Annotated[str, Field(min_length=1)]] = []
+    """Addresses of running vLLM servers, such as http://127.0.0.1:8000; if set, Covey starts no
+    server."""
+    colocated: bool = False
+    """Run vLLM in this process, on the trainer's GPU, instead of a server. vLLM sleeps while the
+    trainer trains."""
+    memory: Annotated[float, Field(gt=0)] = 0.5
+    """Fraction of a GPU's memory that a server uses; on a CPU, the size of a server's KV cache in
+    GiB."""
+    tensor_parallel: Positive = 1
+    """Number of GPUs per server."""
+    first_gpu: Count = 1
+    """Index of the first GPU that servers use. The trainer uses the GPUs with smaller indices."""
+    transfer: Literal["file", "nccl"] = "file"
+    """How weights are sent to servers: file (in shared memory, or engine.vllm.folder) or nccl (from
+    GPU to GPU)."""
+    folder: str = ""
+    """With transfer = "file", a folder that trainer and servers share; empty: shared memory."""
+    host: str = "127.0.0.1"
+    """With transfer = "nccl", the address at which servers reach this machine."""
+    timeout: Seconds = 600.0
+    """Seconds to wait for the reply to a request, after which the server counts as dead."""
+    patience: Seconds = 600.0
+    """Seconds to wait for a server to start or come back."""
+    restarts: Count = 3
+    """Number of times that a dead server is restarted, or waited for, before the run ends."""
+    arguments: list[str] = []
+    """Additional arguments for the command that starts vLLM."""
+
+
+class Cluster(Section):
+    """[cluster]. Settings of Ray actors on this machine or on others."""
+
+    address: str = ""
+    """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
+    and an empty address means no Ray."""
+    trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Number of trainer ranks that Ray starts; 0: train in this process or in torchrun's ranks."""
+    trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs per trainer rank that Ray starts."""
+    engines: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Number of engine actors per trainer rank, each with a copy of the model; 0: the trainer
+    ranks generate."""
+    max_engines: Count = 0
+    """Maximum number of engine actors. Actors beyond cluster.engines start when the cluster has
+    free resources; 0: no such actors."""
+    engine_cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs per engine."""
+    engine_gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs per engine."""
+    trainer_gpus: Count = 0
+    """GPUs of this machine reserved for the trainer; with cluster.trainers, GPUs per rank."""
+    scoring_actors: Count = 0
+    """Number of scoring actors, each with scoring.workers processes; 0: scoring runs on the
+    trainer's machine."""
+    reference_actor: bool = False
+    """Whether a frozen reference runs in its own actor, with the resources of an engine."""
+    restarts: Count = 3
+    """Maximum number of actor deaths in a run; one more death ends the run."""
+    patience: Seconds = 300.0
+    """Seconds to wait for the resources of an actor."""
+
+    @property
+    def engine_actors(self) -> int:
+        """Number of engine actors per trainer rank; 0 without Ray."""
+        return self.engines if self.address else 0
+
+    @property
+    def any_actors(self) -> bool:
+        """Whether a trainer rank uses Ray actors."""
+        return bool(self.address and (self.engines or self.scoring_actors or self.reference_actor))
+
+    @model_validator(mode="after")
+    def _one_gpu_per_rank(self) -> Cluster:
+        if self.trainers and self.trainer_gpus > 1:
+            raise ValueError(
+                f"cluster.trainer_gpus = {self.trainer_gpus} with cluster.trainers = "
+                f"{self.trainers}: a rank trains on one GPU; set cluster.trainer_gpus = 1, and "
+                "cluster.trainers to the number of GPUs that train"
+            )
+        return self
+
+
+class Parallel(Section):
+    """[parallel]. Settings of runs with several ranks, which torchrun starts."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """How the model is distributed over the ranks. ddp: every rank has the whole model; fsdp:
+    parameters, gradients and optimizer state are divided among ranks (FSDP2)."""
+    shard_ranks: Count = 0
+    """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
+    ranks of one machine; 0: all ranks."""
+    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
+    """Seconds that a rank waits for other ranks, at the start and in a step."""
+
+
+# The section [train] of the configuration: the length of a run, and its optimizer steps.
+
+
+class StopAfter(Section):
+    """[train.stop_after]: the limit at which a run ends, in one of four units."""
+
+    steps: Count = 0
+    """Training steps."""
+    tokens: Annotated[int, Field(ge=0, le=10**15)] = 0
+    """Sampled tokens."""
+    updates: Annotated[int, Field(ge=0, le=10**15)] = 0
+    """Optimizer steps."""
+    epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
+    """Passes over the training prompts; the number of prompts then determines `train.steps`."""
+
+    @property
+    def kind(self) -> Literal["steps", "tokens", "updates"]:
+        """The unit of the limit; steps if no limit is set."""
+        return "tokens" if self.tokens else "updates" if self.updates else "steps"
+
+    @model_validator(mode="after")
+    def _one(self) -> StopAfter:
+        if sum(value > 0 for value in (self.steps, self.tokens, self.updates, self.epochs)) > 1:
+            raise ValueError("train.stop_after takes only one of steps, tokens, updates and epochs")
+        return self
+
+
+class Train(Section):
+    """[train]"""
+
+    steps: Positive = 100
+    """Training steps."""
+    stop_after: StopAfter = StopAfter()
+    """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
+    over the training prompts; {steps = n} is the same as `steps`. The learning rate and the times
+    of evaluations depend on the used fraction of the limit, as if the run had `steps` steps."""
+    mini_batches: Positive = 1
+    """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
+    epochs: Positive = 1
+    """Epochs: passes over the completions of a training step."""
+    micro_batch_tokens: Positive = 16_384
+    """Maximum number of padded tokens in one micro-batch (a forward and backward pass)."""
+    logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
+    """Maximum memory for logits, which are computed for a few tokens at a time."""
+    old_logp: Literal["auto", "recompute", "sampler"] = "auto"
+    """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
+    or the engine (sampler). With auto, the engine is the source if its log-probs are exact
+    (float32, no truncation) or if the ratio has to correct for staleness. In all other cases, auto
+    chooses the trainer, without an extra forward pass if a training step has one optimizer step."""
+    graphs: Literal["auto", "off"] = "auto"
+    """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
+    small models, but activations stay in memory between steps."""
+
+    stop_on: Names = Field(default_factory=list)
+    """Health findings that end the run, such as nan or collapse; docs/health.md lists them."""
+    patience: Count = 0
+    """End the run if the metric save.best does not improve in this many measurements; 0: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps(cls, data: Any) -> Any:
+        """Treat `stop_after = {steps = n}` as `steps = n`."""
+        if not isinstance(data, dict):
+            return data
+        stop = data.get("stop_after")
+        if not isinstance(stop, dict) or not stop.get("steps"):
+            return data
+        others = {k: v for k, v in stop.items() if k != "steps"}
+        return {**data, "steps": stop["steps"], "stop_after": others}
+
+    def over_prompts(self, prompts: int, per_step: int) -> Train:
+        """Return the settings with the number of steps computed from a given `stop_after.epochs`.
+
+        Every step draws its prompts from one epoch. If the last prompts of an epoch do not fill a
+        step, the epoch omits these prompts.
+        """
+        if not self.stop_after.epochs:
+            return self
+        steps = max(1, round(self.stop_after.epochs * (prompts // per_step)))
+        return self.model_copy(update={"steps": steps})
+
+    @property
+    def budget(self) -> Literal["steps", "tokens", "updates"]:
+        """The unit of the limit that ends the run."""
+        return self.stop_after.kind
+
+    @property
+    def amount(self) -> int:
+        """The limit that ends the run, in the unit `budget`."""
+        return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
+
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps per training step."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def total_updates(self) -> int:
+        """The number of optimizer steps of a run.
+
+        With a token budget, it is the number for `train.steps` training steps.
+        """
+        return self.amount if self.budget == "updates" else self.steps * self.updates
+
+
+# The [teacher] section: another model as teacher, or the policy itself with privileged text.
+
+CONTEXT = {
+    "success": "A correct answer to this question:\n\n{text}",
+    "feedback": "Feedback on an earlier, wrong answer to this question:\n\n{text}",
+}
+
+
+class Teacher(Section):
+    """[teacher]. An objective that needs a teacher gets it from `path`, `url` or `policy`."""
+
+    path: str = ""
+    """The teacher model, as in model.path, or an adapter folder, with the policy's tokenizer."""
+    offload: bool = False
+    """Keep the weights of a teacher with `path`, or with policy = "frozen", in main memory between
+    training steps."""
+    url: str = ""
+    """Address of a server of `covey reference serve`, such as http://127.0.0.1:8500."""
+    token_env: str = ""
+    """Name of the environment variable with the bearer token of the teacher's server."""
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Timeout of a request to the teacher's server, in seconds."""
+    patience: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds to retry while the teacher's server cannot be reached."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of the distribution of a teacher with `path` or `url`, independent of the
+    sampling temperature."""
+    policy: Literal["", "current", "frozen", "moving"] = ""
+    """For sdpo: the policy itself is the teacher, with privileged text in its prompt. The teacher's
+    weights are the current policy's weights (current), the initial weights (frozen), or a moving
+    average (moving)."""
+    alpha: Share = 0.05
+    """Weight of the policy in an update of a teacher with policy = "moving": teacher = alpha *
+    policy + (1 - alpha) * teacher."""
+    every: Positive = 1
+    """Optimizer steps between updates of a teacher with policy = "moving"."""
+    context: dict[str, str] = Field(default=CONTEXT)
+    """With `policy`, a template with {text} for each source of privileged text. The source
+    `success` is a correct completion of the same group, and `feedback` is the reward's feedback on
+    the completion itself. Any other source is a column of the data, or `target`."""
+    template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
+    """With `policy`, the template of the last message in the teacher's prompt, with {prompt} and
+    {context}."""
+
+
+# The [reward_change] section: why the reward differs from the reward of the previous run.
+
+
+class RewardChange(Section):
+    """[reward_change]: notes for the log of reward changes, without effect on training."""
+
+    reason: str = ""
+    """Why the reward was changed since the previous run of the same task."""
+    expected_effect: str = ""
+    """What the change should do, such as "fewer completions without an answer"."""
+
+
+# The section [environment]: the environment of multi-turn rollouts, and its limits.
+
+
+class Environment(Named):
+    """[environment]. Keys that are not fields of this class are options of the environment."""
+
+    name: str = "none"
+    """The environment that rollouts interact with: a name, MODULE:CLASS, or none."""
+    max_turns: Positive = 8
+    """Maximum number of the policy's turns in an episode."""
+    max_calls: Count = 16
+    """Maximum number of tool calls in an episode."""
+    max_tokens: Positive = 2048
+    """Maximum number of tokens in a conversation, including the prompt; at most the model's
+    context."""
+    call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
+    """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
+    or <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
+    parallel_calls: bool = True
+    """Whether a turn may have several tool calls; if not, a turn ends after its first call."""
+    workers: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Number of worker processes for environments that are not quick; 0: one per core."""
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Time limit of one environment step, in seconds. A step that takes longer ends the rollout
+    with an error."""
+    gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
+    """Memory limit of a worker process."""
+
+
+# The section [engine].
+
+
+class Engine(Section):
+    """[engine]"""
+
+    kind: Literal["native", "process", "vllm"] = "native"
+    """The engine: native (in the trainer's process, with the trainer's weights), process (the
+    native engine in another process, with a copy of the weights) or vllm (vLLM servers)."""
+    vllm: Vllm = Vllm()
+    """Settings of engine.kind = "vllm"."""
+    device: Device = "auto"
+    """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
+    dtype: Literal["model", "float8"] = "model"
+    """Dtype of the matrix products in the native engine's layers. With float8, weights and
+    activations have 8 bits, which is faster for models of several billion parameters on Ada, Hopper
+    and newer GPUs. A float8 engine needs objective.correction, which is then token_truncate by
+    default."""
+    kv_dtype: Literal["model", "float8"] = "model"
+    """Dtype of the KV cache in the native engine. With float8, the KV cache takes half the memory,
+    and attention to long completions is faster. A float8 KV cache has the same requirements as
+    engine.dtype = "float8"."""
+    max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
+    """Maximum number of completions generated at the same time."""
+    cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """GiB for keys and values of completions on a GPU. If completions need more memory, the
+    native engine pauses the completions with the fewest tokens and continues them later. With 0,
+    the engine reserves memory for all completions at rollout.max_tokens, if so much is free."""
+
+    @property
+    def rounds(self) -> str:
+        """The setting that makes the engine use float8; empty if no setting does."""
+        return next((name for name in ("dtype", "kv_dtype") if getattr(self, name) == "float8"), "")
+
+
+# The sections [curriculum] and [replay], which control a step's prompts and replayed groups.
+
+
+class Curriculum(Section):
+    """[curriculum]. A curriculum chooses the prompts of a step by the results of earlier steps."""
+
+    sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
+    """Sampling weight of a prompt with the running pass rate p. uniform: equal weights; hard:
+    1 - p; uncertain: p (1 - p). Prompts without results count as p = 0.5."""
+    memory: Share = 0.2
+    """Weight of the newest group in a running pass rate."""
+    floor: Share = 0.01
+    """Smallest sampling weight of a prompt, or of a part of a mixed task, so that every prompt and
+    part is drawn sometimes."""
+    drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Stop drawing a prompt once its pass rate over all its completions reaches this value, such as
+    0.9; 0: never."""
+    mixture: Literal["fixed", "progress"] = "fixed"
+    """How a step's prompts are divided among the parts of a mixed task. fixed: by the parts'
+    weights; progress: by the recent change of each part's pass rate."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the prompts of a step depend on earlier results."""
+        return self.sampling != "uniform" or self.drop_above > 0 or self.mixture != "fixed"
+
+
+class Replay(Section):
+    """[replay]"""
+
+    groups: Count = 0
+    """Number of earlier groups that a step also trains on; 0: none."""
+    size: Positive = 64
+    """Number of groups to keep for replay: the newest groups with both correct and incorrect
+    completions."""
+    max_age: Positive = 16
+    """Maximum age of a replayed group, in optimizer steps since the group was sampled."""
+
+
+# The [critic] section for PPO, and the [preferences] section for DPO and IPO.
+
+
+class Critic(Section):
+    """[critic]: the model that is trained to predict the reward, for objectives with a critic."""
+
+    path: str = ""
+    """The critic's initial model, as in model.path, with the policy's tokenizer; empty: the
+    policy's initial weights."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    """Constant learning rate of the critic's AdamW. The other options of AdamW come from
+    [optimizer]."""
+    warmup_steps: Count = 0
+    """Number of training steps at the start that train only the critic, not the policy."""
+    initial_value: float = 0.0
+    """The critic's initial prediction for every token, such as the initial mean reward."""
+
+
+class Preferences(Section):
+    """[preferences]: settings of objectives that compare pairs of completions."""
+
+    file: str = ""
+    """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""
+    max_tokens: Count = 0
+    """Leave out pairs in which a completion has more tokens than this; 0: the limit is
+    rollout.max_tokens."""
+
 
 MOST_COMPLETIONS = 10**7
 """Maximum number of completions in a step; all stay in memory until the step ends."""

@@ -17,7 +17,7 @@ and no reward. Most environments are a `ToolEnvironment` (tools.py). The public 
 `ToolEnvironment`, with type hints and docstrings, are the tools of the policy. A message without
 calls ends the episode, and an exception in a tool becomes an error message to the policy. To add an
 environment to the package, write its class and add the class to ENVIRONMENTS (registry.py). The
-modules models/conversation.py and rollout/multi_turn.py handle the chat template, tokens and masks,
+modules models/conversation.py and rollout/episode.py handle the chat template, tokens and masks,
 which no environment sees.
 """
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.utils import deterministic as settings
 
 from covey.errors import ModelError
 
@@ -33,3 +37,61 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton kernels and CUDA graphs use the current device
     return device
+
+
+# Deterministic mode: bit-identical results in every run.
+#
+# A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always
+# add in a fixed order: atomic additions happen in any order, and cuBLAS may use any free
+# workspace.
+#
+# Covey's own kernels add partial sums in a fixed order, without atomic additions. Deterministic
+# mode turns on torch's deterministic versions of the following operations:
+#
+#   index_add      the embedding's gradient, sums over groups
+#   index_select   the gradient: a prompt's last token predicts the first token of every completion
+#   attention      the gradient of flash and of memory-efficient attention
+#   cuBLAS         with a workspace of fixed size
+#
+# Torch raises an error for operations without a deterministic version. Training passes do not use
+# CUDA graphs in deterministic mode. A CUDA graph needs padded micro-batches, and whether a graph
+# exists for a micro-batch depends on earlier micro-batches.
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+FIXED = (":4096:8", ":16:8")
+"""Values of CUBLAS_WORKSPACE_CONFIG with which matrix products are deterministic."""
+
+
+def make_deterministic() -> None:
+    """Make torch use only deterministic algorithms in this process from now on."""
+    if os.environ.get(WORKSPACE) not in FIXED:
+        if torch.cuda.is_initialized():  # cuBLAS may have read the variable already
+            raise ModelError(
+                "model: model.deterministic = true has no effect now, because this process has "
+                f"already used CUDA; set the environment variable {WORKSPACE}={FIXED[0]} before "
+                "the process starts"
+            )
+        os.environ[WORKSPACE] = FIXED[0]
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    # Not warn_only: then torch would still run attention with a varying order of additions.
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    # Also tells that the process is deterministic where the check of operations is skipped.
+    torch.backends.cudnn.deterministic = True
+    # No code here reads uninitialized memory, and filling it would cost time.
+    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def skip_determinism_check() -> Iterator[None]:
+    """Allow operations that are deterministic although torch's determinism check refuses them.
+
+    Torch refuses, for example, a cumulative sum over each row, although the order of its additions
+    is fixed. Torch also has deterministic versions of writes to indexed elements, but these
+    versions cannot be captured in a CUDA graph.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)

@@ -22,7 +22,7 @@ from covey.accel.parity import attempt, first_layers, matches, parity_rows
 from covey.accel.varlen_attention import HALF
 from covey.embedded import MODELS
 from covey.errors import ModelError
-from covey.models.chat_template import Template, make_renderer
+from covey.models.chat_template import Template, make_renderer, start_rendering
 from covey.models.device import device_of
 from covey.models.from_pretrained import (
     four_bit_options,
@@ -34,7 +34,6 @@ from covey.models.from_pretrained import (
 from covey.models.gguf import find_gguf, import_gguf
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.model_path import check_model_path, missing_folder_note
-from covey.models.template_process import start_rendering
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from covey.config.reference_kinds import check_reference, check_teacher, read_token
-from covey.config.schema import Config
+from covey.config.schema import Config, Teacher
 from covey.config.schema import Reference as ReferenceSection
-from covey.config.teacher import Teacher
 from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 from covey.models.model_path import adapter_base

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.config.options import resolve_options
-from covey.config.section import Named
+from covey.config.schema import Named
 from covey.errors import ConfigError, nearest
 from covey.rewards import published, templates
 from covey.rewards.citations import Citations
@@ -25,11 +25,10 @@ from covey.rewards.mix import ByTask, Mix
 from covey.rewards.reasoning_gym import ReasoningGym
 from covey.rewards.safety import Safety
 from covey.rewards.score import Reward
-from covey.rewards.signature import is_trl_style
 from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
-from covey.rewards.user import FUNCTIONS, as_reward
+from covey.rewards.user import FUNCTIONS, as_reward, is_trl_style
 from covey.trust import import_callable, is_import_path
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from covey.episode import episode_of
 from covey.rewards.score import Reward, Score, check_option
 from covey.rewards.text import count_words
-from covey.types import Prompt
+from covey.types import Prompt, episode_of
 
 PHRASE = 6
 """Words per phrase. Ordinary prose seldom repeats a phrase of PHRASE words."""

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.episode import episode_of
 from covey.rewards.score import Reward, Score
-from covey.types import Prompt
+from covey.types import Prompt, episode_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

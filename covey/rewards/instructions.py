@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from covey.rewards.instruction_checks import follows, instructions_of
+from covey.errors import DataError
+from covey.rewards.language import language_of
 from covey.rewards.score import Reward, Score
 from covey.rewards.text import after_thinking
 from covey.types import Prompt
@@ -36,3 +42,275 @@ class Instructions(Reward):
             parts={"followed": share},
             attempted=bool(said.strip()),
         )
+
+
+# The 25 verifiable instructions of IFEval (arXiv 2311.07911), each as a check of a text.
+#
+# An instruction has a name and arguments, as in google/IFEval. The names and arguments by which
+# open-instruct's data refers to these instructions are accepted too.
+
+Check = Callable[[str, Mapping[str, Any]], bool]
+
+_WORDS = re.compile(r"\w+")
+_ABBREVIATION = re.compile(
+    r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|etc|e\.g|i\.e|[A-Z])\.(?=\s)", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f]+[\"')\]]*(?:\s+|$)")
+_DIVIDER = re.compile(r"\s?\*\*\*\s?|\s?\* \* \*\s?")
+_HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
+_BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-).*$", re.MULTILINE)
+CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+MOST_CHARACTERS = 200_000
+"""Maximum characters of a text; a longer text fails every instruction."""
+
+
+def counts(number: int, relation: str, wanted: int) -> bool:
+    """Return whether a number has the required relation, such as `at least`, to another number.
+
+    With the relation `around`, the numbers may differ by 10 % or by 1, whichever is more.
+    """
+    if relation == "around":
+        return abs(number - wanted) <= max(round(wanted * 0.1), 1)
+    rules = {"less than": number < wanted, "at least": number >= wanted,
+             "at most": number <= wanted, "exactly": number == wanted}  # fmt: skip
+    if relation not in rules:
+        known = ", ".join(rules)
+        raise DataError(f"instructions: relation {relation!r} is not known; choose from {known}")
+    return rules[relation]
+
+
+def sentences(text: str) -> int:
+    """Count the sentences of a text.
+
+    >>> sentences("Dr. Who came at 3.15. Why? No idea!")
+    3
+    """
+    plain = _ABBREVIATION.sub(lambda found: found.group().replace(".", ""), text.strip())
+    ends = list(_SENTENCE_END.finditer(plain))
+    rest = plain[ends[-1].end() :] if ends else plain
+    return len(ends) + bool(rest.strip())
+
+
+def _keyword_frequency(text: str, given: Mapping[str, Any]) -> bool:
+    found = re.findall(rf"\b{re.escape(str(given['keyword']))}\b", text, re.IGNORECASE)
+    return counts(len(found), given.get("relation", "exactly"), given["frequency"])
+
+
+def _forbidden(text: str, given: Mapping[str, Any]) -> bool:
+    return not any(
+        re.search(rf"\b{re.escape(str(word))}\b", text, re.IGNORECASE)
+        for word in given["forbidden_words"]
+    )
+
+
+def _letter_frequency(text: str, given: Mapping[str, Any]) -> bool:
+    number = text.lower().count(str(given["letter"]).lower())
+    return counts(number, given.get("let_relation", "exactly"), given["let_frequency"])
+
+
+def _paragraphs(text: str, given: Mapping[str, Any]) -> bool:
+    parts = [part.strip() for part in _DIVIDER.split(text.strip())]
+    return all(parts) and len(parts) == given["num_paragraphs"]
+
+
+def _first_word(text: str, given: Mapping[str, Any]) -> bool:
+    parts = [part.strip() for part in re.split(r"\n\s*\n", text.strip())]
+    place = given["nth_paragraph"]
+    if len(parts) != given["num_paragraphs"] or not 1 <= place <= len(parts):
+        return False
+    first = _WORDS.search(parts[place - 1])
+    return first is not None and first.group().lower() == str(given["first_word"]).lower()
+
+
+def _postscript(text: str, given: Mapping[str, Any]) -> bool:
+    marker = str(given["postscript_marker"])
+    after = re.search(rf"(?:^|\n)\s*{re.escape(marker)}\s*(\S.*)$", text, re.DOTALL | re.IGNORECASE)
+    return after is not None
+
+
+def _choice(text: str, given: Mapping[str, Any]) -> bool:
+    options = given.get("options") or CHOICES
+    return any(re.search(rf"(?<!\w){re.escape(str(o))}(?!\w)", text) for o in options)
+
+
+def _highlights(text: str, given: Mapping[str, Any]) -> bool:
+    found = [part.strip("* ") for part in _HIGHLIGHT.findall(text)]
+    return bool(sum(map(bool, found)) >= given["num_highlights"])
+
+
+def _sections(text: str, given: Mapping[str, Any]) -> bool:
+    marker = re.escape(str(given["section_spliter"]))
+    parts = re.split(rf"\s?{marker}\s?\d+\s?", text)
+    return bool(len(parts) - 1 >= given["num_sections"])
+
+
+def _json(text: str, given: Mapping[str, Any]) -> bool:
+    plain = re.fullmatch(r"\s*```(?:json)?\s*(.*?)```\s*", text, re.DOTALL | re.IGNORECASE)
+    try:
+        json.loads(plain.group(1) if plain else text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _two_responses(text: str, given: Mapping[str, Any]) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+def _end(text: str, given: Mapping[str, Any]) -> bool:
+    plain = text.strip().strip('"').lower()
+    return plain.endswith(str(given["end_phrase"]).strip().lower())
+
+
+def _quotation(text: str, given: Mapping[str, Any]) -> bool:
+    plain = text.strip()
+    return len(plain) > 2 and plain[0] == plain[-1] == '"'
+
+
+def _capital_words(text: str, given: Mapping[str, Any]) -> bool:
+    words = [word for word in re.findall(r"[\w'-]+", text) if word.isupper()]
+    return counts(len(words), given["capital_relation"], given["capital_frequency"])
+
+
+CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        "keywords:existence": lambda text, given: all(
+            re.search(re.escape(str(word)), text, re.IGNORECASE) for word in given["keywords"]
+        ),
+        "keywords:frequency": _keyword_frequency,
+        "keywords:forbidden_words": _forbidden,
+        "keywords:letter_frequency": _letter_frequency,
+        "language:response_language": lambda text, given: language_of(text) == given["language"],
+        "length_constraints:number_sentences": lambda text, given: counts(
+            sentences(text), given["relation"], given["num_sentences"]
+        ),
+        "length_constraints:number_paragraphs": _paragraphs,
+        "length_constraints:number_words": lambda text, given: counts(
+            len(_WORDS.findall(text)), given["relation"], given["num_words"]
+        ),
+        "length_constraints:nth_paragraph_first_word": _first_word,
+        "detectable_content:number_placeholders": lambda text, given: (
+            len(re.findall(r"\[[^\[\]\n]+\]", text)) >= given["num_placeholders"]
+        ),
+        "detectable_content:postscript": _postscript,
+        "detectable_format:number_bullet_lists": lambda text, given: (
+            len(_BULLET.findall(text)) == given["num_bullets"]
+        ),
+        "detectable_format:constrained_response": _choice,
+        "detectable_format:number_highlighted_sections": _highlights,
+        "detectable_format:multiple_sections": _sections,
+        "detectable_format:json_format": _json,
+        "detectable_format:title": lambda text, given: any(
+            title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text)
+        ),
+        "combination:two_responses": _two_responses,
+        "combination:repeat_prompt": lambda text, given: (
+            text.strip().lower().startswith(str(given["prompt_to_repeat"]).strip().lower())
+        ),
+        "startend:end_checker": _end,
+        "startend:quotation": _quotation,
+        "change_case:capital_word_frequency": _capital_words,
+        "change_case:english_capital": lambda text, given: (
+            text.isupper() and language_of(text) in ("en", None)
+        ),
+        "change_case:english_lowercase": lambda text, given: (
+            text.islower() and language_of(text) in ("en", None)
+        ),
+        "punctuation:no_comma": lambda text, given: "," not in text,
+    }
+)
+"""The check of each instruction, by the name of the instruction in IFEval."""
+
+OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}),
+        "verify_keyword_frequency": ("keywords:frequency", {"word": "keyword", "N": "frequency"}),
+        "validate_forbidden_words": ("keywords:forbidden_words", {}),
+        "verify_letter_frequency": ("keywords:letter_frequency", {"N": "let_frequency"}),
+        "validate_response_language": ("language:response_language", {}),
+        "verify_paragraph_count": (
+            "length_constraints:number_paragraphs", {"N": "num_paragraphs"},
+        ),
+        "validate_word_constraint": (
+            "length_constraints:number_words", {"N": "num_words", "quantifier": "relation"},
+        ),
+        "verify_sentence_constraint": (
+            "length_constraints:number_sentences", {"N": "num_sentences", "quantifier": "relation"},
+        ),
+        "validate_paragraphs": (
+            "length_constraints:nth_paragraph_first_word",
+            {"N": "num_paragraphs", "i": "nth_paragraph"},
+        ),
+        "verify_postscript": ("detectable_content:postscript", {}),
+        "validate_placeholders": (
+            "detectable_content:number_placeholders", {"N": "num_placeholders"},
+        ),
+        "verify_bullet_points": ("detectable_format:number_bullet_lists", {"N": "num_bullets"}),
+        "validate_title": ("detectable_format:title", {}),
+        "validate_choice": ("detectable_format:constrained_response", {}),
+        "validate_highlighted_sections": (
+            "detectable_format:number_highlighted_sections", {"N": "num_highlights"},
+        ),
+        "validate_sections": (
+            "detectable_format:multiple_sections",
+            {"N": "num_sections", "section_splitter": "section_spliter"},
+        ),
+        "validate_json_format": ("detectable_format:json_format", {}),
+        "validate_repeat_prompt": (
+            "combination:repeat_prompt", {"original_prompt": "prompt_to_repeat"},
+        ),
+        "validate_two_responses": ("combination:two_responses", {}),
+        "validate_uppercase": ("change_case:english_capital", {}),
+        "validate_lowercase": ("change_case:english_lowercase", {}),
+        "validate_frequency_capital_words": (
+            "change_case:capital_word_frequency",
+            {"N": "capital_frequency", "quantifier": "capital_relation"},
+        ),
+        "validate_end": ("startend:end_checker", {}),
+        "validate_quotation": ("startend:quotation", {}),
+        "validate_no_commas": ("punctuation:no_comma", {}),
+    }
+)  # fmt: skip
+"""Name of an instruction in open-instruct -> (name in IFEval, names of arguments that differ)."""
+
+
+def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
+    """Return whether a text follows an instruction. An empty text follows no instruction."""
+    if name not in CHECKS:
+        raise DataError(
+            f"instructions: {name!r} is not one of the {len(CHECKS)} known instructions"
+        )
+    if not text.strip() or len(text) > MOST_CHARACTERS:
+        return False
+    known = {key: value for key, value in given.items() if value is not None}
+    try:
+        return CHECKS[name](text, known)
+    except KeyError as error:
+        raise DataError(f"instructions: {name} needs the argument {error}") from None
+
+
+def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and arguments of an instruction from open-instruct's data."""
+    try:
+        data: Mapping[str, Any] = json.loads(target)
+        name, renamed = OPEN_INSTRUCT[data["func_name"]]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(
+            f"instructions: the target {target[:80]!r} does not name a known instruction"
+        ) from None
+    return name, {renamed.get(k, k): v for k, v in data.items() if k != "func_name"}
+
+
+def instructions_of(info: Mapping[str, Any], target: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return a prompt's instructions, from the columns of google/IFEval or from the target."""
+    names: Sequence[str] | None = info.get("instruction_id_list")
+    if not names:
+        return [from_open_instruct(target)]
+    given = info.get("kwargs") or [{}] * len(names)
+    if len(given) != len(names):
+        raise DataError(
+            f"instructions: a prompt has {len(names)} instruction names, but {len(given)} tables "
+            "of arguments"
+        )
+    return list(zip(names, given, strict=True))

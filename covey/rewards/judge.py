@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 from covey.errors import ConfigError, RewardError
 from covey.rewards.chat_endpoint import (
     LONGEST_WAIT,
+    RateLimit,
+    ReplyCache,
     RetryPolicy,
     check_url,
     complete_chat,
     one_line,
 )
-from covey.rewards.rate_limit import RateLimit
-from covey.rewards.reply_cache import ReplyCache
 from covey.rewards.score import Reward, Score
 from covey.rewards.text import after_thinking, shortened
 from covey.types import Prompt

@@ -18,8 +18,7 @@ from covey.rewards.math.symbolic_equality import (
     require_math_verify,
     same_symbolically,
 )
-from covey.rewards.score import Score, check_option
-from covey.rewards.target import TargetReward
+from covey.rewards.score import Score, TargetReward, check_option
 from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 

@@ -30,9 +30,9 @@ NONSENSE = "?"
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNORECASE)
 _SCORER = (
     "covey.errors",
-    "covey.episode",
-    "covey.totals",
-    "covey.host_rows",
+    "covey.types",
+    "covey.types",
+    "covey.types",
     "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",

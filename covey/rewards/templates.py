@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from covey.config.options import resolve_options
-from covey.config.section import Named
+from covey.config.schema import Named
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
 from covey.rewards.efficiency import Efficiency
@@ -24,8 +24,7 @@ from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
 from covey.rewards.safety import Safety
-from covey.rewards.score import Reward
-from covey.rewards.target import WithoutTarget
+from covey.rewards.score import Reward, WithoutTarget
 from covey.rewards.text_match import FuzzyText
 from covey.rewards.tool_call import ToolCall
 

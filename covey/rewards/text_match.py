@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from covey.rewards.extract import extract_text
-from covey.rewards.score import Score, check_option
-from covey.rewards.target import TargetReward
+from covey.rewards.score import Score, TargetReward, check_option
 from covey.types import Prompt
 
 MAX_TEXT = 100_000

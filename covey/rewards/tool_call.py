@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from covey.rewards.score import Score, check_option
-from covey.rewards.target import TargetReward
+from covey.rewards.score import Score, TargetReward, check_option
 from covey.rewards.text import after_thinking, tag_contents
 from covey.types import Prompt
 

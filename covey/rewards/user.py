@@ -11,11 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from covey.episode import episode_of
 from covey.errors import ConfigError
 from covey.rewards.score import NO_CALL, Call, Reward, Score
-from covey.rewards.signature import NOT_PASSED, check_signature, is_trl_style
-from covey.types import Message, Prompt
+from covey.types import Message, Prompt, episode_of
 
 RewardFunction = Callable[..., Any]
 FUNCTIONS = "functions"
@@ -65,7 +63,7 @@ class UserFunction(_GroupReward):
       `trainer_state` has `global_step` and `max_steps`. A function without `**columns` gets only
       the columns that it names.
 
-    `covey.rewards.signature` decides whether a function is plain or TRL-style.
+    `covey.rewards.user` decides whether a function is plain or TRL-style.
 
     `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
     means that the function does not apply to the completion. A completion with a reward of at least
@@ -340,3 +338,72 @@ def function_reward(
             )
         functions[name], weights[name] = made, float(weight)
     return WeightedFunctions(functions=functions, weights=weights)
+
+
+# The two kinds of reward functions, Covey's and TRL's, distinguished by their parameter names.
+
+OWN = ("prompt", "text")
+"""The first two parameters of a function that scores one completion."""
+TRL = frozenset(
+    {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+        "environments",
+    }
+)
+"""The keyword arguments that TRL passes in addition to the columns of the data."""
+NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
+"""Arguments that TRL passes to a reward function and Covey does not pass."""
+
+
+def is_trl_style(function: Callable[..., Any]) -> bool:
+    """Whether a function scores a list of completions, as in TRL; otherwise it scores one text.
+
+    A function with one of TRL's parameter names is a TRL function, because TRL passes every
+    argument by name. A function with `**kwargs` whose other parameters are columns of the data is a
+    TRL function too. Raises ConfigError if the parameter names fit neither kind of function.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise _not_a_reward(function, "its parameters are unknown") from None
+    own, theirs = _own_names(parameters), bool(parameters.keys() & TRL)
+    kinds = {p.kind for p in parameters.values()}
+    columns = inspect.Parameter.VAR_KEYWORD in kinds
+    if "completions" in parameters or (theirs and own < len(OWN)):
+        return True
+    if not own and columns and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return True
+    if (own == len(OWN) and not theirs) or (own == 1 and not columns):
+        return False
+    raise _not_a_reward(function, "the names of its parameters do not say which kind it is")
+
+
+def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a function that cannot be called as a reward with the given options."""
+    if is_trl_style(function):
+        return
+    try:
+        inspect.signature(function).bind(None, "", **options)
+    except TypeError as error:
+        raise _not_a_reward(function, str(error)) from None
+
+
+def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
+    """Count how many of the first two positional parameters are named as in `OWN`, or `_`."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
+    return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))
+
+
+def _not_a_reward(function: Callable[..., Any], why: str) -> ConfigError:
+    name = getattr(function, "__name__", type(function).__name__)
+    return ConfigError(
+        f"reward: {name} is not a reward function: {why}; define f(prompt, text), which scores one "
+        "completion, or f(completions, **columns) as in TRL, which scores all completions of a "
+        "prompt"
+    )

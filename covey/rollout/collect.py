@@ -10,8 +10,7 @@ from typing import Protocol, TypeVar
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
-from covey.rollout.episode import EncodedPrompt, generate, step_of
-from covey.rollout.multi_turn import Interaction
+from covey.rollout.episode import EncodedPrompt, Interaction, generate, step_of
 from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout

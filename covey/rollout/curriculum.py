@@ -20,7 +20,7 @@ from covey.rng import weighted_order
 from covey.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from covey.config.data_sections import Curriculum
+    from covey.config.schema import Curriculum
 
 FILE = "prompts.json"
 NEW = 0.5

@@ -6,14 +6,31 @@ never tokenized again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
+from covey.environments.calls import CallFormat, assistant_message
+from covey.environments.drive import Reply
+from covey.environments.host import Host
+from covey.errors import DataError
+from covey.models.conversation import Context, Conversations
 from covey.models.language_model import LanguageModel
-from covey.rng import Address
-from covey.rollout.multi_turn import Interaction, MultiTurnEpisodes, completion_texts
-from covey.types import Group, Prompt, Rollout, Segment, Turn
+from covey.rng import Address, world_seed
+from covey.stopping import may_be_given_up
+from covey.types import (
+    Episode,
+    EpisodeText,
+    Finish,
+    Group,
+    Message,
+    Prompt,
+    Rollout,
+    Segment,
+    Turn,
+    VersionSpan,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,3 +170,347 @@ def generate(
         )  # fmt: skip
     engine.run(episodes)
     return episodes.groups()
+
+
+# Multi-turn episodes: concurrent conversations between the policy and an environment.
+#
+#     start -> (turn of the policy -> step of the environment -> more tokens) -> end
+#
+# The engine generates the next turns of some episodes while tools run for other episodes. A
+# rollout that waits for a tool occupies no slot of the engine. The rollout's next turn is a new
+# request whose prompt is the conversation so far. The random numbers of a turn depend on the
+# turn's index, so the order in which tool results arrive has no effect.
+
+
+@dataclass(slots=True, kw_only=True)
+class Interaction:
+    """Settings of the interaction between rollouts and an environment."""
+
+    host: Host
+    call_format: CallFormat
+    stops: tuple[str, ...] = ()
+    """Texts that end a turn of the policy, because they end a tool call."""
+    max_turns: int
+    """Maximum number of the policy's turns in an episode."""
+    max_calls: int
+    """Maximum number of tool calls in an episode."""
+    max_tokens: int
+    """Maximum number of tokens of the whole conversation."""
+    noted: bool = False
+    """Whether the user was already notified that the chat template changes earlier turns."""
+
+    def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
+        """Return notes for the user about these rollouts; each note is returned once in a run."""
+        if self.noted or all(len(rollout.segments) == 1 for rollout in rollouts):
+            return []
+        self.noted = True
+        return [
+            "the chat template rewrites earlier turns, so these rollouts are trained in several "
+            "segments, each with the tokens that were sampled"
+        ]
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A segment to which tokens are appended."""
+
+    prompt_tokens: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], logp: Sequence[float] | None) -> tuple[int, int]:
+        """Append tokens, with log-probabilities if sampled; return their start and stop index."""
+        start = len(self.tokens)
+        self.tokens += tokens
+        self.trained += [logp is not None] * len(tokens)
+        self.logp += [0.0] * len(tokens) if logp is None else logp
+        return start, len(self.tokens)
+
+    def segment(self, version: int) -> Segment:
+        return Segment(
+            prompt_tokens=self.prompt_tokens,
+            tokens=tuple(self.tokens),
+            trained=tuple(self.trained),
+            sampler_logp=tuple(self.logp),
+            versions=tuple(self.versions) or (VersionSpan(0, 0, version),),
+            kept=tuple(self.kept),
+        )
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """One episode in progress."""
+
+    number: int
+    """Index of the prompt."""
+    sample: int
+    prompt: Prompt
+    messages: list[Message] = field(default_factory=list)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    state: str = ""
+    """State of the environment at the next turn."""
+    context: Context | None = None
+    segments: list[_Growing] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    calls: int = 0
+    finish: Finish = "stop"
+    """The reason why the episode ended. The value has no meaning while the episode runs."""
+    version: int = 0
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [str(tool.get("function", tool).get("name", "")) for tool in self.tools]
+
+    @property
+    def taken(self) -> int:
+        """Number of turns that the policy has taken."""
+        return sum(turn.role == "assistant" for turn in self.turns)
+
+    def add_turn(self, completion: Completion, message: Message) -> None:
+        """Add a turn of the policy."""
+        segment = self.segments[-1]
+        start, stop = segment.add(completion.tokens, completion.logp)
+        segment.versions += [
+            VersionSpan(start + a, start + b, version) for a, b, version in completion.versions
+        ]
+        segment.kept += [completion.kept] if completion.kept else []
+        self.version = completion.versions[-1].version if completion.versions else self.version
+        self.messages.append(message)
+        calls = tuple(message.get("tool_calls", ()))
+        self.calls += len(calls)
+        turn = Turn(
+            role="assistant", segment=len(self.segments) - 1, start=start, stop=stop,
+            text=message["content"], tool_calls=calls, state=self.state,
+        )  # fmt: skip
+        self.turns.append(turn)
+
+    def rewarded(self, reward: float) -> None:
+        """Set the reward of the policy's last turn."""
+        self.turns[-1] = replace(self.turns[-1], reward=reward)
+
+    def add_context(self, context: Context, messages: Sequence[Message]) -> None:
+        """Append the next turn's prompt to the last segment, or begin a new segment with it."""
+        self.context = context
+        first = not self.segments
+        start = stop = 0
+        if context.new_segment:
+            self.segments.append(_Growing(context.tokens))
+        else:
+            cut = len(context.tokens) - context.added
+            start, stop = self.segments[-1].add(context.tokens[cut:], None)
+        if not first:
+            text = "\n".join(message["content"] for message in messages)
+            role = messages[0]["role"]
+            where = len(self.segments) - 1
+            self.turns.append(Turn(role=role, segment=where, start=start, stop=stop, text=text))
+
+    def rollout(self, reply: Reply) -> Rollout:
+        """Return the unscored rollout."""
+        mine = [turn for turn in self.turns if turn.role == "assistant"]
+        episode = Episode(
+            messages=tuple(self.messages),
+            turn_rewards=tuple(turn.reward for turn in mine),
+            outcome=reply.outcome,
+            finish=self.finish,
+            error=reply.error,
+        )
+        return Rollout(
+            prompt_id=self.prompt.id,
+            sample=self.sample,
+            segments=tuple(growing.segment(self.version) for growing in self.segments),
+            turns=tuple(self.turns),
+            text=EpisodeText.of(mine[-1].text if mine else "", episode),
+            finish=self.finish,
+            episode=episode,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class MultiTurnEpisodes:
+    """Multi-turn episodes with an environment, which send their requests to an engine."""
+
+    prompts: Sequence[Prompt]
+    steps: Sequence[int]
+    """The training step of each prompt."""
+    interaction: Interaction
+    model: LanguageModel
+    sampling: Sampling
+    finished: Callable[[int, Rollout], None]
+    """Called with the prompt's index and the rollout as soon as the rollout ends."""
+    conversations: Conversations = field(init=False)
+    waiting: dict[int, _Conversation] = field(default_factory=dict)
+    """Episodes that wait for the environment, by the key of the episode."""
+    running: dict[int, _Conversation] = field(default_factory=dict)
+    """Episodes that wait for the engine, by the index of their request."""
+    numbers: int = 0
+    """Number of requests that were made so far."""
+    rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        renderer = self.model.renderer
+        assert renderer is not None
+        self.conversations = Conversations(
+            renderer=renderer, instruction=self.interaction.call_format.instruction
+        )
+        self.interaction.host.clear()
+        for number, prompt in enumerate(self.prompts):
+            seed = world_seed(seed=self.sampling.seed, step=self.steps[number], prompt=prompt.id)
+            for sample in range(self.sampling.group_size):
+                episode = _Conversation(number, sample, prompt)
+                self.waiting[self._key(episode)] = episode
+                self.interaction.host.start(self._key(episode), prompt, seed)
+
+    def _key(self, episode: _Conversation) -> int:
+        return episode.number * self.sampling.group_size + episode.sample
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the requests. Each episode makes one request at a time."""
+        episodes = len(self.prompts) * self.sampling.group_size
+        return Limits(
+            sampling=self.sampling,
+            requests=episodes,
+            prompts=episodes,
+            prompt_tokens=self.longest,
+            steady=True,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a prompt in tokens that leaves space for another turn."""
+        most = min(self.interaction.max_tokens, self.model.context)
+        return max(1, most - self.sampling.max_tokens)
+
+    def take(self) -> Sequence[Request]:
+        """Return requests for the turns that are ready; if the engine is idle, wait for a turn."""
+        ready: list[Request] = []
+        while self.waiting and not ready:
+            idle = not self.running
+            with may_be_given_up():
+                replies = self.interaction.host.replies(wait=idle)
+            if not replies and not idle:
+                break
+            for key, reply in replies:
+                request = self._continue(self.waiting.pop(key), reply)
+                ready += [] if request is None else [request]
+        return _sharing(ready)
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        """Pass the finished turns of the policy to the environment."""
+        texts = completion_texts(self.model, completions)
+        form, prefill = self.interaction.call_format, self.conversations.renderer.template.prefill
+        for completion, text in zip(completions, texts, strict=True):
+            episode = self.running.pop(completion.request.number)
+            message = assistant_message(prefill + text, form, episode.tool_names)
+            episode.add_turn(completion, message)
+            self._hand_over(episode, message, completion.finish)
+
+    def _hand_over(self, episode: _Conversation, message: Message, finish: Finish) -> None:
+        host, key = self.interaction.host, self._key(episode)
+        self.waiting[key] = episode
+        if finish != "stop":
+            episode.finish = finish
+        elif episode.calls > self.interaction.max_calls:
+            episode.finish = "tool_limit"
+        else:
+            host.step(key, message)
+            return
+        host.end(key)
+
+    def _continue(self, episode: _Conversation, reply: Reply) -> Request | None:
+        """Process a reply of the environment; return the policy's next request, if any."""
+        if reply.reward is not None:
+            episode.rewarded(reply.reward)
+        episode.messages += reply.messages
+        episode.tools = reply.tools or episode.tools
+        if reply.done:
+            episode.finish = "error" if reply.error else episode.finish
+            self._end(episode, reply)
+            return None
+        episode.state = reply.state
+        if episode.taken >= self.interaction.max_turns:
+            self._stop(episode, "turn_limit")
+            return None
+        try:
+            context = self._fitting(episode)
+        except DataError as error:
+            if not episode.taken:  # the prompt itself is too long
+                raise
+            episode.finish = "error"
+            self._end(episode, Reply(done=True, error=str(error)))
+            return None
+        if context is None:
+            self._stop(episode, "token_limit")
+            return None
+        episode.add_context(context, reply.messages)
+        return self._request(episode, context)
+
+    def _fitting(self, episode: _Conversation) -> Context | None:
+        """Return the prompt of the next turn, or None if no other turn fits into the limits."""
+        context = self._context(episode)
+        size = len(context.tokens)
+        if size <= self.longest:
+            return context
+        if episode.taken:
+            return None
+        raise DataError(
+            f"prompt {episode.prompt.id} has {size} tokens, and with a turn of "
+            f"{self.sampling.max_tokens} tokens it would exceed environment.max_tokens = "
+            f"{self.interaction.max_tokens}; raise environment.max_tokens, up to the model's "
+            f"context of {self.model.context} tokens"
+        )
+
+    def _context(self, episode: _Conversation) -> Context:
+        """Return the prompt of the policy's next turn."""
+        before = episode.context
+        if before is None:
+            return self.conversations.first(episode.messages, episode.tools)
+        turn = next(turn for turn in reversed(episode.turns) if turn.role == "assistant")
+        sampled = episode.segments[turn.segment].tokens[turn.start : turn.stop]
+        return self.conversations.following(before, sampled, episode.messages, episode.tools)
+
+    def _stop(self, episode: _Conversation, finish: Finish) -> None:
+        """End an episode at a limit, and ask the environment for the final reward."""
+        episode.finish = finish
+        self.waiting[self._key(episode)] = episode
+        self.interaction.host.end(self._key(episode))
+
+    def _request(self, episode: _Conversation, context: Context) -> Request:
+        number, self.numbers = self.numbers, self.numbers + 1
+        self.running[number] = episode
+        step = self.steps[episode.number]
+        address = Address(
+            self.sampling.seed, step, episode.prompt.id, episode.sample, episode.taken
+        )
+        return Request(number=number, prompt=number, tokens=context.tokens, address=address)
+
+    def _end(self, episode: _Conversation, reply: Reply) -> None:
+        if not episode.segments:  # the episode ended before the policy had a turn
+            episode.segments.append(_Growing(self.model.encode(episode.prompt.messages)))
+        rollout = episode.rollout(reply)
+        self.rollouts[episode.number, episode.sample] = rollout
+        self.finished(episode.number, rollout)
+
+    def groups(self) -> list[Group]:
+        """Return the group of each prompt. All episodes must have ended."""
+        samples = range(self.sampling.group_size)
+        return [
+            Group(prompt=prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
+            for number, prompt in enumerate(self.prompts)
+        ]
+
+
+def _sharing(requests: Sequence[Request]) -> list[Request]:
+    """Set the same prompt number for requests with equal prompts, such as a group's first turns."""
+    numbers: dict[tuple[int, ...], int] = {}
+    shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
+    return sorted(shared, key=lambda request: request.prompt)
+
+
+def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:
+    """Return the text of each completion; decode only what the engine has not decoded."""
+    rest = iter(model.decode_many([c.tokens for c in completions if c.text is None]))
+    return [next(rest) if c.text is None else c.text for c in completions]

@@ -16,7 +16,7 @@ from covey.errors import ConfigError
 from covey.types import Group, Prompt, Rollout
 
 if TYPE_CHECKING:
-    from covey.config.teacher import Teacher
+    from covey.config.schema import Teacher
     from covey.models.language_model import LanguageModel
     from covey.objective import Objective
 

@@ -22,7 +22,7 @@ from covey.rollout.filter import is_mixed
 from covey.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from covey.config.data_sections import Replay
+    from covey.config.schema import Replay
 
 FILE = "replay.jsonl"
 _GROUP: TypeAdapter[Group] = TypeAdapter(Group)

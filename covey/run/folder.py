@@ -20,6 +20,7 @@ This module does not import torch, because the web page reads runs on machines w
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -35,7 +36,6 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.run import records
 from covey.run.digests import add_digest, write_digests
-from covey.run.episodes import episode_row
 from covey.run.files import (
     append_line,
     check_free,
@@ -44,8 +44,8 @@ from covey.run.files import (
     write_bytes,
     write_text,
 )
-from covey.run.metric_names import current_name
-from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
+from covey.run.metrics import current_name
+from covey.run.records import Note, episode_row, read_lines, renamed, to_stderr, usable_lines
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
@@ -343,3 +343,47 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
         return tomllib.loads(run.config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+# The folder of a new run. A run that failed before its first step is renamed, so that a new run
+# can use its folder.
+
+
+def check_new_run(path: Path, instead: str = "") -> None:
+    """Raise an error if the folder of a new run has files; called before a model is loaded.
+
+    The text `instead` is the advice in the error message.
+
+    A run that failed before its first step may be replaced.
+    """
+    if _failed_early(path):
+        return
+    instead = instead or f"choose another --run, or --resume {path}"
+    if _has_no_step(path):
+        instead += "; the run there has finished no step: delete the folder if the run has ended"
+    check_free(path, instead)
+
+
+def set_aside_failed(path: Path) -> str:
+    """Rename the folder of a run that failed before its first step; return a note about it."""
+    if not _failed_early(path):
+        return ""
+    aside = path.rename(next_run_path(path.parent, f"{path.name}-failed"))
+    return f"the run in {path} had failed before its first step; its files are now in {aside}"
+
+
+def _failed_early(path: Path) -> bool:
+    """Whether the run in a folder failed before it finished a step or saved a checkpoint."""
+    run = RunFolder(path)
+    failed = _has_no_step(path) and (path / FAILURE).is_file()
+    return failed and not any((path / "checkpoints").glob("*")) and not run.in_use()
+
+
+def _has_no_step(path: Path) -> bool:
+    return (path / "config.toml").is_file() and not RunFolder(path).steps(lambda text: None)
+
+
+def next_run_path(parent: Path, label: str) -> Path:
+    """Return the first of `label-1`, `label-2`, ... that does not exist."""
+    numbered = (parent / f"{label}-{number}" for number in itertools.count(1))
+    return next(path for path in numbered if not path.exists())

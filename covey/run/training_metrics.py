@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from covey.run.metric import OPTIMIZER, PASSES, SFT, Metric
+from covey.run.metric import OPTIMIZER, PASSES, ROLLOUTS, SFT, Metric
 
 TRAINING: Mapping[str, Metric] = MappingProxyType(
     {
@@ -297,5 +297,46 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
         "debug/rho_mean": Metric("Mean of rho, before the first update.", "", PASSES),
         "debug/rho_min": Metric("Smallest rho.", "", PASSES),
         "debug/rho_max": Metric("Largest rho.", "", PASSES),
+    }
+)
+
+
+# Metrics of curriculum and replay.
+
+DATA: Mapping[str, Metric] = MappingProxyType(
+    {
+        "data/seen_prompts": Metric(
+            "Number of training prompts with results before this step. Only with a curriculum.",
+            "prompts",
+            ROLLOUTS,
+        ),
+        "data/pass_rate": Metric("Mean running pass rate of these prompts.", "share", ROLLOUTS),
+        "data/drawn_pass_rate": Metric(
+            "Mean running pass rate, before this step, of its prompts; 0.5 for a new prompt.",
+            "share",
+            ROLLOUTS,
+        ),
+        "data/dropped_prompts": Metric(
+            "Prompts at or above curriculum.drop_above.", "prompts", ROLLOUTS
+        ),
+        "data/drawn_again": Metric(
+            "Prompts of this step that are at or above curriculum.drop_above, because too few "
+            "others are left.",
+            "prompts",
+            ROLLOUTS,
+            healthy=(0.0, 0.0),
+        ),
+        "data/parts/*": Metric(
+            "Share of a part of the mixed task in the draw of this step.", "share", ROLLOUTS
+        ),
+        "data/replayed_groups": Metric(
+            "Groups of earlier steps that this step also trained on.", "groups", ROLLOUTS
+        ),
+        "data/replay_size": Metric("Groups that could be replayed.", "groups", ROLLOUTS),
+        "data/replay_age": Metric(
+            "Mean optimizer steps since the replayed groups were sampled.",
+            "optimizer steps",
+            ROLLOUTS,
+        ),
     }
 )

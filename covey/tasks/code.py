@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.tasks.packaged import packaged_rows
-from covey.tasks.task import chat_messages, with_instruction
+from covey.tasks.task import chat_messages, packaged_rows, with_instruction
 from covey.types import Prompt
 
 INSTRUCTION = (

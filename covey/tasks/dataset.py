@@ -9,9 +9,8 @@ from typing import Any
 
 from covey.errors import ConfigError
 from covey.tasks.jsonl import json_lines
-from covey.tasks.overlap import compared_text
 from covey.tasks.rows import PROMPT_COLUMNS, TARGET_COLUMNS, NumberedRow, RowReader
-from covey.tasks.task import hash_fraction
+from covey.tasks.task import compared_text, hash_fraction
 from covey.types import Prompt
 
 NAME = "dataset"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.config.options import resolve_options
-from covey.config.section import Named
+from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.tasks.task import Generated, Task
 from covey.types import Prompt

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from typing import Any, Protocol, overload
 
 from covey.errors import ConfigError
@@ -145,3 +147,39 @@ def require_module(name: str) -> Any:
         raise ConfigError(
             f"task: this task needs {package}: pip install covey[tasks] ({error})"
         ) from None
+
+
+# Problems that ship with the package, one JSON object per line, split into training and held-out
+# problems.
+
+HELD_OUT_SHARE = 0.25
+
+
+@cache
+def _rows(name: str) -> tuple[dict[str, Any], ...]:
+    text = (files("covey.tasks") / "data" / f"{name}.jsonl").read_text(encoding="utf-8")
+    return tuple(json.loads(line) for line in text.split("\n") if line)
+
+
+def packaged_rows(name: str, split: str) -> list[dict[str, Any]]:
+    """Return the rows of one split of a packaged file. A hash of the row's id decides the split."""
+    held_out = split == "held_out"
+    return [
+        row
+        for row in _rows(name)
+        if (hash_fraction(f"{row['id']}/{name}") < HELD_OUT_SHARE) == held_out
+    ]
+
+
+# Finds held-out prompts that are also training prompts; evaluations on them measure memorization.
+
+
+def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
+    """Return the held-out prompts whose text equals the text of a training prompt."""
+    texts = {compared_text(prompt) for prompt in train}
+    return [prompt for prompt in held_out if compared_text(prompt) in texts]
+
+
+def compared_text(prompt: Prompt) -> str:
+    """Return the text of all messages, with whitespace and case normalised."""
+    return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.tasks.packaged import packaged_rows
-from covey.tasks.task import chat_messages
+from covey.tasks.task import chat_messages, packaged_rows
 from covey.types import Prompt
 
 SIGNATURES = """\

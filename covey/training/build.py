@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from covey.config import Config
 from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
-from covey.environments import Factory
+from covey.environments import Factory, make_factory, make_host
+from covey.environments.calls import CALL_FORMATS
+from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import add_adapter, load_adapter, set_dropout
-from covey.models.deterministic import make_deterministic
+from covey.models.device import make_deterministic
 from covey.models.gguf import find_gguf
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
@@ -25,23 +29,21 @@ from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.user import check_columns
-from covey.rollout.multi_turn import Interaction
+from covey.rollout.episode import Interaction
 from covey.rollout.privileged import Privileged, privileged_of
 from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
-from covey.training.budget import Used
 from covey.training.checkpoint import State
+from covey.training.compact_adamw import CompactAdamW
 from covey.training.critic import Critic, make_critic
-from covey.training.interaction import interaction_of, with_stops
 from covey.training.make_engine import check_engine, make_engine, ray_reference
-from covey.training.make_optimizer import adamw_of, optimizer_of
+from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import GradientSums, sums_of
 from covey.training.parallel.join import check_alike
-from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
-from covey.training.parallel.world import World
+from covey.training.parallel.world import Ranks, World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
 from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
@@ -54,7 +56,7 @@ from covey.training.resolve import (
     task_of,
     template_of,
 )
-from covey.training.schedule import schedule_of
+from covey.training.schedule import Used, schedule_of
 from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
@@ -391,3 +393,83 @@ def learner_at(base: Learner, config: Config, state: State) -> Learner:
         objective=replace(base.objective, beta=state.beta),
         settings=replace(base.settings, learning_rate=rate),
     )
+
+
+# Build an optimizer from the [optimizer] section of the configuration.
+
+
+def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
+    """Build the optimizer of a model's trained parameters."""
+    return adamw_of(config, model.model.named_parameters())
+
+
+def adamw_of(config: Config, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Build an AdamW optimizer for named parameters."""
+    settings = config.optimizer
+    options: AdamWSettings = {
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+    }
+    if settings.state == "compact":
+        return CompactAdamW(parameters, **options, seed=config.seed)
+    return MasterAdamW(parameters, **options)
+
+
+# Build the interaction of rollouts with an environment from the configuration.
+
+
+def interaction_of(
+    config: Config, model: LanguageModel, factory: Factory | None = None
+) -> Interaction | None:
+    """Build the environment host and its limits; `factory` replaces the configured environment.
+
+    Return None if there is no environment; every rollout is then one completion.
+    """
+    section = config.environment
+    if factory is None:
+        if section.name == NONE:
+            return None
+        factory = make_factory(section.name, section.options)
+    if section.max_tokens <= config.rollout.max_tokens:
+        raise ConfigError(
+            f"config: environment.max_tokens = {section.max_tokens} (for a whole conversation) "
+            f"must be more than rollout.max_tokens = {config.rollout.max_tokens} (for one turn)"
+        )
+    name = section.call_format if section.call_format != "auto" else call_format_of(model)
+    form = CALL_FORMATS[name]
+    stops: list[str] = []
+    if not section.parallel_calls or name == "tags":
+        tools = getattr(factory(), "tools", None) if name == "tags" else None
+        stops = form.stops(list(tools()) if callable(tools) else [])
+    return Interaction(
+        host=make_host(
+            section.name,
+            factory,
+            workers=section.workers,
+            timeout=section.timeout,
+            gigabytes=section.gigabytes,
+        ),
+        call_format=form,
+        stops=tuple(stops),
+        max_turns=section.max_turns,
+        max_calls=section.max_calls,
+        max_tokens=section.max_tokens,
+    )
+
+
+def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
+    """Return sampling settings that also stop at the interaction's stop strings."""
+    if interaction is None:
+        return sampling
+    stops = dict.fromkeys([*sampling.stop_strings, *interaction.stops])
+    return replace(sampling, stop_strings=tuple(stops))
+
+
+def call_format_of(model: LanguageModel) -> str:
+    """Return the tool-call format that the chat template describes; the default is hermes."""
+    renderer = model.renderer
+    template = renderer.tokenizer.get_chat_template() if renderer and renderer.chat else ""
+    is_llama = "<tool_call>" not in template and "ipython" in template
+    return "llama3" if is_llama else "hermes"

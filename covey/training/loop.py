@@ -24,13 +24,13 @@ from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.choose import make_trackers
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
-from covey.training.budget import Used
 from covey.training.build import Components, Parts
 from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
-from covey.training.measure import measure
+from covey.training.model_evaluation import measure
 from covey.training.rl import Reinforcement
 from covey.training.run_start import resume_hint
+from covey.training.schedule import Used
 from covey.training.trainer import Trainer
 from covey.training.watch import Watch
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
 from covey.config import Config, parse_config
+from covey.embedded import MODELS
+from covey.engines.native.backend import MODEL_PRECISION, Precision
 from covey.engines.native.engine import NativeCopy, NativeEngine
-from covey.engines.native.precision import MODEL_PRECISION, Precision
+from covey.engines.native.llama_decoder import LlamaDecoder, UnsupportedModel
 from covey.engines.process.engine import ProcessEngine
 from covey.engines.process.shared_weights import SharedWeights
-from covey.engines.protocol import Engine
-from covey.engines.whole_copy import WholeCopy
+from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSource
 from covey.errors import ConfigError
+from covey.models.device import device_of
+from covey.models.from_pretrained import NO_CODE
 from covey.models.language_model import LanguageModel
 from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rewards import Reward
 from covey.scoring import Scorer
-from covey.training.float8 import check_float8
 from covey.training.policy import Policy
 from covey.training.ray_needs import actors_of_a_rank, engine_need, scoring_need
 
@@ -171,3 +176,108 @@ def actor_reference(settings: Mapping[str, Any], load: Load) -> Reference:
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
     )
+
+
+# Float8 in the engine: checks before a run starts, and a note about the loss of precision.
+
+LEAST_CAPABILITY = (8, 9)
+"""Minimum compute capability of a GPU for float8 matrix products."""
+
+
+def check_float8(config: Config) -> None:
+    """Raise ConfigError if the engine's device or model does not support float8."""
+    setting = f"config: engine.{config.engine.rounds} = 'float8'"
+    if not config.cluster.engine_actors:  # whose devices are not those of this machine
+        _check_device(config, setting)
+    _check_architecture(config.model.path, setting)
+
+
+def _check_device(config: Config, setting: str) -> None:
+    own = config.engine.kind == "process" and config.engine.device != "auto"
+    device = device_of(config.engine.device if own else config.model.device)
+    if device.type != "cuda":
+        raise ConfigError(f"{setting} needs an NVIDIA GPU, but the engine's device is {device}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise ConfigError(
+            f"{setting} needs a GPU with compute capability 8.9 (Ada), 9.0 (Hopper) or higher, but "
+            f"{name} has {version}"
+        )
+
+
+def _check_architecture(path: str, setting: str) -> None:
+    """Raise ConfigError if the model's config.json describes an architecture other than Llama's."""
+    folder = MODELS.get(path, Path(path))
+    if not (folder / "config.json").is_file():
+        return  # a GGUF file or a name on the hub: checked when the engine is built
+    import transformers
+
+    settings = transformers.AutoConfig.from_pretrained(folder, **NO_CODE)
+    with torch.device("meta"):  # shapes without memory
+        model = transformers.AutoModelForCausalLM.from_config(settings, **NO_CODE)
+    try:
+        LlamaDecoder(cast(Any, SimpleNamespace(backbone=model.base_model, model=model)))
+    except (UnsupportedModel, AttributeError):
+        raise ConfigError(
+            f"{setting} needs a model with Llama's architecture, but {path} is a "
+            f"{settings.model_type} model"
+        ) from None
+
+
+def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
+    """Return a one-line note on how much the log-probs of engine and trainer differ in a step."""
+    gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
+    by = f"objective.correction = {config.objective.options.get('correction')!r}"
+    if config.train.old_logp == "sampler":
+        by = "the ratio to the engine's log-probs"
+    return (
+        f"engine.{config.engine.rounds} = 'float8': mean |logp - sampler_logp| {gap:.2g}, "
+        f"effective sample size {1 / (1 + chi2):.1%}; {by} corrects for this, and `covey numerics` "
+        "shows the causes"
+    )
+
+
+# Keep a full copy of a sharded policy, for engines that have their own weights.
+#
+# Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The
+# native engine generates with the full copy, and therefore updates the copy. For other engines,
+# the class `WholeCopy` updates the full copy.
+
+
+@dataclass(slots=True)
+class WholeCopy:
+    """Wraps an engine; gathers sharded weights once, for the full copy and for the engine."""
+
+    engine: Engine
+    copy: NativeCopy
+
+    @property
+    def info(self) -> EngineInfo:
+        """Properties of the wrapped engine."""
+        return self.engine.info
+
+    def run(self, requests: RequestSource) -> None:
+        """Generate until the source has no more requests."""
+        self.engine.run(requests)
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Update the full copy, and send the changed weights from the copy to the engine."""
+        changed: list[str] = []
+
+        def noted() -> Iterable[tuple[str, torch.Tensor]]:
+            for name, weight in weights():
+                changed.append(name)
+                yield name, weight
+
+        self.copy.load_weights(noted, version)
+        own = dict(self.copy.model.model.named_parameters())
+        self.engine.load_weights(lambda: [(name, own[name]) for name in changed], version)
+
+    def events(self) -> list[str]:
+        """Return the failures that the wrapped engine has repaired."""
+        return self.engine.events()
+
+    def close(self) -> None:
+        """Free the wrapped engine's resources."""
+        self.engine.close()

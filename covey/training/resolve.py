@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 from covey.config import Config, parse_config
 from covey.config.algorithm_names import PAIRED, check_algorithm_name
 from covey.config.options import choose, resolve_options
-from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
-from covey.config.schema import Reward
-from covey.config.section import Named
+from covey.config.schema import Named, Reward
 from covey.environments.registry import NONE, find_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
@@ -383,3 +381,26 @@ def template_of(config: Config) -> Template:
         prefill=model.prefill,
         prefill_in_text=model.prefill_in_text,
     )
+
+
+# Check that the settings of overlap and engine fit together, without loading a model.
+
+
+def check_overlap(config: Config) -> None:
+    """Reject a setting of [overlap] or [engine] if settings that it needs are missing."""
+    overlap, engine = config.overlap, config.engine
+    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
+        raise ConfigError(
+            "config: overlap.mode = 'copy' needs an engine with its own copy of the weights; set "
+            "engine.kind = 'process' or 'vllm', or set overlap.mode = 'ahead'"
+        )
+    if overlap.in_flight and not (overlap.staleness and overlap.mode == "copy"):
+        raise ConfigError(
+            "config: overlap.in_flight = true needs overlap.mode = 'copy' and overlap.staleness "
+            "of at least 1, because otherwise the engine is idle while the weights change"
+        )
+    if engine.device != "auto" and engine.kind != "process":
+        raise ConfigError(
+            f"config: engine.device = {engine.device!r} needs engine.kind = 'process'; the native "
+            "engine generates on model.device"
+        )

@@ -9,30 +9,32 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from covey.config.schema import Config, Save
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import News
 from covey.objective.masked import row_sum
 from covey.rollout.curriculum import PromptChoice
-from covey.rollout.in_flight import read_in_flight, write_in_flight
 from covey.rollout.metrics import rollout_metrics, selection_metrics
-from covey.rollout.overlap import RolloutQueue, rollout_queue
+from covey.rollout.overlap import RolloutQueue, read_in_flight, rollout_queue, write_in_flight
 from covey.rollout.replay import ReplayBuffer
 from covey.rollout.source import StepRollouts
 from covey.run.folder import RunFolder
-from covey.run.metric_names import with_open_instruct_names
-from covey.run.metrics import meaning
+from covey.run.metrics import meaning, with_open_instruct_names
 from covey.run.samples import samples_page
 from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
-from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
-from covey.training.float8 import lost_note
-from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
+from covey.training.make_engine import lost_note
+from covey.training.policy import Policy
 from covey.training.preferences import PairSource
+from covey.training.schedule import Budget
 from covey.training.step import training_step
-from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Batch, Group
 
 EARLY = 3
@@ -255,3 +257,111 @@ def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group
     """Write a page of best and worst completions every `save.samples_every` steps."""
     if save.samples_every and step % save.samples_every == 0:
         run.write_samples(step, samples_page(step, groups, save.samples_shown))
+
+
+# Metrics of a step: reward minus the KL penalty, GPU memory and GPU utilisation.
+
+PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
+    {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+)
+"""Dense bfloat16 FLOP/s from data sheets. The keys of this dictionary are substrings of GPU names.
+"""
+
+
+def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the KL penalty in units of the reward, and the reward minus this penalty."""
+    if "objective/kl" not in metrics:
+        return {}
+    cost = metrics["objective/beta"] * metrics["objective/kl"]
+    return {
+        "objective/non_score_reward": cost,
+        "objective/rlhf_reward": metrics["objective/scores"] - cost,
+    }
+
+
+def usage_metrics(
+    policy: Policy, groups: Sequence[Group], epochs: int, seconds: float
+) -> dict[str, float]:
+    """Return the peak GPU memory and the GPU utilisation of training; {} without a GPU."""
+    device = policy.model.device
+    if device.type != "cuda":
+        return {}
+    metrics = {"memory/peak": torch.cuda.max_memory_allocated(device) / 2**30}
+    weights = sum(p.numel() for p in policy.model.model.parameters())
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = epochs * sum(len(r.prompt_tokens) + len(r.tokens) for r in rollouts)
+    share = utilisation(torch.cuda.get_device_name(device), weights, tokens, seconds)
+    return metrics if share is None else {**metrics, "time/mfu": share}
+
+
+def utilisation(device: str, weights: int, tokens: int, seconds: float) -> float | None:
+    """Return the model FLOPs utilisation of training; None if the GPU's peak speed is unknown.
+
+    >>> round(utilisation("NVIDIA H200", weights=10**9, tokens=164_834, seconds=2.0), 4)
+    0.5
+    """
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
+    return None if peak is None else 6 * weights * tokens / (seconds * peak)
+
+
+# Notes and metrics about overlapped generation: staleness, waiting times and restarts.
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "token_truncate": "truncated importance sampling, as in decoupled PPO",
+        "token_mask": "masked importance sampling, as in IcePop",
+    }
+)
+"""Common names of importance-weight corrections."""
+
+
+def overlap_note(parts: Parts) -> str:
+    """Return a note about the maximum staleness of rollouts, and about the correction for it."""
+    overlap, options = parts.config.overlap, parts.config.objective.options
+    age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
+    if parts.step_settings.old_logp_from_sampler:
+        return f"{age}; the objective's ratio to the engine's log-probs corrects for their age"
+    name, low, high = (options[f"correction{end}"] for end in ("", "_low", "_high"))
+    known = f" ({NAMES[name]})" if name in NAMES else ""
+    more = f" and objective.veto = {options['veto']:g}" if options["veto"] else ""
+    return f"{age}; correction: objective.correction = {name!r}{known}, {low:g} to {high:g}{more}"
+
+
+def overlap_metrics(
+    parts: Parts, rollouts: StepRollouts, waited: float, version: int
+) -> dict[str, float]:
+    """Return the overlap metrics of a step that starts at policy version `version`."""
+    overlap, metrics = parts.config.overlap, {}
+    if not overlap.staleness:
+        return {}
+    spans = [
+        span for rollout in rollouts.collected.rollouts for s in rollout.segments
+        for span in s.versions
+    ]  # fmt: skip
+    sizes, versions = [span.stop - span.start for span in spans], [span.version for span in spans]
+    mean = sum(s * v for s, v in zip(sizes, versions, strict=True)) / max(1, sum(sizes))
+    metrics = {
+        "overlap/staleness": version - mean,
+        "overlap/staleness_max": version - min(versions),
+        "overlap/version_min": min(versions),
+        "overlap/version_max": max(versions),
+    }
+    if overlap.mode == "copy":
+        metrics["time/wait_rollouts"] = waited
+        metrics["time/wait_training"] = rollouts.engine_waited
+    return metrics
+
+
+def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
+    """Return notes and metrics about restarts and preempted completions since the last call."""
+    engine, scoring = parts.engine.events(), parts.scorer.events()
+    metrics: dict[str, float] = {}
+    if engine or not parts.engine.info.shares_weights:
+        metrics["engine/restarts"] = sum(not isinstance(event, News) for event in engine)
+    paused = parts.engine.take_preemptions() if isinstance(parts.engine, NativeEngine) else 0
+    if paused:
+        metrics["engine/preemptions"] = paused
+        engine = [*engine, f"engine: paused {paused} completions because the KV cache was full"]
+    if scoring:
+        metrics["scoring/restarts"] = len(scoring)
+    return [*engine, *scoring], metrics

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from covey.config import Config, to_toml
+from covey.config import Config, load_config, to_toml
 from covey.environments.registry import PASSED
+from covey.errors import ConfigError
 from covey.rewards.user import FUNCTIONS
-from covey.run.folder import RunFolder
-from covey.run.new_run import set_aside_failed
+from covey.run.files import append_line, write_text
+from covey.run.folder import CHANGES, RunFolder, set_aside_failed
 from covey.run.provenance import describe_environment
 from covey.run.records import to_stderr
 from covey.run.resume import resume_command
 from covey.run.reward_changes import record_change
+from covey.run.settings import changed_settings
 from covey.tasks.dataset import NAME as DATASET
 from covey.training.build import Components
 from covey.training.parallel.world import World
+from covey.training.resolve import resolve
 
 
 def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> RunFolder:
@@ -62,3 +67,89 @@ def resume_hint(run: RunFolder, config: Config) -> str:
 def locked_by_main(folder: RunFolder, world: World) -> AbstractContextManager[None]:
     """Return a context in which rank 0 locks the run folder for all ranks."""
     return folder.locked() if world.is_main else nullcontext()
+
+
+# Check which settings change when a run is resumed, and refuse changes that are not allowed.
+#
+# Settings that determine the data, the model or the algorithm of a run may not change. Settings
+# of run length, learning rate, limits, evaluations and saving may change.
+
+OTHER_RUN = "start a new run from the checkpoint, with --model"
+FIXED: Mapping[str, str] = {
+    "seed": f"the seed decides the prompts and random numbers of all steps; {OTHER_RUN}",
+    "model.path": "a resumed run uses the weights of its checkpoint",
+    "model.dtype": f"the steps of the checkpoint were computed in another dtype; {OTHER_RUN}",
+    "model": f"prompts would be rendered or computed in another way; {OTHER_RUN}",
+    "adapter": f"the checkpoint has the weights of the original adapter; {OTHER_RUN}",
+    "task": f"steps would draw other prompts, and repeat or lose some prompts; {OTHER_RUN}",
+    "rollout.prompts_per_step": "steps would draw other prompts, and repeat or lose some prompts; "
+    "change rollout.group_size instead",
+    "rollout.max_prompt_tokens": f"steps would draw from other prompts; {OTHER_RUN}",
+    "rollout.long_prompts": f"steps would draw from other prompts; {OTHER_RUN}",
+    "reward": f"rewards before and after the change could not be compared; {OTHER_RUN}",
+    "environment": f"rollouts before and after the change could not be compared; {OTHER_RUN}",
+    "objective.name": f"a run trains with one algorithm; {OTHER_RUN}",
+    "reference": f"the reference is fixed when the run starts; {OTHER_RUN}",
+    "teacher": f"the teacher is fixed when the run starts; {OTHER_RUN}",
+    "curriculum": "the checkpoint has statistics of the original curriculum; let the run end first",
+    "replay": "the checkpoint has groups to replay; let the run end first",
+    "optimizer.state": f"the checkpoint has the other kind of optimizer state; {OTHER_RUN}",
+    "overlap": "the checkpoint has rollouts that were generated ahead; let the run end first",
+    "sft.solutions": "steps would draw other solutions, and repeat or lose some solutions",
+    "sft.file": f"steps would draw other solutions; {OTHER_RUN}",
+    "sft.template": f"steps would draw other solutions; {OTHER_RUN}",
+}
+"""Settings and sections that may not change when a run is resumed, each with the reason."""
+
+Change = tuple[Any, Any]
+
+
+def resumed_config(
+    run: RunFolder, overrides: Iterable[str] = (), **options: Any
+) -> tuple[Config, dict[str, Change]]:
+    """Return a run's settings with `overrides` applied, and the settings that changed.
+
+    Raise ConfigError if a changed setting is in FIXED. `options` are passed to `resolve`.
+    """
+    file, overrides = str(run.config_file), list(overrides)
+    then = resolve(load_config(file), **options)
+    if not overrides:
+        return then, {}
+    now = resolve(load_config(file, overrides), **options)
+    changed = changed_settings(then.model_dump(), now.model_dump())
+    for key in changed:
+        why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
+        if why is not None:
+            raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
+    if "train.steps" in changed and now.train.stop_after.epochs:
+        raise ConfigError(
+            f"--resume {run.path} cannot change train.steps, because train.stop_after.epochs = "
+            f"{now.train.stop_after.epochs:g} determines it; change train.stop_after"
+        )
+    return now, changed
+
+
+def check_length(config: Config, step: int, *, sft: bool = False) -> None:
+    """Raise ConfigError if the run has already taken more than `train.steps` training steps."""
+    if not sft and config.train.budget == "steps" and config.train.steps < step:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}, but the run is already at step {step}; raise "
+            "train.steps, or resume an earlier checkpoint with --step"
+        )
+
+
+def record_changes(
+    run: RunFolder, config: Config, step: int, changed: Mapping[str, Change]
+) -> None:
+    """Write the new settings to the run's config.toml, and record the changes and the step."""
+    if changed:
+        plain = json.loads(json.dumps(changed, default=str))
+        append_line(run.path / CHANGES, {"step": step, "settings": plain})
+        write_text(run.config_file, to_toml(config))
+
+
+def changes_note(changed: Mapping[str, Change]) -> str:
+    """Return a line that tells the user which settings changed."""
+    return "resumed with " + ", ".join(
+        f"{key} = {new} (was {old})" for key, (old, new) in changed.items()
+    )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from covey.config import Config
-from covey.config.train import Train
+from covey.config.schema import Train
 from covey.errors import DataError
 from covey.objective.weights import token_mean
 from covey.rng import sft_indices
@@ -30,7 +30,6 @@ from covey.run.resume import Start
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
-from covey.training.budget import Budget
 from covey.training.build import Components, load_model, policy_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
@@ -41,7 +40,7 @@ from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
-from covey.training.schedule import sft_schedule_of
+from covey.training.schedule import Budget, sft_schedule_of
 from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
 from covey.types import Batch, Group, Prompt, Rollout, Totals

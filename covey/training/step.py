@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from covey.accel.packing import to_device
+from covey.errors import ModelError
 from covey.models.logp import LogProbs
 from covey.objective import (
     Objective,
@@ -38,16 +39,14 @@ from covey.objective.diagnostics import (
     observe_sampler,
 )
 from covey.reference import Reference
-from covey.rng import dropout_seed
+from covey.rng import dropout_seed, mini_batch_order
 from covey.rollout.filter import without_truncated
+from covey.teacher_prompts import as_teacher_reads, taught_rows
 from covey.training.collate import collate
 from covey.training.critic import Critic, critic_metrics, critic_step
-from covey.training.finite_checks import check_finite
 from covey.training.parallel.passes import in_passes, rank_passes, whole_batch, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
-from covey.training.row_facts import RowFacts
-from covey.training.self_teacher import only_taught, self_taught, taught_share
 from covey.types import Batch, Group, Totals
 
 
@@ -388,3 +387,167 @@ def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -
     if batch.token_penalty is None or not batch.mask.any():
         return metrics.get("objective/kl_avg", math.nan)
     return float(batch.token_penalty[batch.mask].mean()) / objective.beta
+
+
+# Checks for log-probabilities that are not finite, before a step trains on them.
+#
+# Probability ratios and penalties are clamped, and the gradient of a clamp is 0 for NaN. A NaN in
+# ref_logp would silently remove the KL penalty of its token. A NaN in the log-probs of the
+# sampling policy would remove its token from the loss. So every batch is checked before a step
+# trains on it.
+
+CAUSES = {
+    "ref_logp": (
+        "the reference",
+        "check the weights and the dtype of the reference (reference.kind), or set objective.beta "
+        "= 0 to train without a reference",
+    ),
+    "teacher_logp": (
+        "the teacher",
+        "check the weights of the teacher (teacher.path) and model.dtype",
+    ),
+    "old_logp": (
+        "the policy",
+        "check the weights and model.dtype; if earlier steps were finite, lower "
+        "optimizer.learning_rate and resume from an earlier checkpoint",
+    ),
+}
+"""For each field of a batch: which component computes it, and advice to the user if a value is not
+finite."""
+
+
+def check_finite(batch: Batch, step: int) -> None:
+    """Raise ModelError if a log-prob of a trained token is NaN or infinite."""
+    known = {name: getattr(batch, name) for name in CAUSES}
+    known = {name: values for name, values in known.items() if values is not None}
+    if not known:
+        return
+    wrong = [(~values.isfinite() & batch.mask).sum() for values in known.values()]
+    *counts, tokens = torch.stack([*wrong, batch.mask.sum()]).tolist()  # one read from the device
+    for name, count in zip(known, counts, strict=True):
+        if count:
+            source, remedy = CAUSES[name]
+            raise ModelError(
+                f"step {step} was not trained, because the log-probs of {source} are not finite "
+                f"for {count} of {tokens} tokens; {remedy}"
+            )
+
+
+# Per-row values of a batch on the CPU, for totals, mini-batches and the row filter.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts:
+    """Values [B] about the rows of a batch, on the CPU.
+
+    Reading a value from a GPU waits for all work that is queued on the GPU. So the tensors of this
+    class are copied to the CPU once, before the first optimizer step. The CPU uses these copies to
+    choose the rows of each optimizer step.
+    """
+
+    group: torch.Tensor
+    rollout: torch.Tensor
+    tokens: torch.Tensor
+    """Number of trained tokens in the row."""
+    useful: torch.Tensor
+    """Whether the row goes through the forward pass. Without the row filter, the value is true for
+    all rows. With the row filter, it is true for a rollout's rows if any trained token of the
+    rollout has a nonzero advantage."""
+    one_row_each: bool
+    """Whether every rollout is one row."""
+    whole_groups: bool = False
+    """Whether an optimizer step must contain all rollouts of a group, because the loss compares
+    pairs of rollouts."""
+
+    @staticmethod
+    def of(batch: Batch, *, skip: bool, whole_groups: bool = False) -> RowFacts:
+        """Read the values from a batch with advantages; `skip` turns the row filter on."""
+        assert batch.advantage is not None, "with_advantage comes first"
+        useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
+        whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
+        rollout = batch.rollout if batch.host is None else batch.host.rollout
+        number = torch.arange(len(batch)) if rollout is None else rollout
+        # Passes include all rows of a rollout or none, because a sequence ratio spans all its rows.
+        some = torch.isin(number, number[whole[2].bool()])
+        return RowFacts(
+            group=whole[0],
+            rollout=number,
+            tokens=whole[1],
+            useful=some if skip else torch.ones(len(batch), dtype=torch.bool),
+            one_row_each=batch.one_row_each,
+            whole_groups=whole_groups,
+        )
+
+    def totals(self, index: torch.Tensor) -> Totals:
+        """Return the totals of the given rows: numbers of groups, rollouts and tokens."""
+        rollout = None if self.one_row_each else self.rollout[index]
+        return Totals.counted(self.group[index], self.tokens[index], rollout)
+
+    def pair_counts(self) -> dict[str, float]:
+        """Return the number of groups with a preference pair, and of groups without one.
+
+        The row filter must be on.
+        """
+        groups, paired = len(self.group.unique()), len(self.group[self.useful].unique())
+        return {"pairs/count": paired, "pairs/ties": groups - paired}
+
+    def in_passes(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the positions in `index` of all rows that the row filter keeps.
+
+        The row filter does not change the gradient, because token weights are computed before rows
+        are left out. At least one row remains, so that a gradient exists, even if it is zero.
+        """
+        useful = self.useful[index].clone()
+        useful[0] |= ~useful.any()
+        return useful.nonzero().squeeze(1)
+
+    def mini_batches(self, settings: StepSettings, step: int) -> Iterator[torch.Tensor]:
+        """Yield the row indices of each mini-batch, one mini-batch per optimizer step.
+
+        A rollout is never split. A group is split only if mini-batches would otherwise have unequal
+        sizes.
+        """
+        groups, place = self.group.unique(return_inverse=True)
+        by_rollout = self.rollout.argsort(stable=True)
+        for epoch in range(settings.epochs):
+            order = mini_batch_order(seed=settings.seed, step=step, epoch=epoch, groups=len(groups))
+            rank = torch.empty_like(groups)
+            rank[torch.tensor(order)] = torch.arange(len(groups))
+            rows = by_rollout[rank[place[by_rollout]].argsort(stable=True)]
+            unit = self.group if self.whole_groups else self.rollout
+            _, sizes = unit[rows].unique_consecutive(return_counts=True)
+            counts = [int(part.sum()) for part in sizes.tensor_split(settings.mini_batches)]
+            yield from (part for part in rows.split(counts) if len(part))
+
+
+# Self-distillation: the policy is its own teacher, with privileged text in the teacher's prompt.
+#
+# Each rollout may have a teacher prompt (rollout/privileged.py). The teacher sees the teacher
+# prompt instead of the rollout's prompt, followed by the rollout's tokens.
+
+
+def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
+    """Fill in teacher_logp.
+
+    In rows without a teacher prompt, teacher_logp is old_logp, so the teacher has no effect there.
+    """
+    assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
+    teacher = batch.old_logp.float().clone()
+    index = taught_rows(batch).nonzero().squeeze(1)
+    if len(index):
+        found = logp(as_teacher_reads(batch.rows(index)))
+        (rows,) = to_device([index], teacher.device)
+        teacher[rows, : found.shape[1]] = found
+    return replace(batch, teacher_logp=teacher)
+
+
+def only_taught(objective: Objective, batch: Batch) -> Batch:
+    """Mask rows that have no teacher prompt, if the objective learns only from the teacher."""
+    if "privileged" not in objective.needs or "groups" in objective.needs:
+        return batch
+    return replace(batch, mask=batch.mask & taught_rows(batch).to(batch.mask.device)[:, None])
+
+
+def taught_share(batch: Batch) -> float:
+    """Return the fraction of rows that have a teacher prompt."""
+    return float(taught_rows(batch).double().mean())

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from covey.run.folder import RunFolder
 from covey.run.trackers import Tracker
-from covey.training.budget import Budget
 from covey.training.build import Components
 from covey.training.checkpoint import State
+from covey.training.schedule import Budget
 
 
 class Trainer(Protocol):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+from covey.embedded import MODELS
 from covey.errors import RunError
 from covey.run.folder import RunFolder
 from covey.run.rollout_index import Entry
 from covey.ui.find_runs import settings_cached
 from covey.ui.processes import covey_json
-from covey.ui.token_texts import token_texts
 from covey.ui.views import (
     LONGEST,
     READ_SECONDS,
@@ -217,3 +218,38 @@ def _explain(path: str, step: int) -> dict[str, Any]:
         }
         for rollout in found["rollouts"]
     }
+
+
+# The text of each token of a rollout, from the tokenizer that a run saved with its checkpoints.
+
+FILE = "tokenizer.json"
+
+
+def token_texts(
+    run: RunFolder, settings: dict[str, Any], tokens: Sequence[int]
+) -> list[str] | None:
+    """Return the text of each token; None if the run has no readable tokenizer."""
+    for path in _tokenizers(run, settings):
+        tokenizer = _loaded(str(path), path.stat().st_mtime_ns)
+        if tokenizer is not None:
+            return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    return None
+
+
+def _tokenizers(run: RunFolder, settings: dict[str, Any]) -> Iterator[Path]:
+    model = settings.get("model")
+    named = model.get("path") if isinstance(model, dict) else None
+    folders = [folder for _, folder in reversed(run.checkpoints())]
+    if isinstance(named, str) and named:
+        folders.append(MODELS.get(named, Path(named)))
+    yield from (folder / FILE for folder in folders if (folder / FILE).is_file())
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: str, changed: int) -> Any:
+    try:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(path)
+    except Exception:  # the library raises plain Exception for a file that it cannot read
+        return None

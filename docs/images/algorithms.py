@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from covey.analysis.compare.report_contents import Trend
-from covey.analysis.run_report.chart import sheet
+from covey.analysis.run_report.write import sheet
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/every_algorithm.json"

@@ -11,19 +11,21 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from covey.accel import attention_choice, attention_kernels
+from covey.accel import attention_kernels
 from covey.accel import fused_forward as fused
 from covey.accel.activation_offload import checkpoint_layers
-from covey.accel.attention_choice import FLASH3, ShapeClass, has_long_rows
 from covey.accel.attention_kernels import (
     CUDNN,
     FLASH,
+    FLASH3,
     KERNELS,
     TRITON,
     Inputs,
     Kept,
     Kernel,
+    ShapeClass,
     attend,
+    has_long_rows,
 )
 from covey.accel.packing import pack
 from covey.accel.varlen_attention import VarlenRows
@@ -174,8 +176,8 @@ def test_checkpointing_does_not_compute_attention_again(monkeypatch: pytest.Monk
 
 
 def test_rows_are_long_on_average() -> None:
-    assert has_long_rows([0, 100, 2 * attention_choice.LONG])
-    assert not has_long_rows([0, 100, 2 * attention_choice.LONG - 1])
+    assert has_long_rows([0, 100, 2 * attention_kernels.LONG])
+    assert not has_long_rows([0, 100, 2 * attention_kernels.LONG - 1])
 
 
 @pytest.fixture
@@ -184,32 +186,32 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     found = {FLASH: 3.0, CUDNN: 1.0, TRITON: 2.0}
     kernel = reference([])
     kernels = {FLASH: kernel, CUDNN: kernel._replace(captured=False), TRITON: kernel}
-    monkeypatch.setattr(attention_choice, "KERNELS", kernels)
-    monkeypatch.setattr(attention_choice, "NUMBERS", 64 * 4 * 8)
+    monkeypatch.setattr(attention_kernels, "KERNELS", kernels)
+    monkeypatch.setattr(attention_kernels, "NUMBERS", 64 * 4 * 8)
 
     def seconds(call: Any) -> float:
         call()
         (name,) = call.args
         return found[name]
 
-    monkeypatch.setattr(attention_choice, "_seconds", seconds)
+    monkeypatch.setattr(attention_kernels, "_seconds", seconds)
     return found
 
 
 def test_the_fastest_kernel_is_chosen(times: dict[str, float]) -> None:
-    choice = attention_choice.measured(SHAPE)
+    choice = attention_kernels.measured(SHAPE)
     assert choice == (CUDNN, times)
     times[CUDNN] = times[TRITON] = 4.0
-    assert attention_choice.measured(SHAPE).name == FLASH
+    assert attention_kernels.measured(SHAPE).name == FLASH
 
 
 def test_kernels_are_measured_with_gradients_in_inference_mode(times: dict[str, float]) -> None:
     with torch.inference_mode():
-        assert attention_choice.measured(SHAPE) == (CUDNN, times)
+        assert attention_kernels.measured(SHAPE) == (CUDNN, times)
 
 
 def test_rows_of_a_cuda_graph_use_kernels_that_it_can_contain(times: dict[str, float]) -> None:
-    choice = attention_choice.measured(SHAPE._replace(captured=True))
+    choice = attention_kernels.measured(SHAPE._replace(captured=True))
     assert choice == (TRITON, {FLASH: 3.0, TRITON: 2.0})
 
 
@@ -230,8 +232,8 @@ def test_a_kernel_that_differs_or_fails_is_not_chosen(
         return back[0], back[1] * (1.1 if wrong == "gradient" else 1.0), back[2]
 
     kernels = {FLASH: right, CUDNN: Kernel(forward, backward, captured=False)}
-    monkeypatch.setattr(attention_choice, "KERNELS", kernels)
-    assert attention_choice.measured(SHAPE) == (FLASH, {FLASH: 3.0})
+    monkeypatch.setattr(attention_kernels, "KERNELS", kernels)
+    assert attention_kernels.measured(SHAPE) == (FLASH, {FLASH: 3.0})
 
 
 @pytest.mark.parametrize(("time", "name"), [(2.0, CUDNN), (0.5, FLASH), (9.0, CUDNN)])
@@ -244,9 +246,9 @@ def test_flash_attention_3_replaces_2_where_it_is_faster(
         times[FLASH] = time
         return True
 
-    monkeypatch.setattr(attention_choice, "_activate_flash3", activate)
-    monkeypatch.setattr(attention_choice, "_restore_flash2", lambda: restored.append(1))
-    choice = attention_choice.measured(SHAPE)
+    monkeypatch.setattr(attention_kernels, "_activate_flash3", activate)
+    monkeypatch.setattr(attention_kernels, "_restore_flash2", lambda: restored.append(1))
+    choice = attention_kernels.measured(SHAPE)
     assert choice.name == name
     assert choice.seconds[FLASH3] == time
     assert bool(restored) == (time > 3.0)
@@ -260,12 +262,12 @@ def test_flash_attention_3_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no kernel for this head size")
 
     def activate() -> bool:
-        monkeypatch.setattr(attention_choice._Rows, "results", fails)
+        monkeypatch.setattr(attention_kernels._Rows, "results", fails)
         return True
 
-    monkeypatch.setattr(attention_choice, "_activate_flash3", activate)
-    monkeypatch.setattr(attention_choice, "_restore_flash2", lambda: restored.append(1))
-    assert attention_choice.measured(SHAPE).name == CUDNN
+    monkeypatch.setattr(attention_kernels, "_activate_flash3", activate)
+    monkeypatch.setattr(attention_kernels, "_restore_flash2", lambda: restored.append(1))
+    assert attention_kernels.measured(SHAPE).name == CUDNN
     assert restored
 
 
@@ -274,22 +276,22 @@ def test_a_class_is_measured_once_and_never_with_deterministic_algorithms(
 ) -> None:
     measurements: list[ShapeClass] = []
 
-    def measured(shape: ShapeClass) -> attention_choice.Choice:
+    def measured(shape: ShapeClass) -> attention_kernels.Choice:
         measurements.append(shape)
-        return attention_choice.Choice(CUDNN, {FLASH: 3.0, CUDNN: 1.0})
+        return attention_kernels.Choice(CUDNN, {FLASH: 3.0, CUDNN: 1.0})
 
-    monkeypatch.setattr(attention_choice, "measured", measured)
-    monkeypatch.setattr(attention_choice, "CHOICES", {})
+    monkeypatch.setattr(attention_kernels, "measured", measured)
+    monkeypatch.setattr(attention_kernels, "CHOICES", {})
     device = torch.device("cuda", 0)
     shape = (device, torch.bfloat16, 12, 2, 128)
-    assert [attention_choice.chosen(*shape, n) for n in (4097, 8192, 8193)] == [CUDNN] * 3
+    assert [attention_kernels.chosen(*shape, n) for n in (4097, 8192, 8193)] == [CUDNN] * 3
     assert [s.length for s in measurements] == [8192, 16384]
     # A CUDA graph pads a row of 3 tokens to 128, so both are one class.
-    assert {attention_choice.chosen(*shape, n, True) for n in (3, 128)} == {CUDNN}
+    assert {attention_kernels.chosen(*shape, n, True) for n in (3, 128)} == {CUDNN}
     assert measurements[2:] == [ShapeClass(*shape, 128, captured=True)]
     torch.use_deterministic_algorithms(True)
     try:
-        assert attention_choice.chosen(*shape, 8192) == FLASH
+        assert attention_kernels.chosen(*shape, 8192) == FLASH
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -300,12 +302,12 @@ class Config:
 
 def test_a_run_says_which_kernels_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ShapeClass(torch.device("cuda", 0), torch.bfloat16, 12, 2, 128, 8192)
-    choice = attention_choice.Choice(CUDNN, {FLASH: 0.003, CUDNN: 0.001})
-    graph = attention_choice.Choice(TRITON, {FLASH: 0.003, TRITON: 0.002})
+    choice = attention_kernels.Choice(CUDNN, {FLASH: 0.003, CUDNN: 0.001})
+    graph = attention_kernels.Choice(TRITON, {FLASH: 0.003, TRITON: 0.002})
     choices = {shape: choice, shape._replace(length=512, captured=True): graph}
-    monkeypatch.setattr(attention_choice, "CHOICES", choices)
-    found = attention_choice.description(Config(), shape.device, shape.dtype, 6000)
+    monkeypatch.setattr(attention_kernels, "CHOICES", choices)
+    found = attention_kernels.description(Config(), shape.device, shape.dtype, 6000)
     assert found == "cuDNN for long rows (measured: flash attention 3.0 ms, cuDNN 1.0 ms)"
-    found = attention_choice.description(Config(), shape.device, shape.dtype, 500)
+    found = attention_kernels.description(Config(), shape.device, shape.dtype, 500)
     assert found == "Triton for short rows (measured: flash attention 3.0 ms, Triton 2.0 ms)"
-    assert attention_choice.description(Config(), CPU, torch.float32, 6000).startswith(FLASH)
+    assert attention_kernels.description(Config(), CPU, torch.float32, 6000).startswith(FLASH)

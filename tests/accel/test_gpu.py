@@ -10,10 +10,17 @@ import torch
 import transformers
 from torch import nn
 
-from covey.accel import activation_offload, attention_choice
+from covey.accel import activation_offload, attention_kernels
 from covey.accel.activation_offload import checkpoint_layers
-from covey.accel.attention_choice import ShapeClass, measured
-from covey.accel.attention_kernels import CUDNN, FLASH, KERNELS, Inputs, attend
+from covey.accel.attention_kernels import (
+    CUDNN,
+    FLASH,
+    KERNELS,
+    Inputs,
+    ShapeClass,
+    attend,
+    measured,
+)
 from covey.accel.head import Head, token_logp
 from covey.accel.packing import host_rows, pack, prompt_numbers
 from covey.embedded import CHECKPOINT
@@ -165,8 +172,8 @@ def test_long_rows_run_eagerly_with_the_fastest_kernel(monkeypatch: pytest.Monke
     model, batch = build("qwen2"), shared_batch()
     policy = policy_of(model, graphs=True)
     expected, values = collected(policy, [batch])
-    monkeypatch.setattr(attention_choice, "LONG", 16)
-    monkeypatch.setattr(attention_choice, "chosen", lambda *_: CUDNN)
+    monkeypatch.setattr(attention_kernels, "LONG", 16)
+    monkeypatch.setattr(attention_kernels, "chosen", lambda *_: CUDNN)
     for _ in range(4):
         found, said = collected(policy, [batch])
         assert apart(found, expected) < 0.02

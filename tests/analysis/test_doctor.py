@@ -15,11 +15,10 @@ import pytest
 
 from covey.analysis.doctor import machine
 from covey.analysis.doctor.checkup import _fitting, examine_run, small
-from covey.analysis.doctor.clock import Clock
 from covey.analysis.doctor.engine import engine_checks, weights_check
 from covey.analysis.doctor.gradient import gradient_checks
 from covey.analysis.doctor.machine import resume_checks, reward_checks, sandbox_check
-from covey.analysis.doctor.result import Result
+from covey.analysis.doctor.result import Clock, Result
 from covey.analysis.numerics.logp_variants import upcast
 from covey.analysis.plan.memory import forecast
 from covey.analysis.plan.model_shape import shape_of

@@ -13,8 +13,7 @@ import pytest
 from rich.progress import Progress
 from rich.table import Table
 
-from covey.analysis.compare.report_files import write_reports
-from covey.analysis.compare.report_text import terminal_report
+from covey.analysis.compare.report_files import terminal_report, write_reports
 from covey.cli import main
 from covey.cli.main import run
 from covey.cli.screen import Screen, cell

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from covey.config import Config, load_config, parse_config, recipe_names, to_toml
-from covey.config.renamed import translated
+from covey.config.other_names import translated
 from covey.errors import ConfigError
 
 SECTIONS: dict[str, type[BaseModel]] = {

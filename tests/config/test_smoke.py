@@ -9,8 +9,8 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config, load_smoke, recipe_names
+from covey.config.schema import StopAfter
 from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY, changed_by_smoke
-from covey.config.train import StopAfter
 from covey.training.resolve import resolve, task_of
 
 

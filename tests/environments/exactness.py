@@ -23,8 +23,7 @@ from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.objective import build, with_advantage, with_weight
-from covey.rollout.episode import encode_prompts, generate
-from covey.rollout.multi_turn import Interaction
+from covey.rollout.episode import Interaction, encode_prompts, generate
 from covey.training.collate import collate
 from covey.types import Group, Message, Prompt, Rollout
 from tests.environments.chat_templates import FAMILIES, Family, tokenizer_of

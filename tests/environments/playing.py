@@ -11,8 +11,7 @@ from covey.engines.protocol import Sampling
 from covey.environments.calls import CALL_FORMATS
 from covey.environments.host import make_host
 from covey.models.language_model import LanguageModel
-from covey.rollout.episode import encode_prompts, generate
-from covey.rollout.multi_turn import Interaction
+from covey.rollout.episode import Interaction, encode_prompts, generate
 from covey.types import Group, Prompt, Rollout
 
 

@@ -21,8 +21,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.rewards.environment import EnvironmentReward
 from covey.rollout.collect import Collected, Collector
-from covey.rollout.episode import encode_prompts
-from covey.rollout.multi_turn import Interaction
+from covey.rollout.episode import Interaction, encode_prompts
 from covey.scoring import make_scorer
 from covey.types import Message, Prompt, VersionSpan
 from tests.environments.chat_templates import FAMILIES, tokenizer_of

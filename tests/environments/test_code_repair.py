@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from covey.environments import call
-from covey.environments.mutations import mutants
+from covey.environments.code_repair import mutants
 from covey.errors import ConfigError
 from covey.tasks import Code
 from covey.types import Prompt

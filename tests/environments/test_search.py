@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from covey.environments import call
-from covey.environments.bm25 import Index
+from covey.environments.search import Index
 from covey.errors import CoveyError
 from covey.tasks.library import Library, documents
 from covey.types import Prompt

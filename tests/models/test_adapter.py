@@ -20,10 +20,10 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, ModelError, RunError
 from covey.models.adapter import adapter_off, add_adapter, load_adapter
+from covey.models.export import merge_adapter, merged_state_dict
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.logp import batch_logp
-from covey.models.merge import merge_adapter, merged_state_dict
 from covey.models.model_path import adapter_base
 from covey.training.checkpoint import load_policy, save_policy
 from covey.training.optimizer import MasterAdamW

@@ -18,7 +18,7 @@ from torch.utils import deterministic as torch_settings
 from covey.cli.main import run
 from covey.config import load_config, parse_config
 from covey.errors import ModelError
-from covey.models.deterministic import WORKSPACE, make_deterministic, skip_determinism_check
+from covey.models.device import WORKSPACE, make_deterministic, skip_determinism_check
 from covey.models.load_model import load_language_model
 from covey.training.build import load_model, policy_of
 

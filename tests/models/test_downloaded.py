@@ -17,7 +17,7 @@ import transformers
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
-from covey.models import template_process as rendering
+from covey.models import chat_template as rendering
 from covey.models.chat_template import Renderer, Template, chat_text, make_renderer
 from covey.models.load_model import load_language_model
 from covey.subprocesses import module_command

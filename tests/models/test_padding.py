@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.accel.packing import pack
+from covey.models.logp import pad_batch
 from covey.models.micro_batches import micro_batches
-from covey.models.padding import pad_batch
 from covey.types import HostRows
 from tests.conftest import make_batch
 

@@ -21,10 +21,10 @@ from covey.reference.wire import SLACK, encode_reply, reply_bytes
 from covey.run.folder import RunFolder
 from covey.training.build import assemble
 from covey.training.collate import collate
-from covey.training.finite_checks import check_finite
 from covey.training.loop import StopSignal, train
 from covey.training.policy import LogProbs
 from covey.training.resolve import resolve
+from covey.training.step import check_finite
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.reference.servers import HEALTH, connect, fork_server

@@ -21,10 +21,9 @@ from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp
 from covey.models.micro_batches import micro_batches
-from covey.reference.batcher import Batcher, QueueFullError
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import fingerprint, tokenizer_digest
-from covey.reference.server import ServerSettings, make_app
+from covey.reference.server import Batcher, QueueFullError, ServerSettings, make_app
 from covey.reference.wire import LogpRequest, encode_reply, encode_request
 from tests.conftest import build, make_batch
 from tests.reference.servers import HEALTH, TOKEN, Server, connect, forked, wait_for_text

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.episode import Episode, EpisodeText
 from covey.errors import ConfigError
 from covey.rewards.efficiency import Efficiency, repetition, sentences
 from covey.rewards.score import Score
 from covey.rewards.templates import code
-from covey.types import Prompt
+from covey.types import Episode, EpisodeText, Prompt
 
 CALL = "<tool_call>"
 

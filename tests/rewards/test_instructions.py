@@ -10,7 +10,7 @@ import pytest
 
 from covey.errors import DataError
 from covey.rewards.build import make_reward
-from covey.rewards.instruction_checks import CHECKS, OPEN_INSTRUCT, follows, sentences
+from covey.rewards.instructions import CHECKS, OPEN_INSTRUCT, follows, sentences
 from covey.rewards.language import language_of
 from covey.tasks import make_task
 from covey.tasks.instructions import APART, MAKERS, TOPICS

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards import rate_limit
-from covey.rewards.rate_limit import RateLimit
-from covey.rewards.reply_cache import ReplyCache
+from covey.rewards import chat_endpoint
+from covey.rewards.chat_endpoint import RateLimit, ReplyCache
 
 
 @pytest.fixture(autouse=True)
 def short_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limit, "WINDOW", 0.6)
+    monkeypatch.setattr(chat_endpoint, "WINDOW", 0.6)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
@@ -45,8 +44,8 @@ def test_no_window_has_more_tokens_than_allowed() -> None:
 
 
 def work(folder: str, times: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
-    rate_limit.WINDOW = 0.6
-    rate_limit.tempfile.tempdir = folder
+    chat_endpoint.WINDOW = 0.6
+    chat_endpoint.tempfile.tempdir = folder
     limit = RateLimit(endpoint="shared", requests=4)
     for _ in range(4):
         limit.wait(1, time.monotonic() + 30)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.config.section import Named
+from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards.build import make_reward, reward_options
 from covey.rewards.code import CodeTests

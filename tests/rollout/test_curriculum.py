@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.config.data_sections import Curriculum, Replay
+from covey.config.schema import Curriculum, Replay
 from covey.errors import ConfigError, RunError
 from covey.rng import weighted_order
 from covey.rollout.curriculum import PromptChoice, PromptRecord

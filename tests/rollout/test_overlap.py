@@ -18,7 +18,7 @@ from covey.config import load_config
 from covey.engines.native.engine import NativeCopy
 from covey.engines.protocol import RequestSource, WeightSource
 from covey.errors import ConfigError, RunError
-from covey.rollout.in_flight import FILE, read_in_flight, write_in_flight
+from covey.rollout.overlap import FILE, read_in_flight, write_in_flight
 from covey.run.folder import RunFolder
 from covey.run.resume import start_of
 from covey.run.trackers import Tracker

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from covey.errors import CoveyError, DiskError, RunError
-from covey.run.folder import RunFolder, list_runs
-from covey.run.new_run import check_new_run, next_run_path, set_aside_failed
+from covey.run.folder import RunFolder, check_new_run, list_runs, next_run_path, set_aside_failed
 from covey.run.resume import put_aside_after, start_of
 from covey.types import Group, Prompt, Rollout
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import run as covey
-from covey.run.metric_names import OPEN_INSTRUCT, current_name
-from covey.run.metrics import METRICS, metric
+from covey.run.metrics import METRICS, OPEN_INSTRUCT, current_name, metric
 
 OPEN_INSTRUCT_PAGE = (
     "episode", "lr", "epoch", "objective/kl", "objective/scores", "objective/rlhf_reward",

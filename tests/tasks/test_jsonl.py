@@ -13,7 +13,7 @@ from covey.config.options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.tasks import Jsonl, bad_rows_of
-from covey.tasks.overlap import shared_prompts
+from covey.tasks.task import shared_prompts
 from covey.types import Prompt
 
 Row = dict[str, object]

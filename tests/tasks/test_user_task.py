@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.errors import DataError
-from covey.tasks.user_task import UserTask
+from covey.tasks.registry import UserTask
 from covey.types import Prompt
 
 ASKED: Any = ({"role": "user", "content": "1+1?"},)

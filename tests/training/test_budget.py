@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from covey.cli.main import run as covey
 from covey.config import load_config
-from covey.config.train import StopAfter, Train
+from covey.config.schema import StopAfter, Train
 from covey.errors import ConfigError, RunError
-from covey.training.budget import PATIENCE, Budget, Used
-from covey.training.schedule import schedule_of, total_updates
+from covey.training.schedule import PATIENCE, Budget, Used, schedule_of, total_updates
 
 
 def used(steps: int = 0, tokens: int = 0, updates: int = 0) -> Used:

@@ -12,7 +12,7 @@ from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
-from covey.training.changed_settings import FIXED, resumed_config
+from covey.training.run_start import FIXED, resumed_config
 
 SETTINGS = (
     "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4", "evaluate.every=0",

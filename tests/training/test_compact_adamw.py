@@ -13,9 +13,16 @@ from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 from covey.reference.moving import MovingReference
 from covey.training.checkpoint import load_policy, save_policy
-from covey.training.compact_adamw import CompactAdamW
-from covey.training.compact_step import adamw as step_of
-from covey.training.compact_step import keys_of, numbers_of, random_bits, rounded, split, whole
+from covey.training.compact_adamw import (
+    CompactAdamW,
+    keys_of,
+    numbers_of,
+    random_bits,
+    rounded,
+    split,
+    whole,
+)
+from covey.training.compact_adamw import adamw as step_of
 from covey.training.optimizer import MasterAdamW, Optimizer
 from covey.training.policy import Policy
 from tests.conftest import build, make_batch

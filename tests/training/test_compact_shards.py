@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from covey.config import load_config
-from covey.config.cluster_sections import Parallel
+from covey.config.schema import Parallel
 from covey.models.sharded_tensors import first_element, local_part, whole_tensor
+from covey.training.checkpoint import load_state, save_state
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.parallel.join import joined_world
 from covey.training.parallel.shard import device_mesh
-from covey.training.sharded_state import load_state, save_state
 from tests.training.ranks import run_ranks
 
 CONFIG = load_config("arithmetic", ["model.device=cpu", "parallel.strategy=fsdp"])

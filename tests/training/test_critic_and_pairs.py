@@ -22,8 +22,7 @@ from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE
 from covey.training.loop import train
 from covey.training.preferences import read_pairs
 from covey.training.resolve import resolve
-from covey.training.row_facts import RowFacts
-from covey.training.step import optimize, prepare
+from covey.training.step import RowFacts, optimize, prepare
 from tests.conftest import build, make_batch
 from tests.trackers import Notes
 from tests.training.test_step import learner, make_policy, settings

@@ -15,8 +15,8 @@ from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.checkpoint import State
-from covey.training.float8 import check_float8, lost_note
 from covey.training.loop import train
+from covey.training.make_engine import check_float8, lost_note
 from covey.training.resolve import resolve
 from tests.conftest import build
 from tests.trackers import Notes

@@ -18,7 +18,7 @@ from covey.accel.fused_parameters import (
     grad_holder,
 )
 from covey.config import load_config
-from covey.config.cluster_sections import Parallel
+from covey.config.schema import Parallel
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp

@@ -18,9 +18,8 @@ from covey.reference import FrozenReference
 from covey.reference.build import make_teacher
 from covey.rollout.filter import Selected, select
 from covey.training.collate import collate
-from covey.training.finite_checks import check_finite
 from covey.training.resolve import resolve
-from covey.training.step import optimize, prepare
+from covey.training.step import check_finite, optimize, prepare
 from covey.types import Group
 from tests.conftest import build, make_batch
 from tests.training.test_step import PROMPT, learner, make_policy, rollout

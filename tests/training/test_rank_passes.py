@@ -8,8 +8,7 @@ import torch
 from covey.models.micro_batches import micro_batches
 from covey.training.parallel.environment import Place
 from covey.training.parallel.passes import rank_passes, without_weight
-from covey.training.parallel.ranks import Ranks
-from covey.training.parallel.world import World
+from covey.training.parallel.world import Ranks, World
 from covey.types import Batch
 from tests.conftest import make_batch
 

@@ -13,7 +13,7 @@ import torch
 
 from covey.config import Config, load_config
 from covey.config.algorithm_names import PAIRED
-from covey.config.cluster_sections import Parallel
+from covey.config.schema import Parallel
 from covey.engines.native.engine import NativeEngine
 from covey.models.language_model import LanguageModel
 from covey.models.sharded_tensors import local_part, placed_like, total_norm, whole_tensor

@@ -13,10 +13,9 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
-from covey.training.budget import Used
 from covey.training.build import assemble, load_model
 from covey.training.resolve import resolve
-from covey.training.schedule import schedule_of
+from covey.training.schedule import Used, schedule_of
 
 LORA = ("adapter.rank=2", "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4",
         "evaluate.every=0", "rollout.max_tokens=40", "train.mini_batches=1")  # fmt: skip

@@ -1,6 +1,6 @@
 """In-place AdamW step on the GPU for weights, their low 16 bits, and bfloat16 moments.
 
-The results of this kernel equal those of covey/training/compact_step.py on a CPU, bit for bit. To
+The results of this kernel equal those of covey/training/compact_adamw.py on a CPU, bit for bit. To
 give equal results, the kernel does not fuse multiplications with additions, and rounds divisions
 and square roots correctly. The CPU and GPU implementations compute their random numbers from the
 same counters. The exact arithmetic takes no extra time, because memory bandwidth limits the kernel.
@@ -80,7 +80,7 @@ def adamw(
     keys: tuple[int, int],
     first_index: int = 0,
 ) -> None:
-    """Take the same step as covey.training.compact_step.adamw, with the same arguments."""
+    """Take the same step as covey.training.compact_adamw.adamw, with the same arguments."""
     count = weight.numel()
     _adamw[(triton.cdiv(count, BLOCK),)](
         weight, weight if low is None else low, grad, *moments, count, *keys, first_index, *numbers,

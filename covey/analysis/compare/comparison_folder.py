@@ -34,7 +34,7 @@ from covey.analysis.compare.comparison import (
     with_metric,
 )
 from covey.config import parse_config, to_toml, toml_lines, toml_value
-from covey.config.renamed import check_names, new_setting, translated
+from covey.config.other_names import check_names, new_setting, translated
 from covey.errors import RunError
 from covey.run.files import write_text
 from covey.run.folder import RunFolder

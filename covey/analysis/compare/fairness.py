@@ -12,7 +12,7 @@ from covey.analysis.compare.design import kept_options, shares_first_rollouts
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError
 from covey.tasks import Task
-from covey.tasks.overlap import shared_prompts
+from covey.tasks.task import shared_prompts
 from covey.training.resolve import held_out_of, task_of
 from covey.types import Prompt
 

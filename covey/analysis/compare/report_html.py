@@ -13,7 +13,7 @@ from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.conclusion import count
 from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.report_contents import ReportContents
-from covey.analysis.compare.report_cost import cost_table
+from covey.analysis.compare.report_tables import cost_table
 from covey.analysis.page.html import (
     embedded_json,
     page_file,

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from covey.analysis.doctor.clock import Clock
 from covey.analysis.doctor.engine import ARRIVES, engine_checks, weights_check
 from covey.analysis.doctor.gradient import gradient_checks
 from covey.analysis.doctor.machine import PROMPTS, resume_checks, reward_checks, sandbox_check
-from covey.analysis.doctor.result import Result, results_of
+from covey.analysis.doctor.result import Clock, Result, results_of
 from covey.analysis.plan.fit import changed
 from covey.analysis.plan.forecast import Device
 from covey.analysis.plan.memory import forecast

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from covey.analysis.doctor.clock import Clock
-from covey.analysis.doctor.result import Result
+from covey.analysis.doctor.result import Clock, Result
 from covey.analysis.numerics.gap import gap_of
 from covey.analysis.numerics.logp_variants import log_kept, trainer_logp
 from covey.analysis.numerics.measure_gaps import clip_range

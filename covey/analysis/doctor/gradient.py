@@ -14,13 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from covey.analysis.doctor.clock import Clock
-from covey.analysis.doctor.result import Result
+from covey.analysis.doctor.result import Clock, Result
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.parallel.world import World
-from covey.training.row_facts import RowFacts
-from covey.training.step import Learner, backward_passes, filled_batch, filled_mini_batch
+from covey.training.step import Learner, RowFacts, backward_passes, filled_batch, filled_mini_batch
 from covey.types import Batch, Group, Rollout
 
 TOLERANCE, ROUNDED = 1e-3, 0.1

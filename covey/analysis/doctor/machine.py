@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from covey.analysis.doctor.clock import Clock
-from covey.analysis.doctor.result import Result
+from covey.analysis.doctor.result import Clock, Result
 from covey.analysis.lab.checks import Lab, examine
 from covey.analysis.plan.forecast import Device, Forecast, size_text
 from covey.config import Config, to_toml

@@ -23,7 +23,7 @@ from covey.analysis.explain.recorded import (
 )
 from covey.analysis.explain.relearn import Watched, relearn
 from covey.objective.advantage import zero_variance
-from covey.run.episodes import episode_row, turn_lines
+from covey.run.records import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")

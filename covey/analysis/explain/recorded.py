@@ -15,9 +15,8 @@ from typing import Any
 from covey.config import Config, load_config
 from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
-from covey.run.episodes import read_episode
 from covey.run.folder import RunFolder
-from covey.run.records import to_stderr
+from covey.run.records import read_episode, to_stderr
 from covey.run.resume import last_good
 from covey.training import checkpoint
 from covey.training.build import (

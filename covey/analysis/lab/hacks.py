@@ -13,13 +13,16 @@ from random import Random
 
 from covey.analysis.lab import hacked_answers as answers
 from covey.analysis.lab.hacked_answers import (
+    COUNTDOWN,
+    PROGRAMS,
     MakeAnswer,
     call_of,
     kind_of,
+    sprayed_calls,
+    tool_call,
     wrapped_like,
     wrong_answer,
 )
-from covey.analysis.lab.task_hacks import COUNTDOWN, PROGRAMS, sprayed_calls, tool_call
 from covey.rewards.completion_format import LINKS, TOOL_CALL, Format, wrapped
 from covey.rewards.tool_call import Call
 from covey.types import Prompt

@@ -10,7 +10,7 @@ import torch
 
 from covey.accel.head_chunks import chunk_rows
 from covey.engines.draw import Distribution, log_distribution
-from covey.models.deterministic import skip_determinism_check
+from covey.models.device import skip_determinism_check
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, padded_hidden
 from covey.training.parallel.passes import whole_batch

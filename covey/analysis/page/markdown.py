@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -35,3 +37,16 @@ def fenced(text: str) -> Markup:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return Markup(f"{fence}\n{printable(text.rstrip())}\n{fence}")
+
+
+# A table of text, which all report formats can show.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table of text; the first column has the names of the rows."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""

@@ -16,7 +16,7 @@ SHORT = 256
 """
 LONG = 2048
 """The smallest mean sequence length at which training may do without CUDA graphs
-(accel/attention_choice.py).
+(accel/attention_kernels.py).
 """
 FUSED_BYTES = 64 * 2**20
 """Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""

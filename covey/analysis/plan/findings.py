@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Importing these modules registers their rules.
-from covey.analysis.plan import (  # noqa: F401
-    baseline_settings,
-    data_settings,
-    idle_settings,
-    risky_settings,
-    teacher_settings,
-)
+from covey.analysis.plan import idle_settings, risky_settings  # noqa: F401
 from covey.analysis.plan.equivalence import normal_form, up_to_a_factor
 from covey.analysis.plan.finding import RULES, Finding, Said, Setup, setup_of
 from covey.analysis.plan.task_facts import TaskFacts

@@ -15,13 +15,14 @@ from covey.analysis.plan.equivalence import (
 from covey.analysis.plan.finding import Said, Setup, rule
 from covey.analysis.plan.run_length import most_steps
 from covey.config import Config
-from covey.config.section import Section
+from covey.config.schema import Section
 from covey.errors import CoveyError
 from covey.objective import advantage, algorithm, ratio
 from covey.objective import surrogate as surrogates
 from covey.objective.penalty import MAX_ADAPTATION
 from covey.rewards.length import Soft
 from covey.training.resolve import reward_of
+from covey.training.schedule import total_updates
 
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""
@@ -377,3 +378,177 @@ def _is_quick(config: Config) -> bool:
         return reward_of(config).quick
     except CoveyError:  # reported when the run is assembled
         return False
+
+
+# Rules about the settings of algorithms with a critic, a teacher or preference pairs.
+
+_MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
+"""For each extra model: its section of the configuration, the value in `objective.needs` that asks
+for it, and the algorithms that use it.
+"""
+
+
+@rule("idle", "other-settings")
+def model_without_use(setup: Setup) -> Iterator[Said]:
+    """Rule about settings in [critic] or [teacher] when the objective has no critic or teacher."""
+    for section, need, names in _MODELS:
+        given = changed(getattr(setup.config, section))
+        if given and need not in setup.objective.needs:
+            has = "has" if len(given) == 1 else "have"
+            yield Said(
+                (*given, "objective.name"),
+                title=f"{', '.join(given.values())} {has} no effect",
+                why=f"{setup.config.objective.name} has no {section}.",
+                remedy=f"remove the section [{section}], or set objective.name = {names}",
+            )
+
+
+@rule("risk", "learning-rate")
+def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
+    """Rule about a critic with a learning rate of 0, or with a warm-up as long as the run."""
+    critic, train = setup.config.critic, setup.config.train
+    if "values" not in setup.objective.needs:
+        return
+    if not critic.learning_rate:
+        yield Said(
+            ("critic.learning_rate",),
+            title="critic.learning_rate = 0: the critic never changes",
+            why="Advantages then use constant values, at the cost of a second model.",
+            remedy="set a rate, such as 1e-5, or use an algorithm without a critic",
+        )
+    if train.budget == "steps" and critic.warmup_steps >= train.steps:
+        yield Said(
+            ("critic.warmup_steps", "train.steps"),
+            title=f"critic.warmup_steps = {critic.warmup_steps} takes all {train.steps} steps",
+            why="The policy is not trained while the critic warms up.",
+            remedy="lower critic.warmup_steps",
+        )
+
+
+@rule("idle", "one-update-per-rollout")
+def value_clip_unused(setup: Setup) -> Iterator[Said]:
+    """Rule about a value clip when the critic's values cannot change before the update."""
+    clip = setup.option("value_clip")
+    if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
+        yield Said(
+            ("objective.value_clip", "train.mini_batches", "train.epochs"),
+            title=f"objective.value_clip = {clip!r} has no effect with one update per rollout",
+            why="The critic has not changed since its values were computed.",
+            remedy="nothing, or take several updates (train.mini_batches)",
+        )
+
+
+@rule("risk", "penalty-and-reference")
+def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
+    """Rule about preference pairs with a reference that follows the policy."""
+    reference, updates = setup.config.reference, total_updates(setup.config.train)
+    moves = reference.kind in ("moving", "renewed") and reference.every < updates
+    if setup.objective.pairs and moves:
+        yield Said(
+            ("reference.kind", "reference.every", "objective.name"),
+            title=f"reference.kind = {reference.kind!r} changes the reference of the pairs",
+            why="Margins start again from 0 whenever the reference is updated, so beta keeps the "
+            "policy near its recent weights and not near its initial weights.",
+            remedy="nothing, if this is intended; reference.kind = 'frozen' keeps the policy near "
+            "its initial weights",
+        )
+
+
+# Rules about curriculum and replay settings that have no effect.
+
+
+@rule("idle", "data-over-time")
+def idle_curriculum(setup: Setup) -> Iterator[Said]:
+    """Rule about a curriculum whose pass rates never affect the choice of prompts."""
+    config, size = setup.config, setup.facts.prompts
+    curriculum = config.curriculum
+    given = changed(curriculum, "memory", "floor")
+    if given and not curriculum.active:
+        yield Said(
+            (*given, "curriculum.sampling", "curriculum.drop_above", "curriculum.mixture"),
+            title=f"{', '.join(given.values())}: no effect",
+            why="With these values of curriculum.sampling, drop_above and mixture, prompts are "
+            "chosen at random.",
+            remedy="set curriculum.sampling = 'uncertain', or remove these settings",
+        )
+    drawn = config.rollout.prompts_per_step * config.train.steps
+    by_prompt = curriculum.sampling != "uniform" or curriculum.drop_above > 0
+    if by_prompt and config.train.budget == "steps" and drawn < size:
+        yield Said(
+            ("curriculum.sampling", "curriculum.drop_above", "train.steps",
+             "rollout.prompts_per_step"),
+            title=f"the curriculum draws {drawn} of {size} prompts: few are drawn twice",
+            why="The pass rate of a prompt is known after its first group, so it matters only "
+            "for later groups.",
+            remedy="use fewer prompts or more steps, or remove the curriculum",
+        )  # fmt: skip
+
+
+@rule("idle", "data-over-time")
+def idle_replay(setup: Setup) -> Iterator[Said]:
+    """Rule about a replay buffer whose rollouts are never replayed."""
+    config, replay = setup.config, setup.config.replay
+    given = changed(replay, "size", "max_age")
+    if given and not replay.groups:
+        yield Said(
+            (*given, "replay.groups"),
+            title=f"{', '.join(given.values())}: no effect",
+            why="replay.groups is 0, so nothing is replayed.",
+            remedy="set replay.groups, or remove these settings",
+        )
+    if replay.groups and replay.max_age < config.train.updates:
+        yield Said(
+            ("replay.max_age", "replay.groups", "train.mini_batches", "train.epochs"),
+            title=f"replay.max_age = {replay.max_age} allows no replay",
+            why=f"A group is {config.train.updates} optimizer steps old when the next step begins.",
+            remedy=f"set replay.max_age to at least {config.train.updates}",
+        )
+
+
+# Rules about self-teachers that cannot teach, or that are equivalent to a simpler teacher.
+
+
+@rule("risk", "teachers")
+def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
+    """Rule about a self-teacher whose only extra context, a correct answer, is often missing."""
+    config = setup.config
+    if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
+        return
+    size, rounds = config.rollout.group_size, config.filter
+    if size == 1:
+        yield Said(
+            ("teacher.context", "rollout.group_size"),
+            title="teacher.context = success has no other completion to show",
+            why="rollout.group_size = 1: a group has no second completion, so no completion has "
+            "privileged text, and nothing is trained.",
+            remedy="set rollout.group_size to 8, or add feedback or a column to teacher.context",
+        )
+    elif not rounds.dynamic_sampling:
+        yield Said(
+            ("teacher.context", "filter.dynamic_sampling"),
+            title="groups without a correct completion teach nothing",
+            why="teacher.context has no text but a correct completion of the same group. While the "
+            "task is hard, most groups have none; objective/taught is the share that is taught.",
+            remedy="nothing, if most groups have a correct completion; otherwise add feedback or a "
+            "column to teacher.context, or set objective.task above 0",
+        )
+
+
+@rule("idle", "teachers")
+def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
+    """Rule about a moving self-teacher that always equals the policy, or is never updated."""
+    teacher, updates = setup.config.teacher, total_updates(setup.config.train)
+    if "privileged" not in setup.objective.needs or teacher.policy != "moving":
+        return
+    if teacher.every > updates:
+        other, why = "frozen", f"The run has {updates} optimizer steps, and the teacher never moves"
+    elif teacher.alpha == 1.0 and setup.config.train.updates % teacher.every == 0:
+        other, why = "current", "The teacher is a copy of the policy at the start of every step"
+    else:
+        return
+    yield Said(
+        ("teacher.policy", "teacher.alpha", "teacher.every", "train.steps"),
+        title=f"teacher.policy = 'moving' is the same as {other!r} here",
+        why=f"{why}, at the cost of a second copy of the weights.",
+        remedy=f"set teacher.policy = {other!r}",
+    )

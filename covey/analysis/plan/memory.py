@@ -28,16 +28,11 @@ from covey.analysis.plan.forecast import (
     Part,
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
-from covey.analysis.plan.other_models import (
-    STATE_BYTES,
-    critic_parts,
-    reference_part,
-    teacher_parts,
-)
 from covey.analysis.plan.run_facts import RunFacts
-from covey.analysis.plan.sharded_memory import sharded_parts
 from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config
+from covey.config.schema import Adapter
+from covey.models.model_path import adapter_base
 from covey.training.resolve import objective_of, resolve
 
 MARGIN = 0.1
@@ -292,3 +287,159 @@ class _Run(RunFacts):
             return (assumed,)
         how = f"{self.shards} of them share one model" if self.sharded else "each has the model"
         return (f"for each of {self.ranks} ranks ({self.config.parallel.strategy}: {how})", assumed)
+
+
+# Memory of the models besides the policy: the reference, a teacher and a critic.
+
+STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
+"""optimizer.state -> bytes of a master weight in addition to its bfloat16 copy, and bytes of the
+two moments of AdamW.
+"""
+
+
+def teacher_parts(run: RunFacts) -> list[Part]:
+    """Return the memory of a teacher's weights on this device."""
+    teacher = run.config.teacher
+    if "teacher" not in run.objective.needs or not (teacher.policy or teacher.path):
+        return []
+    under = run.shape.rank and not adapter_base(run.config.model.path)
+    if teacher.policy == "current" or (teacher.policy and under):
+        return [Part("teacher", 0, ALWAYS, f"{teacher.policy}: the policy's own weights")]
+    if teacher.policy:  # computed like a reference of the same kind
+        shape, why = run.shape, f"{teacher.policy}: a second copy of the weights"
+    else:
+        model = run.config.model.model_copy(update={"path": teacher.path})
+        alone = run.config.model_copy(update={"model": model, "adapter": Adapter()})
+        shape, why = shape_of(alone), f"{teacher.path}: its weights"
+    weights = shape.parameters + shape.added
+    held, phases = weights * run.size, ALWAYS
+    if teacher.policy == "moving" and run.size < FLOAT:
+        held, why = held + weights * FLOAT, f"{why}, also in float32"
+    if run.sharded:
+        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
+    if teacher.offload and run.on_gpu:
+        phases, why = ("prepare",), f"{why}, on the device only while it is used"
+    return [Part("teacher", held, phases, why)]
+
+
+def reference_part(run: RunFacts, weights: int) -> Part:
+    """Return the memory of the reference policy's weights on this device."""
+    kind, phases, held = run.config.reference.kind, ALWAYS, weights * run.size
+    why = f"{kind}: a second copy of the weights"
+    under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
+    if kind in ("moving", "renewed") and run.size < FLOAT:
+        held, why = held + weights * FLOAT, f"{why}, also in float32"
+    if run.sharded:
+        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
+    if "reference" not in run.objective.needs:
+        held, why = 0, "none: the objective has no penalty"
+    elif kind == "server" or kind == "adapter_off" or under:
+        held, why = 0, f"{kind}: no copy on this device"
+    elif kind == "offloaded" and run.on_gpu and run.sharded:
+        held, why = 0, "offloaded: in main memory, gathered block by block"
+    elif kind == "offloaded" and run.on_gpu:
+        phases, why = ("prepare",), "offloaded: a copy, on the device only while it is used"
+    return Part("reference", held, phases, why)
+
+
+def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
+    """Return the memory of a critic, whose passes never overlap with the policy's passes.
+
+    `size` is the number of bytes per number in the critic's computations. `state` is a value of
+    `STATE_BYTES`.
+    """
+    path, (master, moments) = config.critic.path, state
+    model = config.model.model_copy(update={"path": path})
+    shape = shape_of(config.model_copy(update={"model": model})) if path else policy
+    kept = (shape.parameters + shape.added) * size
+    kept += shape.trained * (moments + (master if size < FLOAT else 0))
+    return [
+        Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
+        Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
+    ]
+
+
+# Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
+#
+# A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores
+# the engine's full copy of the weights. During a forward or backward pass, every rank has the
+# complete weights of the current and the next block, the embedding, the head and the last norm.
+# With only one rank, fused passes use weights that are gathered once per optimizer step.
+
+BLOCKS = 2
+"""The number of blocks gathered at once: the current block, and either the next block or the
+gradients of the previous block.
+"""
+
+
+def sharded_parts(
+    shape: Shape, size: int, shards: int, moments: int, *, stays_gathered: bool = False
+) -> list[Part]:
+    """Return the memory of weights and optimizer state on one rank.
+
+    A weight takes `size` bytes in computations, and the moments of a trained parameter take
+    `moments` bytes. With `stays_gathered`, all weights stay gathered during an optimizer step.
+    """
+    weights = shape.parameters + shape.added
+    own = shape.trained * FLOAT + (weights - shape.trained) * size
+    what = f"1 of {shards} parts"
+    parts = [
+        Part("weights", weights * size, ALWAYS, "the engine's whole copy"),
+        Part("sharded weights", -(-own // shards), ALWAYS, f"{what}, trained ones in float32"),
+        Part(
+            "moments",
+            -(-shape.trained * moments // shards),
+            ALWAYS,
+            f"{what} of AdamW's two moments of {shape.trained:,} trained parameters",
+        ),
+        Part(
+            "gradients",
+            -(-shape.trained * FLOAT // shards),
+            ALWAYS if stays_gathered else ("update", "step"),
+            f"{what}, float32" + ", kept until the next optimizer step" * stays_gathered,
+        ),
+    ]
+    if stays_gathered:
+        joined = 0 if shape.rank else shape.layers * shape.hidden * (
+            shape.query + 2 * shape.key + 2 * shape.inner
+        )  # fmt: skip
+        return [
+            *parts,
+            Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
+            Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+        ]
+    gathered = BLOCKS * block_parameters(shape) + end_parameters(shape)
+    return [
+        *parts,
+        Part(
+            "gathered",
+            gathered * size,
+            ("prepare", "update"),
+            f"whole weights of {BLOCKS} blocks, embedding and head",
+        ),
+        Part("gathered grad", _gradients(shape, size), ("update",), "of one block, whole"),
+    ]
+
+
+def block_parameters(shape: Shape) -> int:
+    """Return the number of parameters of one block, including its adapter."""
+    if not shape.fuses:
+        return (shape.parameters + shape.added - shape.head) // shape.layers
+    attention = 2 * shape.hidden * (shape.query + shape.key)
+    return attention + shape.hidden * (3 * shape.inner + 2) + shape.added // shape.layers
+
+
+def end_parameters(shape: Shape) -> int:
+    """Return the number of parameters outside the blocks."""
+    whole = shape.parameters + shape.added
+    return max(shape.head, whole - shape.layers * block_parameters(shape))
+
+
+def _gradients(shape: Shape, size: int) -> int:
+    """Return the memory of the unsharded gradients of one block and of a trained output layer.
+
+    The reduce-scatter needs a float32 copy of the block's gradients.
+    """
+    per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
+    sent = FLOAT if size < FLOAT else 0
+    return per_block * (size + sent) + shape.head * size * shape.head_trained

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from covey.config import Config
-from covey.training.budget import PATIENCE
+from covey.training.schedule import PATIENCE
 
 
 def step_tokens(config: Config) -> int:

@@ -8,14 +8,17 @@ The report depends only on the run: the same run gives the same files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from covey._version import __version__
+from covey.analysis.compare.report_contents import Trend
 from covey.analysis.page.html import security_policy, style_sheet, template, visible
 from covey.analysis.page.markdown import fenced, literal
-from covey.analysis.run_report.chart import STYLE, sheet, svg
 from covey.analysis.run_report.contents import KINDS, RunReport, run_report
 from covey.run.files import write_text
 from covey.run.folder import RunFolder
@@ -57,3 +60,99 @@ def _rendered(name: str, report: RunReport, finalize: Callable[[Any], Any], **va
     return template(name, HERE, finalize).render(
         report=report, kinds=KINDS, longest=LONGEST, version=__version__, **values
     )
+
+
+# Curves as SVG without scripts, so that they also appear offline, in print and in mail.
+
+WIDTH, HEIGHT = 360, 170
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` round numbers between two given numbers.
+
+    >>> ticks(0.0, 1.0, 4)
+    [0.0, 0.5, 1.0]
+    """
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def svg(title: str, trend: Trend, *, style: bool = False) -> Markup:
+    """Return the chart of a metric as SVG.
+
+    If `style` is true, the SVG contains its own style sheet, so that it can be a separate file.
+    """
+    x0, x1 = _range(trend.steps, 0.0)
+    y0, y1 = _range(trend.values, 0.06)
+    across = (WIDTH - LEFT - RIGHT) / (x1 - x0)
+    down = (HEIGHT - TOP - BOTTOM) / (y1 - y0)
+
+    def px(x: float) -> str:
+        return f"{LEFT + (x - x0) * across:.1f}"
+
+    def py(y: float) -> str:
+        return f"{TOP + (y1 - y) * down:.1f}"
+
+    points = " ".join(f"{px(x)},{py(y)}" for x, y in zip(trend.steps, trend.values, strict=True))
+    grid = [
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y)}" y2="{py(y)}" class="grid"/>'
+        f'<text x="{LEFT - 6}" y="{py(y)}" dy="4" text-anchor="end">{y:g}</text>'
+        for y in ticks(y0, y1, 4)
+    ]
+    grid += [
+        f'<text x="{px(x)}" y="{HEIGHT - 6}" text-anchor="middle">{x:g}</text>'
+        for x in ticks(x0, x1, 5)
+    ]
+    told = f"{title}: {trend.values[0]:.4g} at step {trend.steps[0]:g}, {trend.values[-1]:.4g} at "
+    told += f"step {trend.steps[-1]:g}"
+    own = f"<style>{STYLE}</style>" if style else ""
+    dot = f'<circle cx="{px(trend.steps[-1])}" cy="{py(trend.values[-1])}" r="3" class="dot"/>'
+    return Markup(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'class="curve" aria-label="{escape(told)}">{own}{"".join(grid)}'
+        f'<polyline points="{points}" class="line"/>{dot}</svg>'
+    )
+
+
+STYLE = (
+    ".curve { width: 100%; } .curve text { font: 10px system-ui, sans-serif; fill: var(--quiet); } "
+    ".curve .grid { stroke: var(--grid); } "
+    ".curve .line { fill: none; stroke: var(--arm-0); stroke-width: 1.8; } "
+    ".curve .dot { fill: var(--arm-0); }"
+)
+"""Style sheet of a chart in a page, which uses the colours of the page."""
+
+
+def sheet(charts: Sequence[tuple[str, Trend]]) -> str:
+    """Return one SVG file with all curves, for the Markdown report."""
+    rows = -(-len(charts) // 2)
+    parts = []
+    for number, (title, trend) in enumerate(charts):
+        x, y = number % 2 * (WIDTH + 20), number // 2 * (HEIGHT + 34)
+        label = (
+            f'<text x="{LEFT}" y="16" class="title">{escape(f"{title} ({trend.metric})")}</text>'
+        )
+        parts.append(
+            f'<g transform="translate({x} {y})">{label}<svg y="24" width="{WIDTH}" '
+            f'height="{HEIGHT}">{svg(title, trend)}</svg></g>'
+        )
+    colours = (
+        ":root { --quiet: #57606a; --grid: #d5dae0; --arm-0: #0072b2; } "
+        "@media (prefers-color-scheme: dark) "
+        "{ :root { --quiet: #a3acb8; --grid: #363d47; --arm-0: #56a8e0; } } "
+        ".title { font: 600 13px system-ui, sans-serif; fill: var(--quiet); } "
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH + 20} '
+        f'{rows * (HEIGHT + 34)}"><style>{colours}{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
+
+
+def _range(values: Sequence[float], margin: float) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    gap = margin * (high - low) if high > low else 0.1 * abs(high) or 0.5
+    return low - gap, high + gap

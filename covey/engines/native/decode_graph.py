@@ -23,22 +23,24 @@ import torch
 from covey.accel.kernels.sample import SlotState, sample_tokens
 from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
-from covey.engines.native.backend import advance_by
-from covey.engines.native.decoder_parity import checked_decoder, first_error_line
-from covey.engines.native.float8_decoder import FLOAT8_TOLERANCE, Float8Decoder
-from covey.engines.native.fused_decoder import FusedDecoder
-from covey.engines.native.kept_log import KeptLog
+from covey.engines.native.backend import (
+    MODEL_PRECISION,
+    Precision,
+    advance_by,
+    checked_decoder,
+    first_error_line,
+)
+from covey.engines.native.fused_decoder import FLOAT8_TOLERANCE, Float8Decoder, FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
-from covey.engines.native.pages import page_for
-from covey.engines.native.precision import MODEL_PRECISION, Precision
 from covey.engines.native.shared_prompt_cache import (
     PROMPT_STEP,
     SharedPromptCache,
+    page_for,
     slots_together,
     width_for,
 )
-from covey.engines.native.slots import Progress, Slots
+from covey.engines.native.slots import KeptLog, Progress, Slots
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
 from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from covey.engines.native.backend import DecodeBackend, choose_backend
-from covey.engines.native.precision import MODEL_PRECISION, Precision
+from covey.engines.native.backend import MODEL_PRECISION, DecodeBackend, Precision, choose_backend
 from covey.engines.native.scheduler import Scheduler
-from covey.engines.native.transcript import Finished
+from covey.engines.native.slots import Finished
 from covey.engines.protocol import Completion, EngineInfo, RequestSource, WeightSource
 from covey.errors import ModelError
-from covey.models.deterministic import skip_determinism_check
+from covey.models.device import skip_determinism_check
 from covey.models.language_model import LanguageModel
 
 

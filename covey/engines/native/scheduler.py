@@ -12,8 +12,7 @@ import torch
 from covey.accel.packing import to_device
 from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.prefill import PREFILL_TOKENS, read_completions, read_prompts
-from covey.engines.native.slots import Progress, Written
-from covey.engines.native.transcript import Ended, Finished, Paused, Transcript
+from covey.engines.native.slots import Ended, Finished, Paused, Progress, Transcript, Written
 from covey.engines.protocol import Request, RequestSource
 from covey.errors import DataError
 from covey.models.language_model import LanguageModel

@@ -11,9 +11,11 @@ import torch
 
 from covey.accel.packing import row_of_each, to_device
 from covey.engines.draw import Distribution, log_distribution, pick_from, pick_tokens
-from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVCache
-from covey.engines.protocol import Sampling
+from covey.engines.protocol import Request, Sampling
+from covey.kept_sets import encode_kept
+from covey.models.detokenize import Pieces, joined_bytes
+from covey.types import Finish, VersionSpan
 
 
 class HostCopy:
@@ -197,3 +199,113 @@ class Slots:
         cells = index[:, None], at.clamp(max=self.room - 1)
         both = torch.stack([self.tokens[cells].int(), self.logps[cells].view(torch.int32)])
         return Written(HostCopy(both), lengths)
+
+
+# Record which tokens top-k, top-p and min-p kept (kept sets), for completions in progress.
+
+
+@dataclass(slots=True)
+class KeptLog:
+    """The tokens that truncation kept, for each sampled token of each slot, in CPU memory."""
+
+    slots: list[list[np.ndarray]]
+
+    @staticmethod
+    def make(slots: int) -> KeptLog:
+        """Return an empty log for all slots."""
+        return KeptLog([[] for _ in range(slots)])
+
+    def open(self, index: torch.Tensor) -> None:
+        """Start new completions in the given slots."""
+        for slot in index.tolist():
+            self.slots[slot] = []
+
+    def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
+        """Append the tokens that truncation kept [n, V] for the newest token of each slot."""
+        ids = kept.nonzero()[:, 1].cpu().numpy()
+        ends = kept.sum(dim=1).cumsum(dim=0).tolist()
+        for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
+            self.slots[slot].append(ids[start:stop])
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Renumber the given slots from 0, and drop the other slots."""
+        kept = [self.slots[slot] for slot in slots]
+        self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
+
+    def text(self, slot: int, length: int) -> str:
+        """Return the tokens that truncation kept for a slot's first `length` tokens, as text."""
+        sets: Sequence[np.ndarray] = self.slots[slot][:length]
+        return encode_kept(sets)
+
+
+# Transcripts of completions: tokens that the CPU has read, as Python numbers and as text.
+#
+# All completions of a step may end at the same time, and the device then waits for the CPU to
+# convert hundreds of thousands of tokens. So the scheduler converts tokens while the device
+# generates more.
+
+
+class Transcript:
+    """The tokens of one completion that the CPU has read so far."""
+
+    def __init__(self, pieces: Pieces | None) -> None:
+        """Start a completion; `pieces` are the bytes of each token, if the tokenizer has them."""
+        self.tokens: list[int] = []
+        self.logp: list[float] = []
+        self._pieces = pieces
+        self._bytes: list[bytes] = []
+
+    def add(self, tokens: np.ndarray, logp: np.ndarray) -> None:
+        """Append tokens with their log-probabilities."""
+        new = tokens.tolist()
+        self.tokens += new
+        self.logp += logp.tolist()
+        if self._pieces is not None:
+            self._bytes.append(joined_bytes(self._pieces, new))
+
+    @property
+    def text(self) -> str | None:
+        """The text of all tokens; None without `pieces`."""
+        if self._pieces is None:
+            return None
+        return b"".join(self._bytes).decode("utf-8", errors="replace")
+
+
+class Finished(NamedTuple):
+    """A finished completion."""
+
+    request: Request
+    transcript: Transcript
+    finish: Finish
+    versions: tuple[VersionSpan, ...]
+    kept: str = ""
+
+
+class Paused(NamedTuple):
+    """A completion that lost its slot because the KV cache was full, and continues later."""
+
+    transcript: Transcript
+    searched: int
+    """The number of tokens that were already searched for stop strings."""
+    kept: list[np.ndarray]
+    """For each token, the tokens that truncation kept, if recorded."""
+
+
+class Ended(NamedTuple):
+    """Completions that have ended, whose last tokens are on their way to the CPU."""
+
+    finished: Sequence[Finished]
+    """The completions. Their transcripts still lack the last tokens, and `finish` is "length"."""
+    cut: Sequence[bool]
+    """Whether each completion ended with a stop string."""
+    written: Written
+    """The last tokens."""
+
+    def read(self, stop_ids: frozenset[int]) -> list[Finished]:
+        """Wait for the last tokens, and return the complete completions."""
+        found = []
+        for one, cut, new in zip(self.finished, self.cut, self.written.read(), strict=True):
+            one.transcript.add(*new)
+            stopped = cut or one.transcript.tokens[-1] in stop_ids
+            found.append(one._replace(finish="stop") if stopped else one)
+        return found

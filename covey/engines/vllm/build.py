@@ -31,7 +31,7 @@ from covey.models.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from covey.config import Config
-    from covey.config.cluster_sections import Vllm
+    from covey.config.schema import Vllm
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from covey.objective import advantage, drift, ratio, surrogate, weights
+from covey.objective import advantage, marks, ratio, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.correction import CORRECTIONS
 from covey.objective.loss import Objective
@@ -39,7 +39,7 @@ def bapo() -> Objective:
         ratio=ratio.token,
         surrogate=surrogate.clipped_at_marks,
         weights=weights.token_mean,
-        marks=drift.balanced_bounds,
+        marks=marks.balanced_bounds,
         reads=frozenset({"groups", "sampler_as_old"}),
     )
 
@@ -65,7 +65,7 @@ def m2po() -> Objective:
         ratio=ratio.token,
         surrogate=surrogate.unclipped_without_marked,
         weights=weights.token_mean,
-        marks=drift.beyond_second_moment,
+        marks=marks.beyond_second_moment,
         reads=frozenset({"groups", "sampler_as_old"}),
     )
 

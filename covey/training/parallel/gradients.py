@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import GatheredSteps, gathered_steps
+from covey.training.parallel.world import Ranks
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel

@@ -24,8 +24,7 @@ from covey.training.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.training.parallel.ranks import Ranks
-from covey.training.parallel.world import World
+from covey.training.parallel.world import Ranks, World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0

@@ -25,7 +25,7 @@ from covey.accel.fused_parameters import (
     fuse_parameters,
     grad_holder,
 )
-from covey.config.cluster_sections import Parallel
+from covey.config.schema import Parallel
 from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import ENTRY, LogProbs, batch_logp, entry_method

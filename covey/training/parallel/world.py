@@ -7,13 +7,19 @@ and log-probabilities, to sum gradients and metrics, and to agree on a stop sign
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from covey.objective.diagnostics import Meter, summary
+from covey.errors import ConfigError, ModelError
+from covey.objective.diagnostics import Measured, Meter, summary, summary_of
 from covey.stopping import StopSignal
+from covey.training.parallel.environment import Place
+from covey.training.parallel.lifeline import Lifeline, RankError
 
 _T = TypeVar("_T")
 
@@ -64,3 +70,125 @@ class World:
     def device(self, name: str) -> str:
         """Return the device of this rank, given the device name in the configuration."""
         return name
+
+
+# Several ranks over torch.distributed.
+#
+# While a rank waits for other ranks, it still handles signals and notices failed ranks
+# (lifeline.py).
+
+
+class Ranks(World):
+    """The ranks of torch.distributed's default process group."""
+
+    def __init__(self, place: Place, lifeline: Lifeline | None, timeout: float) -> None:
+        self.place, self.lifeline, self.timeout = place, lifeline, timeout
+        self.rank, self.size, self.local_size = place.rank, place.size, place.local_size
+
+    def share(self, items: Sequence[_T]) -> list[_T]:
+        """Return this rank's items: every `size`-th item."""
+        return list(items[self.rank :: self.size])
+
+    def unshare(self, done: Sequence[_T]) -> list[_T]:
+        """Return the results of all ranks, in the order of the items given to `share`."""
+        parts = self.gather(list(done))
+        total = sum(len(part) for part in parts)
+        return [parts[number % self.size][number // self.size] for number in range(total)]
+
+    def gather(self, item: _T) -> list[_T]:
+        """Gather one item from every rank, and return the items in the order of the ranks."""
+        data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        self.wait(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        self.wait(dist.all_gather(found, padded, async_op=True))
+        return [
+            pickle.loads(each[: int(size)].numpy().tobytes())
+            for each, size in zip(found, sizes, strict=True)
+        ]
+
+    def from_main(self, make: Callable[[], _T]) -> _T:
+        """Call `make` on rank 0, and return its result on every rank."""
+        return self.gather(make() if self.is_main else None)[0]  # type: ignore[return-value]
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over the ranks."""
+        self.wait(self.summing(tensor))
+
+    def summing(self, tensor: torch.Tensor) -> Any:
+        """Start to sum a tensor over the ranks; return a handle for `wait`."""
+        self.check()
+        try:
+            return dist.all_reduce(tensor, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from None
+
+    def mean(self, meter: Meter) -> dict[str, float]:
+        """Return the mean of each metric over the observations of all ranks."""
+        return summary_of(Measured.joined(self.gather(meter.measured())))
+
+    def agree(self, stop: StopSignal) -> bool:
+        """Return on every rank whether any rank has received a stop signal."""
+        received = [name for name in self.gather(stop.received) if name is not None]
+        if received and stop.received is None:
+            stop.received = received[0]
+        return bool(received)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called `barrier`."""
+        self.gather(None)
+
+    def device(self, name: str) -> str:
+        """Return the device of this rank; each rank of a machine has its own GPU."""
+        if self.size == 1:
+            return name
+        if name.startswith("cuda:"):
+            raise ConfigError(
+                f"config: model.device = {name!r} does not work with {self.size} ranks; set "
+                "model.device = 'cuda', so that rank n of a machine uses GPU n"
+            )
+        found = torch.cuda.device_count()
+        if name == "cpu" or (name == "auto" and not found):
+            return "cpu"
+        if found <= self.place.local_rank:
+            raise ModelError(
+                f"model: rank {self.rank} has no GPU: this machine has {found} GPUs and "
+                f"{self.local_size} ranks; start torchrun with --nproc-per-node {found or 1}, or "
+                "set model.device = 'cpu'"
+            )
+        return f"cuda:{self.place.local_rank}"
+
+    def check(self) -> None:
+        """Raise an error if another rank has failed or died."""
+        if self.lifeline is not None:
+            self.lifeline.check()
+
+    def wait(self, work: Any) -> None:
+        """Wait until a collective call has finished."""
+        limit, pause = time.monotonic() + self.timeout, 0.0
+        try:
+            while not work.is_completed():
+                self.check()
+                if time.monotonic() > limit:
+                    raise RankError(
+                        f"rank {self.rank} has waited {self.timeout:g} seconds for the other "
+                        "ranks; if their part of a step may take longer, raise parallel.timeout"
+                    )
+                time.sleep(pause)
+                pause = min(0.002, pause + 2e-5)
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: RuntimeError) -> Exception:
+        """Return the error for a failed collective; it names the failed rank, if known."""
+        if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+            return error
+        limit = time.monotonic() + 5.0
+        while self.lifeline is not None and time.monotonic() < limit:
+            self.check()
+            time.sleep(0.05)
+        return RankError(f"ranks: communication failed: {str(error).splitlines()[0]}")

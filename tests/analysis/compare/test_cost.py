@@ -10,7 +10,7 @@ import torch
 from covey.analysis.compare.arm_results import Cost, arm_results
 from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.design import Request, config_of, design_comparison, kept_options
-from covey.analysis.compare.report_cost import cost_table
+from covey.analysis.compare.report_tables import cost_table
 from covey.analysis.compare.run_process import peak_memory
 from covey.errors import ConfigError
 from tests.analysis.compare.sample_comparison import comparison, run

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.analysis.compare.prompt_agreement import prompt_agreement
+from covey.analysis.compare.report_contents import prompt_agreement
 from covey.analysis.compare.report_tables import contested_table, solved_table
 
 # Who solves prompts a to f at the end: one digit per prompt.

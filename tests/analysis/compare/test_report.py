@@ -13,9 +13,15 @@ import pytest
 from rich.console import Console
 
 from covey.analysis.compare import report_contents as contents_module
-from covey.analysis.compare import report_text
+from covey.analysis.compare import report_files
 from covey.analysis.compare.report_contents import ReportContents, report_contents
-from covey.analysis.compare.report_files import SCHEMA, report_data, write_reports
+from covey.analysis.compare.report_files import (
+    SCHEMA,
+    markdown,
+    report_data,
+    terminal_report,
+    write_reports,
+)
 from covey.analysis.compare.report_html import HERE, MISSING, page
 from covey.analysis.compare.report_tables import (
     p_value,
@@ -27,7 +33,6 @@ from covey.analysis.compare.report_tables import (
     speed_table,
     training_table,
 )
-from covey.analysis.compare.report_text import markdown, terminal_report
 from covey.analysis.page.html import page_file
 from covey.analysis.page.markdown import fenced, plain
 from covey.errors import DiskError
@@ -267,7 +272,7 @@ def test_points_and_p_values_are_rounded() -> None:
 def test_terminal_shows_headline_then_table_then_pairs_then_findings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(report_text, "conclude", lambda comparison: sample.conclusion())
+    monkeypatch.setattr(report_files, "conclude", lambda comparison: sample.conclusion())
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(terminal_report(sample.comparison()))
     text = console.export_text()

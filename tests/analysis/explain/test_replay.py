@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.analysis.explain.effect import effect, whole_effect
-from covey.analysis.explain.families import families, length_bins, multiple
-from covey.analysis.explain.gradients import parameter_gradients
+from covey.analysis.explain.effect import effect, parameter_gradients, whole_effect
 from covey.analysis.explain.recorded import policy_before, read_step
-from covey.analysis.explain.replay import objectives, replay
+from covey.analysis.explain.replay import families, length_bins, multiple, objectives, replay
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
 from covey.objective import build as build_objective

@@ -16,9 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.analysis.lab.hacked_answers import kind_of, wrong_answer
+from covey.analysis.lab.hacked_answers import (
+    COUNTDOWN,
+    PROGRAMS,
+    function_name,
+    kind_of,
+    memorised_program,
+    wrong_answer,
+)
 from covey.analysis.lab.hacks import HACKS, THINKING, Hack
-from covey.analysis.lab.task_hacks import COUNTDOWN, PROGRAMS, function_name, memorised_program
 from covey.rewards.completion_format import FORMATS
 from covey.rewards.think_answer import ThinkAnswer, same_answer
 from covey.types import Prompt

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from covey.analysis.numerics.causes import CAUSES, Cause
 from covey.analysis.numerics.gap import ClipRange, Gap, gap_of
+from covey.analysis.numerics.measure_gaps import CAUSES, Cause
 from covey.objective import ratio
 
 TOKENS = ClipRange(low=0.8, high=1.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.accel import attention, attention_choice, static_buffers
+from covey.accel import attention, attention_kernels, static_buffers
 from covey.analysis.plan import engine_sizes as sizes
 from covey.engines.native import (
     backend,
@@ -20,7 +20,7 @@ from tests.analysis.plan.test_memory import equal_rows
 
 
 def test_limits_are_those_of_their_modules() -> None:
-    assert (attention.SHORT, attention_choice.LONG) == (sizes.SHORT, sizes.LONG)
+    assert (attention.SHORT, attention_kernels.LONG) == (sizes.SHORT, sizes.LONG)
     assert llama_decoder.FUSED_COPY_BYTES == sizes.FUSED_BYTES
     assert prefill.PREFILL_TOKENS == sizes.PREFILL_TOKENS
     assert prefill_graph.MAX_FLOPS == sizes.PREFILL_FLOPS

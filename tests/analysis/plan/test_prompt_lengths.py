@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from covey.analysis.plan.prompt_lengths import measure, measuring_elsewhere
-from covey.analysis.plan.task_facts import task_facts
+from covey.analysis.plan.task_facts import measure, measuring_elsewhere, task_facts
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.models.chat_template import Template

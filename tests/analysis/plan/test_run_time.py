@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from covey.analysis.plan import layer_time
+from covey.analysis.plan import run_time as module
 from covey.analysis.plan.cost_model import PUBLISHED, Workload, rollout_seconds, update_seconds
 from covey.analysis.plan.forecast import Device
 from covey.analysis.plan.model_shape import Shape, shape_of
@@ -64,7 +64,7 @@ def test_what_no_model_covers_is_unknown() -> None:
 def test_the_numbers_of_a_measured_layer_stay_finite() -> None:
     """Wide layers and many layers must not overflow, or a plan would print numpy's warnings."""
     shape = shape_like_1_5b()
-    layer = layer_time._Layer(shape)
+    layer = module._Layer(shape)
     x = np.ones((1, 4, shape.hidden), dtype=np.float32)
     with np.errstate(all="raise", under="ignore"):
         for _ in range(3):
@@ -76,7 +76,7 @@ def test_the_numbers_of_a_measured_layer_stay_finite() -> None:
 def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every measured call take a second."""
     ticks = count()
-    monkeypatch.setattr(layer_time.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(ticks)))
 
 
 @pytest.mark.usefixtures("one_second")
@@ -84,14 +84,14 @@ def test_on_a_cpu_one_layer_counts_for_all() -> None:
     config, shape = config_of("engine.max_concurrent=64"), shape_of(config_of())
     found = run_time(config, FACTS, shape, Device.here("cpu"))
     assert isinstance(found, RunTime)
-    parts = shape.vocabulary / min(layer_time.HEAD_ROWS, shape.vocabulary)
+    parts = shape.vocabulary / min(module.HEAD_ROWS, shape.vocabulary)
     decode = shape.layers + parts
     assert found.rollout == pytest.approx(128 / 64 * 48 * decode)
     assert found.evaluation == pytest.approx(256 / 64 * 48 * decode)
     per_pass = (128 * 48 + 16 * 200) * decode  # a second for each measured forward pass
     context = 200 + 48
-    measured = max(1, layer_time.MOST_TOKENS // context) * context
-    assert found.update == pytest.approx(layer_time.WITH_BACKWARD * per_pass / measured)
+    measured = max(1, module.MOST_TOKENS // context) * context
+    assert found.update == pytest.approx(module.WITH_BACKWARD * per_pass / measured)
 
 
 def test_the_command_names_hours_and_their_basis(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.plan.time_forecast import (
+from covey.analysis.plan.run_time import (
     MEASURED,
     WARM_UP,
     duration,

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.run_report.chart import svg, ticks
 from covey.analysis.run_report.contents import RunReport, headline, run_report
-from covey.analysis.run_report.write import write_run_report
+from covey.analysis.run_report.write import svg, ticks, write_run_report
 from covey.cli.main import run as command
 from covey.run.folder import RunFolder
 from tests.ui.browser import Browser

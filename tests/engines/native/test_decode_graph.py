@@ -12,8 +12,7 @@ from transformers import DynamicCache
 
 from covey.accel.packing import to_device
 from covey.engines.draw import Distribution
-from covey.engines.native.backend import EagerBackend
-from covey.engines.native.decoder_parity import decoder_for
+from covey.engines.native.backend import EagerBackend, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.kv_cache import KVCache, KVShape
 from covey.engines.native.prefill import read_prompts

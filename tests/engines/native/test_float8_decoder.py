@@ -8,10 +8,9 @@ from itertools import chain
 import pytest
 import torch
 
-from covey.engines.native.decoder_parity import decode_with_cache, decode_without_cache
+from covey.engines.native.backend import Precision, decode_with_cache, decode_without_cache
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.llama_decoder import UnsupportedModel
-from covey.engines.native.precision import Precision
 from covey.engines.protocol import Sampling
 from covey.errors import ModelError
 from covey.models.adapter import add_adapter
@@ -28,8 +27,7 @@ from tests.engines.native.test_llama_decoder import made as randomized
 pytest.importorskip("triton")
 
 from covey.engines.native.decode_graph import _small_cache
-from covey.engines.native.float8_decoder import FLOAT8_TOLERANCE, Float8Decoder
-from covey.engines.native.fused_decoder import FusedDecoder
+from covey.engines.native.fused_decoder import FLOAT8_TOLERANCE, Float8Decoder, FusedDecoder
 
 FLOAT8 = Precision(products=True)
 BOUND = 0.2

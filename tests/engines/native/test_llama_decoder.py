@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from covey.embedded import CHECKPOINT
-from covey.engines.native.decoder_parity import decode_with_cache, decoder_for
+from covey.engines.native.backend import decode_with_cache, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.llama_decoder import LlamaDecoder
 from covey.engines.native.transformers_decoder import TransformersDecoder

@@ -3,8 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey.engines.native.pages import Pages, page_for
-from covey.engines.native.shared_prompt_cache import slots_by_prompt, slots_together
+from covey.engines.native.shared_prompt_cache import (
+    Pages,
+    page_for,
+    slots_by_prompt,
+    slots_together,
+)
 
 
 @pytest.mark.parametrize(

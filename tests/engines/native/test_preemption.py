@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from covey.engines.draw import Distribution
-from covey.engines.native import pages
-from covey.engines.native.backend import EagerBackend
-from covey.engines.native.decoder_parity import decoder_for
+from covey.engines.native import shared_prompt_cache
+from covey.engines.native.backend import EagerBackend, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.kv_cache import SlotCache
 from covey.engines.native.slots import Slots
@@ -37,7 +36,7 @@ def test_a_small_pool_gives_the_same_completions(
     kind: str, distribution: Distribution, mask_replay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PAGE", "LEAST_PAGE"):
-        monkeypatch.setattr(pages, name, PAGE)
+        monkeypatch.setattr(shared_prompt_cache, name, PAGE)
     model = made(kind)
     sampling = Sampling(
         group_size=3, max_tokens=TOKENS, max_concurrent=4, distribution=distribution, seed=1,

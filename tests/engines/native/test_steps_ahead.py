@@ -10,15 +10,13 @@ import torch
 
 from covey.engines.draw import Distribution
 from covey.engines.native import scheduler
-from covey.engines.native.backend import EagerBackend, advance_by
-from covey.engines.native.decoder_parity import decoder_for
+from covey.engines.native.backend import EagerBackend, advance_by, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.kv_cache import KVShape, SlotCache
-from covey.engines.native.slots import Progress, Slots
-from covey.engines.native.transcript import Transcript
+from covey.engines.native.slots import Progress, Slots, Transcript
 from covey.engines.protocol import Completion, Sampling
 from covey.models.language_model import LanguageModel
-from covey.rollout.multi_turn import completion_texts
+from covey.rollout.episode import completion_texts
 from tests.conftest import build, rollouts_of
 from tests.engines.native.test_decode_graph import shape_of
 from tests.engines.native.test_engine import Chained, ragged_prompts, sums

@@ -10,8 +10,7 @@ import torch
 import transformers
 
 from covey.engines.draw import Distribution
-from covey.engines.native.backend import EagerBackend
-from covey.engines.native.decoder_parity import checked_decoder, decoder_for
+from covey.engines.native.backend import EagerBackend, checked_decoder, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import UnsupportedModel

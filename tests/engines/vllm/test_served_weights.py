@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from covey.engines.vllm.served_weights import HeadPadding, served_config, served_weights
+from covey.engines.vllm.sync import HeadPadding, served_config, served_weights
 from covey.errors import ModelError
 from covey.models.language_model import LanguageModel
 
