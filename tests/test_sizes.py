@@ -9,7 +9,7 @@ ROOT = Path(covey.__file__).parent
 FILES = {str(file.relative_to(ROOT)): file for file in sorted(ROOT.rglob("*.py"))}
 
 # An outer limit only: a file is one idea, so it is split when it has two, not at a length.
-MAX_FILE_LINES = 700
+MAX_FILE_LINES = 850
 MAX_FUNCTION_LINES = 50
 MAX_COLUMNS = 100
 LOOP_LINES = 200

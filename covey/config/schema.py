@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# Base classes of the sections of the configuration, and types of their values.
 
 MOST = 10**9
 """Upper bound for numbers of steps, prompts and tokens; a larger number is probably a typo."""
@@ -45,8 +44,6 @@ class Named(Section):
         """All keys of the table except its declared fields."""
         return dict(self.model_extra or {})
 
-
-# Sections for runs with several processes: [engine.vllm], [cluster] and [parallel].
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -152,9 +149,6 @@ class Parallel(Section):
     """Seconds that a rank waits for other ranks, at the start and in a step."""
 
 
-# The section [train] of the configuration: the length of a run, and its optimizer steps.
-
-
 class StopAfter(Section):
     """[train.stop_after]: the limit at which a run ends, in one of four units."""
 
@@ -257,8 +251,6 @@ class Train(Section):
         return self.amount if self.budget == "updates" else self.steps * self.updates
 
 
-# The [teacher] section: another model as teacher, or the policy itself with privileged text.
-
 CONTEXT = {
     "success": "A correct answer to this question:\n\n{text}",
     "feedback": "Feedback on an earlier, wrong answer to this question:\n\n{text}",
@@ -302,9 +294,6 @@ class Teacher(Section):
     {context}."""
 
 
-# The [reward_change] section: why the reward differs from the reward of the previous run.
-
-
 class RewardChange(Section):
     """[reward_change]: notes for the log of reward changes, without effect on training."""
 
@@ -312,9 +301,6 @@ class RewardChange(Section):
     """Why the reward was changed since the previous run of the same task."""
     expected_effect: str = ""
     """What the change should do, such as "fewer completions without an answer"."""
-
-
-# The section [environment]: the environment of multi-turn rollouts, and its limits.
 
 
 class Environment(Named):
@@ -341,9 +327,6 @@ class Environment(Named):
     with an error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
-
-
-# The section [engine].
 
 
 class Engine(Section):
@@ -376,9 +359,6 @@ class Engine(Section):
     def rounds(self) -> str:
         """The setting that makes the engine use float8; empty if no setting does."""
         return next((name for name in ("dtype", "kv_dtype") if getattr(self, name) == "float8"), "")
-
-
-# The sections [curriculum] and [replay], which control a step's prompts and replayed groups.
 
 
 class Curriculum(Section):
@@ -415,9 +395,6 @@ class Replay(Section):
     completions."""
     max_age: Positive = 16
     """Maximum age of a replayed group, in optimizer steps since the group was sampled."""
-
-
-# The [critic] section for PPO, and the [preferences] section for DPO and IPO.
 
 
 class Critic(Section):
