@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-
 MOST = 10**9
 """Upper bound for numbers of steps, prompts and tokens; a larger number is probably a typo."""
 Positive = Annotated[int, Field(ge=1, le=MOST)]
