@@ -196,7 +196,8 @@ def advantages(
         )
     if "teacher" in objective.reads and old_logp is None:
         raise ConfigError(
-            f"{algorithm} needs old_logp, which it compares with the log-probs of the teacher"
+            f"{algorithm} needs old_logp, because it compares old_logp with the log-probs of the "
+            "teacher"
         )
     # Advantages do not need the inputs that only the loss needs.
     only = replace(

@@ -83,9 +83,11 @@ Overrides = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of the comparison to start or resume. Default: a new folder "
-        "comparisons/NAME-N. If the folder comparisons/ already has a comparison with the same "
-        "settings, that comparison is resumed."
+        help=(
+            "Folder of the comparison to start or resume. Default: a new folder "
+            "comparisons/NAME-N. If the folder comparisons/ already has a comparison with the "
+            "same settings, the command resumes that comparison."
+        )
     ),
 ]
 Add = Annotated[
@@ -170,7 +172,10 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add needs an existing comparison in --folder, and no new settings")
+        raise ConfigError(
+            "--add needs an existing comparison in --folder; leave out options that change the "
+            "settings of this comparison"
+        )
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)

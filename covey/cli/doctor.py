@@ -40,8 +40,7 @@ Out = Annotated[
     Path | None,
     typer.Option(
         "--out",
-        help="Write the results to this file as JSON. When a run folder is checked, the default is "
-        "RUN/doctor.json.",
+        help="Write the results to this file as JSON. Default for a run folder: RUN/doctor.json.",
     ),
 ]
 

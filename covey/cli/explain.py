@@ -49,8 +49,10 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Train the step again with other algorithms. NAMES is a list such as grpo,gspo, or "
-        "'all' for every algorithm.",
+        help=(
+            "Train the step again with other algorithms. NAMES is 'all' (every algorithm) or a "
+            "list such as grpo,gspo."
+        ),
     ),
 ]
 Options = Annotated[
@@ -66,8 +68,10 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Recover the exact weights before the step, by training all steps since the nearest "
-        "checkpoint again.",
+        help=(
+            "Recover the exact weights before the step: train all steps since the nearest "
+            "earlier checkpoint again."
+        ),
     ),
 ]
 
@@ -94,7 +98,9 @@ def explain_command(
             "step; leave out one of these options"
         )
     if options and algorithms is None:
-        raise ConfigError("--set needs --replay, because it sets options of replayed algorithms")
+        raise ConfigError(
+            "--set needs --replay, because --set changes options of the algorithms in --replay"
+        )
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded

@@ -27,7 +27,9 @@ Target = Annotated[
         metavar="RUN|CHECKPOINT", help="What to export: a run, a checkpoint of a run, or a model."
     ),
 ]
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")]
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="The folder to create for the exported model.")
+]
 Step = Annotated[
     int | None,
     typer.Option(min=0, help="Export the checkpoint of this training step. Default: the newest."),
@@ -44,7 +46,10 @@ Repository = Annotated[
     ),
 ]
 Public = Annotated[
-    bool, typer.Option("--public", help="Make a new repository public. Default: private.")
+    bool,
+    typer.Option(
+        "--public", help="If --push creates a repository, make it public. Default: private."
+    ),
 ]
 DryRun = Annotated[
     bool,

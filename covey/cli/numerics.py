@@ -40,8 +40,10 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="What to measure: a TOML file, the name of a recipe, or a run folder. In a run "
-        "folder, the newest checkpoint is measured. Default: arithmetic.",
+        help=(
+            "What to measure: a TOML file, the name of a recipe, or a run folder. For a run "
+            "folder, the command measures the newest checkpoint. Default: arithmetic."
+        ),
     ),
 ]
 Updates = Annotated[
@@ -75,9 +77,9 @@ def numerics_command(
 ) -> None:
     """Measure how much the log-probs of engine and trainer differ, and why.
 
-    The command generates and scores the rollouts of one training step. The log-probs of each
-    rollout are computed in several ways, to separate the causes of differences: precision, batch
-    shape, truncation, kernels and staleness. The command does not change the run folder.
+    The command generates and scores the rollouts of one training step. The command computes the
+    log-probs of each rollout in several ways, to separate the causes of differences: precision,
+    batch shape, truncation, kernels and staleness. The command does not change the run folder.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:

@@ -50,8 +50,10 @@ Cluster = Annotated[
     bool,
     typer.Option(
         "--cluster",
-        help="Show how to divide the GPUs of a cluster, from 8 to 1,024 GPUs, between trainers and "
-        "engines.",
+        help=(
+            "Show how to divide the GPUs of a cluster between trainers and engines, for clusters "
+            "of 8 to 1,024 GPUs."
+        ),
     ),
 ]
 MeasureSteps = Annotated[
@@ -85,7 +87,7 @@ def plan_command(
     measure_steps: MeasureSteps = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run will do, how much time and memory it needs, and settings without effect.
+    """Show what a run will do, its time and memory, and which settings have no effect.
 
     Without --measure, the command trains nothing and loads no weights. The command reads only the
     configuration and the tokenizer of the model.

@@ -44,8 +44,8 @@ def trl_command(
 ) -> None:
     """Convert the GRPOConfig of a TRL script to a Covey configuration in TOML.
 
-    Options without an equivalent in Covey, and options whose values the script computes, are listed
-    in comments of the TOML. The command reads the script, but does not run it.
+    Comments in the TOML list the options that have no equivalent in Covey, and the options whose
+    values the script computes. The command reads the script, but does not run it.
     """
     from covey.compat.trl import from_script
     from covey.compat.trl_script import covey_script

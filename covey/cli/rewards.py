@@ -57,8 +57,10 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON Lines file of completions with human labels: each line has `correct`, which is "
-        "true or false.",
+        help=(
+            "JSON Lines file of completions with human labels. Each line has the field `correct` "
+            "(true or false)."
+        ),
     ),
 ]
 AllowedOption = Annotated[
@@ -67,7 +69,7 @@ AllowedOption = Annotated[
         "--allow-errors",
         min=0.0,
         max=1.0,
-        help="Largest fraction of the labels in --labelled that the reward may contradict.",
+        help="The reward may contradict at most this fraction of the human labels in --labelled.",
     ),
 ]
 
@@ -110,8 +112,10 @@ def score_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="JSON Lines file whose lines have `completion` (or `text`) and `target`, such as "
-            "a rollouts file of a run.",
+            help=(
+                "JSON Lines file such as a rollouts file of a run. Each line has the fields "
+                "`completion` (or `text`) and `target`."
+            ),
         ),
     ],
     source: ConfigOption = "arithmetic",

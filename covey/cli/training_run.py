@@ -37,7 +37,10 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help="Resume this run with its saved settings. With --set, some settings can be changed.",
+        help=(
+            "Resume this run with its saved settings. Use --set to change some of the saved "
+            "settings."
+        ),
     ),
 ]
 ResumeStep = Annotated[
@@ -46,8 +49,11 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
-        "Records of later steps are moved to RUN/superseded. Default: the newest checkpoint.",
+        help=(
+            "With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
+            "The command moves the records of steps after N to RUN/superseded. Default: the "
+            "newest checkpoint."
+        ),
     ),
 ]
 

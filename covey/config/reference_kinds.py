@@ -46,8 +46,8 @@ def read_token(variable: str, where: str) -> str:
     token = os.environ.get(variable, "") if variable else ""
     if variable and not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"{where}, but this environment variable does not contain a valid token of printable "
-            "ASCII characters"
+            f"{where}, but this environment variable does not contain a valid token; set it to a "
+            "token of printable ASCII characters"
         )
     return token
 
@@ -67,12 +67,12 @@ def check_teacher(section: Teacher, *, privileged: bool) -> None:
         return
     if section.policy:
         raise ConfigError(
-            f"config: teacher.policy = {section.policy!r} works only with the objective sdpo; for "
-            "this objective, set teacher.path or teacher.url"
+            f"config: teacher.policy = {section.policy!r} works only with the objective sdpo; "
+            "for other objectives, set teacher.path or teacher.url"
         )
     if bool(section.path) == bool(section.url):
         raise ConfigError(
-            "config: this objective needs a teacher; set either teacher.path or teacher.url"
+            "config: the chosen objective needs a teacher; set either teacher.path or teacher.url"
         )
     idle = ("token_env", "timeout", "patience") if section.path else ("offload",)
     _check_idle(section, idle, "url" if section.path else "path")
@@ -82,8 +82,8 @@ def check_teacher(section: Teacher, *, privileged: bool) -> None:
 def _check_self_teacher(section: Teacher) -> None:
     if not section.policy or section.path or section.url:
         raise ConfigError(
-            "config: in this objective, the policy is its own teacher; set teacher.policy to "
-            "'current', 'frozen' or 'moving', and leave out teacher.path and teacher.url"
+            "config: the chosen objective uses the policy as its own teacher; set teacher.policy "
+            "to 'current', 'frozen' or 'moving', and leave out teacher.path and teacher.url"
         )
     _check_idle(section, ("token_env", "timeout", "patience"), "url")
     _check_idle(section, ("temperature",), "path or teacher.url")

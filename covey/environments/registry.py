@@ -45,8 +45,8 @@ def find_environment(name: str) -> Callable[..., Any]:
         return as_environment(import_callable(name, "environment.name"))
     if name == PASSED:
         raise ConfigError(
-            f"config: environment.name = {name!r} stands for an environment that only Python code "
-            "can pass; call covey.train(..., environment=...), with resume=RUN to resume a run"
+            f"config: environment.name = {name!r} needs an environment class from Python; call "
+            "covey.train(..., environment=...) in Python, and add resume=RUN to resume a run"
         )
     hint = nearest(name, ENVIRONMENTS)
     raise ConfigError(f"config: environment.name = {name!r} is not a known environment{hint}")

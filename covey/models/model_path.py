@@ -47,7 +47,8 @@ def check_model_path(path: str) -> None:
     elif prepare_hub(path) and not in_hub_cache(path):
         raise ModelError(
             f"model: cannot load {path!r}, which is not in the local Hugging Face cache: the Hub "
-            f"cannot be reached, or HF_HUB_OFFLINE turns it off{missing_folder_note(path)}"
+            "cannot be reached, or HF_HUB_OFFLINE turns off access to the "
+            f"Hub{missing_folder_note(path)}"
         )
 
 

@@ -75,10 +75,10 @@ def extended(
         agreement = AGREEMENT.get(correction, 1.0)
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
-                f"the range from objective.correction_low = {correction_low} to "
-                f"objective.correction_high = {correction_high} must contain {agreement:g}, the "
-                f"value of objective.correction = {correction!r} for tokens with equal log-probs "
-                "in engine and trainer"
+                f"objective.correction_low = {correction_low} must be at most {agreement:g}, and "
+                f"objective.correction_high = {correction_high} at least {agreement:g}, because "
+                f"objective.correction = {correction!r} applies these bounds to a value that is "
+                f"{agreement:g} if engine and trainer agree"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
@@ -194,8 +194,8 @@ def _checked(name: str, objective: Objective) -> Objective:
         _check_pairs(name, objective)
     if objective.kl_target and not objective.beta:
         raise ConfigError(
-            "objective.kl_target has no effect, because objective.beta, which it adapts, is 0; "
-            "set objective.beta above 0"
+            "objective.kl_target adapts objective.beta, so it has no effect with objective.beta "
+            "= 0; set objective.beta above 0"
         )
     return objective
 

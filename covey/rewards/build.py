@@ -132,8 +132,8 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
         return import_callable(name, f"{where}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {where}.name = {name!r} stands for reward functions that only Python code "
-            "can pass; call covey.train(..., rewards=...), with resume=RUN to resume a run"
+            f"config: {where}.name = {name!r} needs reward functions from Python; call "
+            "covey.train(..., rewards=...) in Python, and add resume=RUN to resume a run"
         )
     hint = nearest(name, REWARDS)
     raise ConfigError(f"config: {where}.name = {name!r} is not a known reward{hint}")
@@ -182,8 +182,9 @@ def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
     """Raise ConfigError for a reward that must not be used alone."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
-            f"config: {where}.name = {name!r} cannot be used alone, because an LLM judge can be "
-            "manipulated; combine it with a rule-based reward in 'mix', or use 'retrieval'"
+            f"config: {where}.name = {name!r} cannot be the only reward, because a policy can "
+            "learn to manipulate an LLM judge; combine the judge with a rule-based reward in "
+            "'mix', or use the reward 'retrieval'"
         )
     return reward
 

@@ -148,7 +148,7 @@ def check_styles(styles: Sequence[str]) -> None:
             hint = nearest(style, STYLES)
             raise ConfigError(f"reward: {style!r} is not an answer style{hint}")
     if not styles:
-        raise ConfigError(f"reward: styles is empty; choose from {', '.join(STYLES)}")
+        raise ConfigError(f"reward: the option `styles` is empty; choose from {', '.join(STYLES)}")
 
 
 def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:

@@ -83,8 +83,9 @@ class PromptChoice:
             )
         if self.settings.mixture == "progress" and not self.block:
             raise ConfigError(
-                "config: curriculum.mixture = 'progress' needs task.name = 'mixed', because it "
-                "sets how often each part of a mixed task is drawn"
+                "config: curriculum.mixture = 'progress' needs task.name = 'mixed', because "
+                "curriculum.mixture sets how often prompts are drawn from each part of a mixed "
+                "task"
             )
 
     @property

@@ -95,7 +95,7 @@ def check_metric(name: str, *, samples: int) -> None:
         if own.source == MACHINE:
             raise ConfigError(
                 f"config: save.best: the metric {name!r} depends on the machine; choose a metric "
-                "that does not"
+                "that is the same on every machine"
             )
         return
     powers = [2**power for power in range(1, samples.bit_length())]

@@ -71,8 +71,8 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return import_callable(name, where), {}
     if name == DATASET:
         raise ConfigError(
-            f"config: {where} = {name!r} stands for a dataset that only Python code can pass; call "
-            "covey.train(..., dataset=...), with resume=RUN to resume a run"
+            f"config: {where} = {name!r} needs a dataset from Python; call covey.train(..., "
+            "dataset=...) in Python, and add resume=RUN to resume a run"
         )
     hint = nearest(name, TASKS)
     raise ConfigError(f"config: {where} = {name!r} is not a known task{hint}")

@@ -78,7 +78,7 @@ class RowReader:
         names = dict(self.columns or {})
         if len(set(names.values())) < len(names):
             raise ConfigError(
-                f"task: the setting columns gives the same name to two columns: {names}"
+                f"task: the option `columns` gives the same name to two columns: {names}"
             )
 
     def read(self, split: str, rows: Iterable[NumberedRow], source: str) -> list[Prompt]:

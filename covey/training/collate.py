@@ -78,8 +78,8 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
         raise ConfigError(
-            "objective: this algorithm uses the parts of the reward, but this reward has no "
-            "parts; use another reward, or an algorithm such as grpo"
+            "objective: the algorithm uses the parts of the reward, but this reward has no "
+            "parts; use a reward with parts, or an algorithm such as grpo"
         )
     for rollout in scored:
         if missing := [name for name in names if name not in rollout.parts]:

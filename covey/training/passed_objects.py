@@ -44,8 +44,9 @@ def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
     if missing:
         settings, arguments = zip(*missing, strict=True)
         raise ConfigError(
-            f"config: the settings {' and '.join(settings)} stand for Python objects, which this "
-            f"evaluation did not get; call covey.evaluate(..., {', '.join(arguments)}) in Python"
+            "config: the evaluation needs the Python objects of the settings "
+            f"{' and '.join(settings)}; call covey.evaluate(..., {', '.join(arguments)}) in "
+            "Python"
         )
 
 

@@ -103,8 +103,8 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     check_teacher(resolved.teacher, privileged=privileged)
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
-            f"config: {resolved.objective.name} does not work with an environment, because it adds "
-            "privileged text to single-turn prompts"
+            f"config: {resolved.objective.name} does not work with an environment, because its "
+            "teacher reads privileged text in a single-turn prompt"
         )
 
 
@@ -213,7 +213,9 @@ def _check_watching(config: Config) -> None:
     if config.save.best:
         check_metric(config.save.best, samples=config.evaluate.samples)
     elif config.train.patience:
-        raise ConfigError("config: train.patience needs save.best, the metric that must improve")
+        raise ConfigError(
+            "config: train.patience needs save.best, the name of the metric that must improve"
+        )
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:

@@ -133,8 +133,7 @@ def _with_budget(
     if amount is None:
         if budget == "tokens":
             raise ConfigError(
-                "--budget tokens needs --amount too, which is the number of tokens that each run "
-                "samples"
+                "--budget tokens needs --amount, the number of tokens that each run samples"
             )
         amount = total_updates(common.train)
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount

@@ -114,7 +114,7 @@ def opo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The baseline of OPO is the mean reward of a group, weighted by completion length, so every token
-    counts equally. This baseline minimises the variance of the gradient if the squared norm of a
+    counts equally. OPO's baseline minimises the variance of the gradient if the squared norm of a
     completion's gradient grows with its length.
 
     Departure: the paper takes one optimizer step per batch, so that a clip would have no effect.
@@ -160,10 +160,10 @@ def reinforce_pp_baseline() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
-    ms-swift over completions. Covey computes the standard deviation over completions. So the mean
-    of the centered rewards C stays 0 and does not depend on lengths. With `weighting = "token"`,
-    the standard deviation is over tokens. The KL estimator in the loss is k2, as the paper
-    recommends.
+    ms-swift over completions. Covey computes the standard deviation over completions. Over
+    completions, the mean of the centered rewards C is 0, whatever the lengths of the completions.
+    With `weighting = "token"`, the standard deviation is over tokens. The KL estimator in the loss
+    is k2, as the paper recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

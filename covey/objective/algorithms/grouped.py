@@ -22,8 +22,8 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so the scale of a part does not
     change its influence. `gate` is the index of the part of the reward that gates the other parts.
-    All other parts count only for completions whose gate part is at least `gate_at` (equation 8).
-    In a configuration, `parts` lists the names of the parts that count, in the order of
+    In a completion, the other parts count only if the gating part is at least `gate_at` (equation
+    8). In a configuration, `parts` lists the names of the reward parts to use, in the order of
     part_weights. Without `parts`, every number that the reward function reports counts with weight
     1, even a number that is not meant as a reward.
 
@@ -110,10 +110,11 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper. TRL counted only the
-    tokens of kept completions. Completions that are not kept need no forward pass
-    (filter.skip_zero_gradient). The defaults of ddof and eps are the same as in `grpo`: ddof is 1,
-    whereas the paper uses 0. Keeping half the group (4 of 8) is a good default.
+    The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO counted
+    only the tokens of completions that it trained on. The completions that `gfpo` does not train on
+    need no forward pass (filter.skip_zero_gradient). The defaults of ddof and eps are the same as
+    in `grpo`: ddof is 1, whereas the paper uses 0. Keeping half the group (4 of 8) is a good
+    default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
     be wrong, and then the group has no gradient. If `keep` is at least the group size, `gfpo`
@@ -137,9 +138,9 @@ def scalerl() -> Objective:
 
     A mixed group is a group whose rewards are not all equal. Outside the loss, the ScaleRL recipe
     drops groups with equal rewards without replacing them (filter.drop_flat), and stops drawing
-    solved prompts (curriculum). The recipe also runs the LM head in float32 in the engine and in
-    the trainer. The paper does not say over which completions the standard deviation is computed.
-    Covey computes the standard deviation over mixed groups.
+    solved prompts (curriculum). The ScaleRL recipe also runs the LM head in float32 in the engine
+    and in the trainer. The paper does not say over which completions the standard deviation is
+    computed. Covey computes the standard deviation over mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

@@ -32,13 +32,13 @@ def dpo() -> Objective:
     The chosen completion is the completion with the highest reward in its group, and the rejected
     completion has the lowest reward. If several completions have the highest reward, the shortest
     of them is chosen. If several completions have the lowest reward, the shortest of them is
-    rejected. Among equally short completions, the earliest is taken. Completions of a group that
-    are neither chosen nor rejected are not trained on. A group with equal rewards has no pair, and
-    the metric `pairs/ties` counts such groups. With the configuration section [preferences], pairs
-    are read from a file.
+    rejected. If completions have equal rewards and equal lengths, `dpo` takes the first of them.
+    Completions of a group that are neither chosen nor rejected are not trained on. A group with
+    equal rewards has no pair, and the metric `pairs/ties` counts such groups. With the
+    configuration section [preferences], pairs are read from a file.
 
-    The two completions of a pair may be in different micro-batches or ranks. So one more forward
-    pass first computes the margin D of all pairs of the optimizer step.
+    The two completions of a pair may be in different micro-batches or ranks. Before each optimizer
+    step, one more forward pass computes the margin D of all pairs in the step.
 
     Choice: the loss is a mean over the pairs of a training step, so every pair has the same weight,
     whichever optimizer step trains on it. The option `average` divides the sums over tokens by the
@@ -59,11 +59,11 @@ def ipo() -> Objective:
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
     `ipo` chooses pairs as `dpo` does. The loss of `ipo` moves the margin D towards 1 / (2 beta),
-    while the loss of `dpo` increases D without limit. So even a policy that separates every pair
-    stays near the reference.
+    while the loss of `dpo` increases D without limit. So the policy stays near the reference, even
+    if it already prefers the chosen completion in every pair.
 
-    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer, whose
-    developers asked the authors of IPO. The paper's formula and OpenRLHF use sums over tokens, as
-    Covey does with `average = false`.
+    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer. TRL's
+    developers chose means after asking the authors of IPO. The paper's formula and OpenRLHF use
+    sums over tokens, as Covey does with `average = false`.
     """
     return _of_pairs(pairs.squared)

@@ -76,7 +76,7 @@ def gmpo() -> Objective:
         loss = - 1/N sum_i A_i exp( 1/T_i sum_t z_t )
 
     The clip bounds apply to the logarithm of the ratio: a bound of 0.4 allows ratios from 0.67 to
-    1.49. Clip bounds such as 0.2 and 0.28 therefore allow ratios from exp(-0.2) to exp(0.28).
+    1.49. With `gmpo`, clip bounds of 0.2 and 0.28 allow ratios from exp(-0.2) to exp(0.28).
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -64,12 +64,13 @@ def gtpo_trajectory() -> Objective:
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
-    H_i is the mean entropy of the completion. A conflict token occurs at the same position in a
-    good and in a bad completion of the group, within a common prefix or a common suffix. The factor
+    H_i is the mean entropy of completion i. A conflict token occurs at the same position in a good
+    and in a bad completion of the group, within a common prefix or a common suffix. The factor
     delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. If a
-    conflict token is in both a common prefix and a common suffix, the factor is applied twice.
-    Tokens without a conflict have a delta of 1. So bad completions do not lower the probability of
-    the format that all completions share. `gtpo_trajectory` has no ratio, no clip and no reference.
+    conflict token is in both a common prefix and a common suffix, its factor delta is applied
+    twice. Tokens without a conflict have a delta of 1. Because of the factor delta, bad completions
+    do not lower the probability of the format that all completions share. `gtpo_trajectory` has no
+    ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
     not change between optimizer steps. The authors' code computes H_i in every optimizer step. In a
@@ -94,8 +95,9 @@ def clip_cov() -> Objective:
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
     Choices: the covariance cov is computed over the whole optimizer step, not per micro-batch,
-    which takes one more forward pass. A hash of the sampler's log-probabilities picks the random
-    tokens, so the choice does not depend on the order of completions or on the micro-batches.
+    which takes one more forward pass. A hash of the engine's log-probs decides which tokens are
+    drawn at random, so the choice does not depend on the order of completions or on the
+    micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -18,7 +18,7 @@ def cispo() -> Objective:
     With `cispo`, every token keeps its gradient, but the importance weight of a token is bounded.
     Covey's bounds min_weight and max_weight are absolute numbers. Libraries define the upper bound
     differently: as 1 + eps_high in the paper and in verl, but as eps_high in TRL. CISPO's paper
-    does not publish its upper bound. The default upper bound of 5 is taken from ScaleRL. CISPO's
+    gives no value for the upper bound. The default upper bound of 5 is taken from ScaleRL. CISPO's
     paper has no lower bound.
     """
     return Objective(
