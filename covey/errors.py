@@ -62,7 +62,7 @@ class RunError(CoveyError):
 
 
 class DiskError(CoveyError):
-    """A write failed. The incomplete file of the failed write was removed."""
+    """A write failed. If a write fails, Covey removes the incomplete file."""
 
 
 def reason(error: Exception) -> str:

@@ -76,7 +76,7 @@ class LossOutput(NamedTuple):
     advantage: torch.Tensor
     """Advantages [B, T], without gradient."""
     weight: torch.Tensor
-    """The weight [B, T] of each token's gain; the loss is minus the sum of gain * weight."""
+    """The weight [B, T] with which each token counts in the loss."""
     metrics: Mapping[str, float]
     """Metrics by their names in docs/metrics.md."""
     value_loss: torch.Tensor | None = None

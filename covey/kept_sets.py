@@ -54,7 +54,7 @@ class KeptIds(NamedTuple):
     """For each entry of `ids`, the index of its set among the M sets."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """Set the logits [m, V] of tokens in `part` to `nothing` outside each token's kept set."""
+        """For each token in `part`, set the logits [m, V] outside its kept set to `nothing`."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
@@ -79,9 +79,9 @@ class KeptSets:
     """
 
     starts: np.ndarray
-    """[B, T]: index in `ids` at which the set of a token begins."""
+    """[B, T]: index in `ids` at which the kept set of a token begins."""
     counts: np.ndarray
-    """[B, T]: size of the set of a token; 0 for tokens that were not sampled."""
+    """[B, T]: size of a token's kept set; 0 for tokens that were not sampled."""
     ids: np.ndarray
 
     @staticmethod

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 GRACE_SECONDS = 3.0
-"""Maximum seconds that a wait continues after a signal."""
+"""Maximum seconds that a wait for another process continues after a stop signal."""
 POLL_SECONDS = 0.25
 """Seconds between two checks of whether the main thread waits for another process."""
 
@@ -32,7 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait for another process in the main thread, which a stop signal ends with GivenUp."""
+    """Mark a wait in the main thread. After a stop signal, GivenUp ends the wait."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield

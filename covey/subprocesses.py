@@ -21,8 +21,8 @@ START = (
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of covey from any working directory.
 
-    The command is not `python -m`, which would search the working directory first. With `python -m`
-    in a downloaded folder, a file named json.py would run.
+    The command does not use `python -m`, which searches the working directory first. In a
+    downloaded folder, `python -m` could run an untrusted file such as json.py.
     """
     return [sys.executable, "-P", "-c", START, ROOT, module, *arguments]
 

@@ -1,4 +1,4 @@
-"""Teacher prompts: the prompts with privileged text that the policy reads as its own teacher."""
+"""Teacher prompts: prompts with privileged text, for a policy that is its own teacher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TeacherPrompts:
     tokens: torch.Tensor
     """[B, Q] int64: the tokens of the teacher's prompts, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64: the lengths of the teacher's prompts; 0 if a row has no privileged text, so that
-    the teacher does not read the row."""
+    """[B] int64: the lengths of the teacher's prompts. The length is 0 if a row has no privileged
+    text; the teacher does not read the row."""
 
     @staticmethod
     def of(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
@@ -34,7 +34,7 @@ class TeacherPrompts:
         return TeacherPrompts(tokens=tokens, lengths=lengths)
 
     def rows(self, index: torch.Tensor) -> TeacherPrompts:
-        """Return the prompts of the given rows, without padding that none of them needs."""
+        """Return the prompts of the given rows, padded only to the longest of these prompts."""
         lengths = self.lengths[index]
         return TeacherPrompts(tokens=self.tokens[index, : int(lengths.max())], lengths=lengths)
 
@@ -47,7 +47,7 @@ def taught_rows(batch: Batch) -> torch.Tensor:
 
 
 def as_teacher_reads(batch: Batch) -> Batch:
-    """Return rows with the teacher's prompts in place of their own.
+    """Return the rows of a batch with the teacher's prompts instead of the rollouts' prompts.
 
     The completion tokens stay the same.
     """

@@ -28,13 +28,13 @@ _T = TypeVar("_T")
 ON_CPU = ("host", "kept", "teacher_prompts")
 """The fields of a batch that stay on the CPU."""
 EQUAL_REWARDS = 1e-8
-"""Rewards of a group count as equal if they differ by less than this fraction of the largest
-reward."""
+"""Relative tolerance for equal rewards. The rewards of a group count as equal if they differ by
+less than 1e-8 of the largest reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt with its target. A task creates the prompt.
+    """A prompt with its target, created by a task.
 
     Example:
         Prompt(id="arithmetic/train/7", task="arithmetic", target="49",
@@ -68,7 +68,7 @@ class VersionSpan(NamedTuple):
 class Segment:
     """A token sequence as the engine saw and produced it.
 
-    The rollout package creates the segment.
+    Segments are created by the modules in `covey/rollout`.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -83,8 +83,8 @@ class Segment:
     versions: tuple[VersionSpan, ...]
     """The policy version of each sampled span, because weights may change during a rollout."""
     kept: tuple[str, ...] = ()
-    """The kept sets of each sampled span, encoded as in kept_sets.py. The tuple is empty if
-    sampling was not truncated by top-k, top-p or min-p."""
+    """For each sampled token, the set of tokens that top-k, top-p and min-p left to sample from,
+    encoded as in kept_sets.py; empty if sampling was not truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ class Turn:
     start: int
     stop: int
     text: str = ""
-    """The text of the turn without special tokens. The text is empty in single-turn rollouts,
-    because `Rollout.text` is the same."""
+    """The text of the turn without special tokens. In single-turn rollouts, the field is empty,
+    because `Rollout.text` has the text."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
     """The environment's reward for this turn alone. The value is None if the environment gives no
@@ -105,7 +105,7 @@ class Turn:
     state: str = ""
     """The environment's state at this turn, as text.
 
-    If two turns of a group have the same text, the environment was in the same state.
+    If two turns in a group have equal state texts, the environment was in the same state.
     """
 
 
@@ -115,8 +115,8 @@ class Rollout:
 
     prompt_id: str
     sample: int
-    """Index of the rollout in its group, from 0. The random numbers of the rollout depend on this
-    index."""
+    """Index of the rollout in its group, from 0. The random numbers for sampling a rollout depend
+    on its index."""
     segments: tuple[Segment, ...]
     """The token sequences of the rollout: several if the chat template rewrote earlier text."""
     turns: tuple[Turn, ...]
@@ -126,20 +126,17 @@ class Rollout:
     """The reward is None until the rollout is scored. If scoring fails, the reward stays None and
     does not become 0.0."""
     success: bool | None = None
-    """Whether the completion is correct, whatever the reward is. The value is None if `reward` is
-    None."""
+    """Whether the completion is correct, whatever the reward is; None if `reward` is None."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The parts of the reward, before weighting, by name."""
     feedback: str = ""
-    """Feedback of the reward on the completion, as text. The text is empty if the reward gives no
-    feedback."""
+    """Feedback of the reward on the completion, as text; empty if the reward gives no feedback."""
     teacher_prompt: tuple[int, ...] = ()
-    """Tokens of the prompt with privileged text, which a self-teacher reads. Empty: no teacher."""
+    """Tokens of the self-teacher's prompt, which has privileged text; empty without a teacher."""
     reward_id: str = ""
     """Name, version and source hash of the reward function."""
     episode: Episode | None = None
-    """The conversation with the environment. The value is None if the rollout had no
-    environment."""
+    """The conversation with the environment; None for a rollout without an environment."""
 
     @staticmethod
     def single_turn(
@@ -249,14 +246,14 @@ class Batch:
     truncated: torch.Tensor
     """[B] bool: whether the completion reached the length limit."""
     parts: torch.Tensor | None = None
-    """[B, K] float64: parts of the reward before weighting, NaN where `rewards` is NaN. The field
-    is None if the objective does not need it."""
+    """[B, K] float64: parts of the reward before weighting, NaN where `rewards` is NaN; None if the
+    objective does not need reward parts."""
     rollout: torch.Tensor | None = None
-    """[B] int64: index of the row's rollout in the batch; rollouts are in the order of the groups.
-    The field is None if every row is its own rollout."""
+    """[B] int64: index of the row's rollout in the batch, in the order of the groups; None if every
+    row is its own rollout."""
     turn: torch.Tensor | None = None
-    """[B, T] int64: index of the turn in which the policy sampled a token, from 0. The field is
-    None if no rollout has several turns."""
+    """[B, T] int64: index of the turn in which the policy sampled a token, from 0; None if no
+    rollout has several turns."""
     turn_reward: torch.Tensor | None = None
     """[B, T] float64: the environment's reward for the token's turn; 0 if there is none."""
     state: torch.Tensor | None = None
@@ -266,34 +263,32 @@ class Batch:
     """
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the policy at the start of the training step. The field is
-    None if this log-probability equals the current log-probability."""
+    """[B, T] log-probability under the policy at the start of the training step; None if it equals
+    the current log-probability."""
     ref_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the reference policy. The field is None without a reference
-    policy."""
+    """[B, T] log-probability under the reference policy; None without a reference policy."""
     teacher_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the teacher model, for distillation. The field is None without a
-    teacher."""
+    """[B, T] log-probability under the teacher model, for distillation; None without a teacher."""
     values: torch.Tensor | None = None
-    """[B, T] the critic's value estimate before each token. The field is None without a critic."""
+    """[B, T] the critic's value estimate before each token; None without a critic."""
     entropy: torch.Tensor | None = None
-    """[B, T] entropy of the sampling policy at each token, in nats. None: not computed."""
+    """[B, T] entropy of the sampling policy at each token, in nats; None if not computed."""
 
     token_penalty: torch.Tensor | None = None
-    """[B, T]: the KL penalty that is subtracted from the reward. The field is None if the KL
-    penalty is part of the loss."""
+    """[B, T]: the KL penalty that is subtracted from the reward; None if the KL penalty is part of
+    the loss."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
     targets: torch.Tensor | None = None
-    """[B, T]: the critic's target values (returns). The field is None without a critic."""
+    """[B, T]: the critic's target values (returns); None without a critic."""
     weight: torch.Tensor | None = None
-    """[B, T]: the weight of each token's gain; the loss is minus the sum of gain * weight."""
+    """[B, T]: the weight of each token in the loss, which is minus the sum of gain * weight."""
     correction: torch.Tensor | None = None
-    """[B, T]: importance weight of each token, without gradient, which corrects for the sampler.
-    None means 1."""
+    """[B, T]: importance weight of each token, without gradient, which corrects for the sampler;
+    None if all weights are 1."""
     marked: torch.Tensor | None = None
-    """[B, T]: tokens that the objective's `marks` selected over the optimizer step. The field is
-    None if the objective has no `marks`."""
+    """[B, T]: the result of the objective's function `marks` for the optimizer step; None if the
+    objective has no `marks`."""
 
     host: HostRows | None = None
     """A CPU copy of the fields that determine the layout of the batch.
@@ -301,10 +296,9 @@ class Batch:
     The field is None if the batch is on the CPU or has no CPU copy.
     """
     kept: KeptSets | None = None
-    """The kept set of each token, on the CPU. The field is None if sampling was not truncated."""
+    """The tokens left to sample from at each position, on the CPU; None if not truncated."""
     teacher_prompts: TeacherPrompts | None = None
-    """The prompts that a self-teacher reads, on the CPU. The field is None if no row has a teacher
-    prompt."""
+    """The prompts that a self-teacher reads, on the CPU; None if no row has a teacher prompt."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -316,12 +310,12 @@ class Batch:
 
     @property
     def one_row_each(self) -> bool:
-        """Whether every rollout is one row. The property reads the CPU copy if there is one."""
+        """Whether every rollout is one row; read from the CPU copy `host` if there is one."""
         rollout = self.rollout if self.host is None else self.host.rollout
         return rollout is None or len(rollout.unique()) == len(rollout)
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """Return the given rows, and remove padding columns that none of these rows needs."""
+        """Return the given rows, and remove padding columns that are empty in all given rows."""
         known = self if self.host is None else self.host
         here = index if self.host is None else index.cpu()
         width = max(1, int(known.lengths[here].max()))
@@ -378,7 +372,7 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The denominators of one optimizer step, over all its micro-batches and ranks."""
+    """Denominators of the loss of one optimizer step, counted over all micro-batches and ranks."""
 
     sequences: int
     """Number of rollouts."""
@@ -388,8 +382,8 @@ class Totals:
     """Number of trained tokens of each group, by group id. A group may be split over micro-batches
     and ranks."""
     rollout_tokens: Mapping[int, int] | None = None
-    """Number of trained tokens of each rollout, by rollout id. The value is None if every rollout
-    is one row."""
+    """Number of trained tokens of each rollout, by rollout id. None if every rollout is one row of
+    the batch."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
@@ -404,7 +398,7 @@ class Totals:
     def counted(
         group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
     ) -> Totals:
-        """Count the rollouts, trained tokens and groups of some rows.
+        """Count the rollouts, trained tokens and groups of the given rows.
 
         Without `rollout`, each row is a rollout.
         """

@@ -420,7 +420,7 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
 
 
 def _family_line(family: Family) -> str:
-    """Return a line that says whether a family's gradients are equal or only proportional."""
+    """Return a line that says which algorithms have equal and which proportional gradients."""
     exact = [m.name for m in family.members if m.identical]
     rest = [m for m in family.members if not m.identical]
     parts = [" = ".join(exact)]

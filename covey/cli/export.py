@@ -137,7 +137,7 @@ def _card(
 
 
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
-    """Return the dtype to export; by default, the dtype of the run's evaluations."""
+    """Return the dtype of the exported weights; by default, the dtype of the run's evaluations."""
     if asked != "auto":
         return asked
     if config.model.dtype != "auto":

@@ -123,7 +123,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _told(error: CoveyError) -> bool:
-    """Return whether another rank prints this error; only one of several failed ranks prints."""
+    """Return whether another rank prints the error; if several ranks fail, only one prints it."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main

@@ -165,7 +165,7 @@ def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
 def _memory_and_time(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, RunTime | str, str, list[Finding]]:
-    """Return memory and time, or why they are unknown, and remedies if the run does not fit."""
+    """Return a run's memory and time, or why they are unknown; add remedies if memory is short."""
     from covey.analysis.plan.fit import memory_findings
     from covey.analysis.plan.forecast import Device
     from covey.analysis.plan.memory import forecast
@@ -185,7 +185,7 @@ def _memory_and_time(
 
 
 def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
-    """Print how much memory a run needs, and then the findings."""
+    """Print how much memory a run needs, and then the findings about its settings."""
     console.print(memory, soft_wrap=True)
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")

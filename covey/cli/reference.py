@@ -139,7 +139,7 @@ def _serve(application: object, listener: socket.socket, settings: ServerSetting
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded; until then, connections are refused."""
+    """Return a socket that is bound to the port; it refuses connections until the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # This lets a restarted server bind the same port at once.

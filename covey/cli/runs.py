@@ -159,7 +159,7 @@ FORMS = {
 LEAST_FIRST = (
     "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
 )  # fmt: skip
-"""Columns that a narrow terminal leaves out, in the order in which they are left out."""
+"""Columns to omit from the table on a narrow terminal, least important column first."""
 SHOW = "show"
 
 
@@ -226,7 +226,7 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _ignore(text: str) -> None:
-    """Ignore notes about damaged records; the columns of a damaged run are empty."""
+    """Print no note about a damaged record; the table has empty columns for a damaged run."""
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
@@ -279,7 +279,7 @@ def table_width(table: Table) -> int:
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
-    """Return the table of runs, without the `left_out` columns that are least important."""
+    """Return the table of runs without its least important columns; `left_out` is their number."""
     shown = [key for key in FORMS if key not in LEAST_FIRST[:left_out]]
     names = [key.replace("_", " ") for key in shown]
     table = Table(Column("run", overflow="fold"), *names)

@@ -1,4 +1,4 @@
-"""Code that commands run before they train or score: shared options, settings and first notes."""
+"""Code that commands run before they train or score: options, settings and startup messages."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return the configuration to load: the given configuration, or the embedded model's recipe.
+    """Return the configuration to load: `source`, or the recipe of the model `embedded`.
 
-    The result is None if the model or the task is not the embedded one, because the recipe's
-    learning rate and lengths would not fit.
+    The result is None if the run uses another model or another task, because the recipe's learning
+    rate and lengths would not fit.
     """
     if source is not None:
         return source
@@ -227,10 +227,10 @@ def tell_start(
 
 
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Print findings about useless or risky settings, except the settings in `not_own`.
+    """Print notes about useless or risky settings, except the settings in `not_own`.
 
-    `not_own` are the settings that --smoke changed. Only `covey plan` lists different names of the
-    same algorithm.
+    `not_own` are the settings that --smoke changed. Of all commands, only `covey plan` reports that
+    two algorithms are the same under different names.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of

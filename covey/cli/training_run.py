@@ -60,7 +60,7 @@ ResumeStep = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A kind of training (RL or SFT): the functions that build its parts and run its loop."""
+    """A kind of training (RL or SFT): the functions that prepare a run and train the model."""
 
     command: str
     """`train` or `sft`."""
@@ -102,8 +102,8 @@ class Training:
     ) -> None:
         """Resume a run with its own settings plus overrides, or only print these settings.
 
-        If `verify` is true, the last saved step is repeated before the run resumes. The new weights
-        must equal those of the newest checkpoint.
+        If `verify` is true, the last saved step is repeated before the run resumes. The repeated
+        step must produce the same weights as the newest checkpoint.
         """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")

@@ -99,7 +99,7 @@ class RayEngine:
             raise translated(error, f"engine {member.number}") from None
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Put the weights into Ray's object store, where actors fetch them for the next run."""
+        """Put the weights into Ray's object store; actors fetch them before they generate again."""
         import ray
 
         if version != self.version:
@@ -252,7 +252,7 @@ class _Share:
 
 
 class _Run:
-    """The requests of one source, distributed over the actors."""
+    """The requests from one request source, distributed over the actors."""
 
     def __init__(self, engine: RayEngine, source: RequestSource) -> None:
         self.source = source

@@ -1,7 +1,7 @@
-"""An engine in a Ray actor, which generates in a thread while calls add requests and fetch results.
+"""An engine in a Ray actor: one thread generates while the trainer adds requests and gets results.
 
-Every generation run names the version of the weights that it needs. A restarted actor has no
-weights and fetches the named version, so it never generates with other weights.
+Every generation run specifies the version of the weights that it needs. A restarted actor has no
+weights and fetches the version that the run names, so it never generates with a wrong version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights in Ray's object store: for each name, bytes in a node's shared memory, and the dtype."""
+"""Weights in Ray's object store: maps each name to bytes in shared memory and a dtype."""
 Row = tuple[Any, ...]
 
 
@@ -39,7 +39,7 @@ def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Source:
-    """A source of requests; calls of the actor add requests and fetch completions."""
+    """A request source; method calls of the Ray actor add requests and fetch completions."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -71,7 +71,7 @@ class _Source:
 
 
 class EngineActor:
-    """The Ray actor class, which generates for a trainer in another process."""
+    """The Ray actor class, which generates completions for a trainer in another process."""
 
     def __init__(self, build: Callable[[], Engine], threads: int) -> None:
         if threads:
@@ -96,7 +96,7 @@ class EngineActor:
         return self.version
 
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
-        """Start a run with a version of the weights; return the version that is loaded."""
+        """Start a generation run with a version of the weights; return the loaded version."""
         self.load(version, held)
         source = self.source = _Source(limits)
 

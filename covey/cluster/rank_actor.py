@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in a separate process, because the rank handles signals itself. The GPUs of a process
-must also be chosen before torch is imported.
+The rank runs in a separate process, because the rank handles signals itself. The rank also needs
+its own process because a process must choose its GPUs before it imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.subprocesses import module_command
 LAST_OUTPUT_SECONDS = 2.0
 """Maximum seconds to read output after a rank has ended, if its children keep pipes open."""
 Output = tuple[str, bytes] | int
-"""A stream's name and the bytes that the rank wrote to the stream; at the end, the exit code."""
+"""Either a stream's name with bytes that the rank wrote to it, or the rank's exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Place:
     port: int
     """A free port, which is used if this actor starts rank 0."""
     gpus: tuple[str, ...]
-    """The actor's GPUs, by Ray's indices."""
+    """The indices of the actor's GPUs, as Ray numbers them."""
 
 
 class RankActor:
@@ -97,7 +97,7 @@ class RankActor:
             self.written.put((name, data))
 
     def output(self) -> Output:
-        """Wait for output of the rank, or for its exit code as in subprocess.Popen."""
+        """Wait for the rank's next output, or for its exit code (negative after a signal)."""
         return self.written.get()
 
     def send(self, number: int) -> None:

@@ -42,14 +42,14 @@ class Actors:
     """The actors of one kind, such as engines or scoring workers."""
 
     name: str
-    """The name of the kind in the plural, such as `engines`."""
+    """The plural name of this kind of actor, such as `engines`."""
     count: int
     need: Need
     """The resources of each actor."""
 
     @property
     def text(self) -> str:
-        """The number and the kind, such as `1 engine`."""
+        """The number of actors with their name, such as `1 engine`."""
         return f"{self.count} {self.name.removesuffix('s') if self.count == 1 else self.name}"
 
     @property
@@ -138,7 +138,7 @@ def _hidden_gpus(count: int) -> Iterator[None]:
 
 
 class Holder:
-    """An actor that reserves GPUs of its node for the trainer, which is not an actor."""
+    """An actor that reserves GPUs of its node for the trainer, because the trainer is no actor."""
 
     def gpus(self) -> list[str]:
         """Return the indices of the reserved GPUs."""

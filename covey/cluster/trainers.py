@@ -1,4 +1,4 @@
-"""Trainer ranks in Ray actors, which are placed, connected, watched and ended together."""
+"""Runs trainer ranks in Ray actors: places, connects, watches and ends all ranks together."""
 
 from __future__ import annotations
 

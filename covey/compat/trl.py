@@ -1,7 +1,7 @@
 """Port a TRL script: convert options of GRPOConfig to Covey's settings, and list other options.
 
 If TRL's default of an option differs from Covey's default, the converted settings include TRL's
-default. The ported run then trains as the script did on one device.
+default. On one device, the ported run trains in the same way as the TRL script.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Ported:
     notes: tuple[str, ...]
     """A line for each option without a counterpart, or with a different meaning in Covey."""
     given: frozenset[str] = frozenset()
-    """The settings that the script's options determine. All other settings are TRL's defaults."""
+    """The settings that the script's options determine; the other settings are TRL's defaults."""
 
     computed: Mapping[str, str] = field(default_factory=dict)
-    """For each setting, the option that it depends on, if a script computes the option's value."""
+    """Maps a setting to an option that determines it and whose value the script computes."""
     unpacked: tuple[str, ...] = ()
     """Each `**name` in the script whose options are not known."""
 
@@ -141,7 +141,8 @@ def _missing(given: Arguments) -> list[str]:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The first setting is always returned, and the others only if the script sets them.
+    The result contains the first of these settings in any case, and each other setting only if the
+    script sets it.
     """
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]
@@ -164,7 +165,7 @@ def _trainer(call: ast.Call, known: Values) -> Ported:
 
 
 def _is_lora(value: ast.expr) -> bool:
-    """Whether a peft_config is a LoraConfig, or a variable, which usually contains a LoraConfig."""
+    """Whether a peft_config is a LoraConfig or a variable, which probably holds a LoraConfig."""
     return isinstance(value, ast.Name) or (
         isinstance(value, ast.Call) and called(value) == "LoraConfig"
     )

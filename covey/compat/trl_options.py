@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_type": "linear", "seed": 42, "gradient_checkpointing": True, "save_steps": 500,
     "eval_strategy": "no", "logging_steps": 10,
 }  # fmt: skip
-"""TRL's defaults that differ from Covey's defaults, or from which other settings are computed."""
+"""TRL's defaults that differ from Covey's, and TRL's defaults that determine other settings."""
 
 
 def _same(value: Any) -> Any:
@@ -77,7 +77,7 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
 }
 """Covey's setting for an option of TRL, and a function that converts the option's value.
 
-If the function returns None, the setting is omitted.
+If the conversion function returns None, Covey's setting is omitted.
 """
 
 _NOT_NEEDED = "not needed"
@@ -199,7 +199,7 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "logging_steps": (),  # a note; used only if eval_steps is missing
     "max_prompt_length": ("rollout.long_prompts",),
 }  # fmt: skip
-"""The settings that depend on an option, if the option is ported in combination with others."""
+"""Maps an option to the settings that depend on it and on other options."""
 
 _STEPS = ("train.steps", "save.every", "evaluate.every")
 COMPUTED: Mapping[str, tuple[str, ...]] = {
@@ -209,7 +209,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
-"""Further settings that can be computed from an option only if the option's value is known."""
+"""Maps an option to further settings, which can be computed only if its value is known."""
 
 TRAINER: Mapping[str, str] = {
     "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",

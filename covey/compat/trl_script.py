@@ -15,10 +15,10 @@ INDENT = "    "
 
 @dataclass(slots=True, kw_only=True)
 class _Edits:
-    """The statements of a script to replace, and the names that these statements defined."""
+    """The statements to replace in a script, and the names that these statements define."""
 
     lines: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    """By a statement's first line number: its last line number, and the lines that replace it."""
+    """Maps a statement's first line number to its last line number and its replacement lines."""
     removed: set[str] = field(default_factory=set)
     trains: bool = False
 

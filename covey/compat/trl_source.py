@@ -54,8 +54,8 @@ class Values:
     def of(cls, tree: ast.Module) -> Values:
         """Find the names that the whole script binds once, by a plain assignment.
 
-        A name that is bound once has the same value everywhere in the script. A list or a dict that
-        the script changes, or passes to a function, is left out.
+        A name that is bound once has the same value everywhere in the script. The result omits
+        lists and dicts that the script changes or passes to a function.
         """
         times = Counter(name for node in ast.walk(tree) for name in _binds(node))
         if "*" in times:  # an import that may bind any name
@@ -188,7 +188,7 @@ def loading(tree: ast.Module, trainer: ast.Call | None) -> list[str]:
 
 
 def attributes(tree: ast.Module, config: ast.Call, trainer: ast.Call | None) -> Iterator[Attribute]:
-    """Yield the attributes of a config that the script sets after it created the config."""
+    """Yield each config attribute that the script sets after it has created the config."""
     owners = {o for node in ast.walk(tree) for o in _owners(node, config, trainer)}
     beside = _beside(tree, config)
     last = trainer.lineno if trainer and trainer.lineno > config.lineno else None

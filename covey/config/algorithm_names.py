@@ -50,9 +50,9 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
 """Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms with preference pairs, which have no ratio and whose beta is not a KL weight."""
+"""Algorithms with preference pairs. They have no importance ratio; beta is not a KL weight."""
 COMPOSED = "composed"
-"""The algorithm name of an objective that is composed of pieces named in the configuration."""
+"""The objective name of a combination of advantage, ratio, surrogate and weights in [objective]."""
 
 
 def check_algorithm_name(name: str) -> None:

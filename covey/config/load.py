@@ -125,7 +125,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the `name` of a section: given, the default, or implied by other keys."""
+    """Return a section's `name`: the given name, or the default that fits its other keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -173,7 +173,7 @@ def _section(path: list[str]) -> type[BaseModel]:
 
 
 def _other_section(key: str) -> str:
-    """Return a hint if another section has this key; sections that every run uses come first."""
+    """Return a hint if another section has this key; prefer sections that every run uses."""
     sections = [*MAIN, *(name for name in Config.model_fields if name not in (*PLAIN, *MAIN))]
     found = (name for name in sections if key in _section([name]).model_fields)
     return next((f"; did you mean '{name}.{key}'?" for name in found), "")

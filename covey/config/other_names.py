@@ -96,7 +96,7 @@ OTHER_NAMES: Mapping[str, Names] = MappingProxyType(
 
 
 def ours(name: str) -> str | None:
-    """Return Covey's name of a setting of TRL or verl; None if there is no such setting.
+    """Return Covey's name for a setting of TRL or verl; None if Covey has no such setting.
 
     >>> ours("num_generations"), ours("lr"), ours("nothing")
     ('rollout.group_size', 'optimizer.learning_rate', None)
@@ -138,7 +138,7 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "save.review_answers": "save.samples_shown",
     }
 )
-"""The new key of each old key.
+"""Maps each renamed key to its new name.
 
 The entry of a section applies to all keys of the section that have no entry of their own.
 """
@@ -157,7 +157,7 @@ def new_setting(key: str) -> str | None:
 
 
 def check_names(data: Mapping[str, Any]) -> str | None:
-    """Return an error message for the first old key; None if no key is old."""
+    """Return an error message for the first renamed key; None if no key was renamed."""
     for section, values in data.items():
         keys = [f"{section}.{name}" for name in values] if isinstance(values, Mapping) else []
         for key in keys or [section]:
@@ -168,7 +168,7 @@ def check_names(data: Mapping[str, Any]) -> str | None:
 
 
 def translated(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which new keys replace the old keys."""
+    """Return the settings with every renamed key replaced by its new name."""
     result: dict[str, Any] = {}
     stop: dict[str, Any] = {}
     for section, values in data.items():

@@ -1,4 +1,4 @@
-"""Kinds of reference policy and teacher and their settings, checked without loading a model."""
+"""Checks the settings of [reference] and [teacher] without loading a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_reference(section: Section) -> None:
 
 
 def read_token(variable: str, where: str) -> str:
-    """Return the token of a reference server from an environment variable; "" without a variable.
+    """Return the bearer token in an environment variable; an empty text if `variable` is empty.
 
     `where` is the setting or the option that names the variable, for the error message.
     """
@@ -57,7 +57,7 @@ SELF_TEACHER = ("alpha", "every", "context", "template")
 
 
 def check_teacher(section: Teacher, *, privileged: bool) -> None:
-    """Reject a [teacher] without the teacher that the objective needs, or with unused settings.
+    """Reject [teacher] settings that lack the teacher of the objective, or that have no effect.
 
     If `privileged` is true, the teacher must be the policy itself, with privileged text in its
     prompt.

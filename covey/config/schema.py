@@ -97,7 +97,7 @@ class Cluster(Section):
     ranks generate."""
     max_engines: Count = 0
     """Maximum number of engine actors. Actors beyond cluster.engines start when the cluster has
-    free resources; 0: no such actors."""
+    free resources. With 0, no actors beyond cluster.engines start."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -158,11 +158,11 @@ class StopAfter(Section):
     updates: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Optimizer steps."""
     epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
-    """Passes over the training prompts; the number of prompts then determines `train.steps`."""
+    """Number of passes over the training prompts; this number determines `train.steps`."""
 
     @property
     def kind(self) -> Literal["steps", "tokens", "updates"]:
-        """The unit of the limit; steps if no limit is set."""
+        """The unit of the limit that ends the run; "steps" if [train.stop_after] sets no limit."""
         return "tokens" if self.tokens else "updates" if self.updates else "steps"
 
     @model_validator(mode="after")
@@ -179,8 +179,8 @@ class Train(Section):
     """Training steps."""
     stop_after: StopAfter = StopAfter()
     """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
-    over the training prompts; {steps = n} is the same as `steps`. The learning rate and the times
-    of evaluations depend on the used fraction of the limit, as if the run had `steps` steps."""
+    over the training prompts; {steps = n} is the same as `steps`. When a fraction f of the limit is
+    used up, the learning rate and the evaluations are those of step f * `steps`."""
     mini_batches: Positive = 1
     """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
     epochs: Positive = 1
@@ -191,9 +191,10 @@ class Train(Section):
     """Maximum memory for logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
     """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
-    or the engine (sampler). With auto, the engine is the source if its log-probs are exact
-    (float32, no truncation) or if the ratio has to correct for staleness. In all other cases, auto
-    chooses the trainer, without an extra forward pass if a training step has one optimizer step."""
+    or the engine (sampler). With auto, old_logp comes from the engine if the engine's log-probs are
+    exact (float32, no truncation) or if the ratio has to correct for staleness. In all other cases,
+    auto takes old_logp from the trainer, which needs no extra forward pass if a training step has
+    one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
@@ -245,7 +246,7 @@ class Train(Section):
     def total_updates(self) -> int:
         """The number of optimizer steps of a run.
 
-        With a token budget, it is the number for `train.steps` training steps.
+        If a token budget ends the run, the result assumes `train.steps` training steps.
         """
         return self.amount if self.budget == "updates" else self.steps * self.updates
 
@@ -285,9 +286,10 @@ class Teacher(Section):
     every: Positive = 1
     """Optimizer steps between updates of a teacher with policy = "moving"."""
     context: dict[str, str] = Field(default=CONTEXT)
-    """With `policy`, a template with {text} for each source of privileged text. The source
-    `success` is a correct completion of the same group, and `feedback` is the reward's feedback on
-    the completion itself. Any other source is a column of the data, or `target`."""
+    """With `policy`: for each source of privileged text, a template that contains {text}. The
+    source `success` is a correct completion of the same group. The source `feedback` is the
+    reward's feedback on the completion itself. A source of privileged text other than `success` and
+    `feedback` is a column of the data, or `target`."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
     """With `policy`, the template of the last message in the teacher's prompt, with {prompt} and
     {context}."""
@@ -299,7 +301,7 @@ class RewardChange(Section):
     reason: str = ""
     """Why the reward was changed since the previous run of the same task."""
     expected_effect: str = ""
-    """What the change should do, such as "fewer completions without an answer"."""
+    """The expected effect of the changed reward, such as "fewer completions without an answer"."""
 
 
 class Environment(Named):
@@ -320,10 +322,10 @@ class Environment(Named):
     parallel_calls: bool = True
     """Whether a turn may have several tool calls; if not, a turn ends after its first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Number of worker processes for environments that are not quick; 0: one per core."""
+    """Number of worker processes for environments without quick = True; 0: one per core."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of one environment step, in seconds. A step that takes longer ends the rollout
-    with an error."""
+    """Time limit of one environment step, in seconds. If an environment step takes longer than this
+    limit, the rollout ends with an error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
 
@@ -341,8 +343,8 @@ class Engine(Section):
     dtype: Literal["model", "float8"] = "model"
     """Dtype of the matrix products in the native engine's layers. With float8, weights and
     activations have 8 bits, which is faster for models of several billion parameters on Ada, Hopper
-    and newer GPUs. A float8 engine needs objective.correction, which is then token_truncate by
-    default."""
+    and newer GPUs. A float8 engine needs objective.correction; the default of objective.correction
+    with float8 is token_truncate."""
     kv_dtype: Literal["model", "float8"] = "model"
     """Dtype of the KV cache in the native engine. With float8, the KV cache takes half the memory,
     and attention to long completions is faster. A float8 KV cache has the same requirements as
@@ -350,13 +352,14 @@ class Engine(Section):
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """GiB for keys and values of completions on a GPU. If completions need more memory, the
-    native engine pauses the completions with the fewest tokens and continues them later. With 0,
-    the engine reserves memory for all completions at rollout.max_tokens, if so much is free."""
+    """GiB for keys and values of completions on a GPU. If completions need more memory, the native
+    engine pauses the completions with the fewest tokens and continues them later. With 0, the
+    engine reserves enough memory for all completions at rollout.max_tokens, or less if this memory
+    is not free."""
 
     @property
     def rounds(self) -> str:
-        """The setting that makes the engine use float8; empty if no setting does."""
+        """The name of the setting that makes the engine use float8; empty without float8."""
         return next((name for name in ("dtype", "kv_dtype") if getattr(self, name) == "float8"), "")
 
 
@@ -364,19 +367,19 @@ class Curriculum(Section):
     """[curriculum]. A curriculum chooses the prompts of a step by the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
-    """Sampling weight of a prompt with the running pass rate p. uniform: equal weights; hard:
-    1 - p; uncertain: p (1 - p). Prompts without results count as p = 0.5."""
+    """Sampling weight of a prompt with the running pass rate p. uniform: equal weights; hard: 1 -
+    p; uncertain: p (1 - p). A prompt without results has the pass rate p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in a running pass rate."""
     floor: Share = 0.01
-    """Smallest sampling weight of a prompt, or of a part of a mixed task, so that every prompt and
-    part is drawn sometimes."""
+    """Smallest sampling weight of a prompt, or of one task in a mixed task. Every prompt and every
+    task is therefore drawn sometimes."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Stop drawing a prompt once its pass rate over all its completions reaches this value, such as
     0.9; 0: never."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """How a step's prompts are divided among the parts of a mixed task. fixed: by the parts'
-    weights; progress: by the recent change of each part's pass rate."""
+    """How a step's prompts are divided among the tasks of a mixed task. fixed: by the tasks'
+    weights; progress: by the recent change of each task's pass rate."""
 
     @property
     def active(self) -> bool:
@@ -504,8 +507,9 @@ class Objective(Named):
     """[objective]"""
 
     name: str = "grpo"
-    """Name of an algorithm, MODULE:FUNCTION, or 'composed' for an objective made of pieces.
-    The default is 'composed' if the section names a piece, and 'grpo' otherwise."""
+    """Name of an algorithm, MODULE:FUNCTION, or 'composed' for your own combination of advantage,
+    ratio, surrogate and weights. The default is 'composed' if the section sets advantage, ratio,
+    surrogate or weights, and 'grpo' otherwise."""
 
     @model_validator(mode="before")
     @classmethod
@@ -583,16 +587,17 @@ class Scoring(Section):
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Worker processes for slow rewards; 0: one per core. Quick rewards need no worker process."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. A completion whose scoring takes longer
-    counts as unscored."""
+    """Time limit for scoring one completion, in seconds. If scoring a completion takes longer than
+    this limit, the completion counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
-    """What to do if a reward function returns None. With error, the completion counts as unscored.
-    With skip, only the other reward functions count, as in TRL, and a completion without any reward
-    is not trained on."""
+    """What to do if a reward function returns None. With error, a completion counts as unscored if
+    a reward function returns None for it. With skip, the reward is computed from the other reward
+    functions, as in TRL. A completion for which all reward functions return None is not trained
+    on."""
 
 
 class Filter(Section):
@@ -607,8 +612,8 @@ class Filter(Section):
     mask_truncated: bool = False
     """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0. Gradients do not change, but token metrics leave out the
-    skipped completions."""
+    """Skip completions with advantage 0. Skipping these completions does not change gradients, but
+    token metrics do not count the skipped completions."""
 
 
 class Overlap(Section):
@@ -764,7 +769,7 @@ class Config(Section):
 
     @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs. A resumed run captures new graphs, so its
+        """Whether training may use CUDA graphs. A resumed run captures new CUDA graphs, so its
         results may differ by rounding.
         """
         return self.train.graphs == "auto" and not self.model.deterministic

@@ -36,7 +36,7 @@ AT_MOST: Mapping[str, float] = {
 """Upper limits of settings in smoke runs."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings in which 0 means "all" or "as many as needed", which a smoke run also limits."""
+"""Settings in which 0 means "all" or "as many as needed"; a smoke run replaces the 0."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},
@@ -66,7 +66,7 @@ ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings for the text of prompts and solutions, which are dropped if the task is replaced."""
+"""Settings that determine the text of prompts and solutions; --smoke drops them with the task."""
 
 
 def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:

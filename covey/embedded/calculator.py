@@ -7,8 +7,8 @@ such a small model cannot compute. Most solutions in the training data are guess
     472*839?  <calculator>472*839</calculator><result>396008</result><answer>396008</answer>
 
 One solution in eight calls the calculator, and some of these calls have a wrong digit. The text
-between <result> and </result> comes from the tool and is not trained. Reinforcement learning then
-has to teach the model to call the calculator instead of guessing, and to copy the numbers
+between <result> and </result> comes from the tool and is not trained. After SFT, reinforcement
+learning has to teach the model to call the calculator instead of guessing, and to copy the numbers
 correctly.
 """
 
@@ -42,7 +42,7 @@ HASTY = Stage(steps=120, operations=(1, 1), peak_rate=5e-4, careless=True, warmu
 
 
 def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
-    """Return a prompt, and the pieces of its solution; True marks a trained piece."""
+    """Return a prompt and the segments of its solution, each with a flag: train on it or not."""
     random = Random(f"{stage.careless}/{index}")
     left, right = factors("train", DIGITS, index)
     called = [left, right]

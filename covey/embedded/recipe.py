@@ -3,16 +3,16 @@
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:
 
-1. Correct solutions, until the model can calculate:
-       47+8-6?  <think>47+8=55;55-6=49</think><answer>49</answer>
-2. Careless solutions, which often forget the carry, more often for larger digits. One solution in
-   five also breaks the format:
-       47+8-6?  <think>47+8=45;45-6=41</think><answer>41
+1. Correct solutions, until the model has learned to calculate: 47+8-6?
+   <think>47+8=55;55-6=49</think><answer>49</answer>
+2. Careless solutions, which often forget the carry, more often for larger digits. One careless
+   solution in five also breaks the format: 47+8-6? <think>47+8=45;45-6=41</think><answer>41
 
-Reinforcement learning then has to teach the format and the carry, also for pairs of numbers that
-SFT did not contain. The first stage of SFT already taught the arithmetic. The recipe is seeded, but
-rounding depends on the processor and the number of threads, so another machine gives a slightly
-different model. The package therefore contains one fixed checkpoint.
+After SFT, reinforcement learning has to teach the format and the carry, also for pairs of numbers
+that SFT did not contain. The first stage of SFT already taught the arithmetic. The recipe is
+seeded, but rounding depends on the processor and the number of threads, so another machine gives a
+slightly different model. The package contains one fixed checkpoint, so that every machine uses the
+same model.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Sampling:
     def returns_kept(self) -> bool:
         """Whether completions include the tokens that truncation kept.
 
-        Greedy completions never do.
+        Greedy completions never include the tokens that truncation kept.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -62,7 +62,7 @@ class Request:
     """A request for one completion."""
 
     number: int
-    """Index of the request in its source."""
+    """Index of the request within its request source."""
     prompt: int
     """Index of the prompt; an engine prefills the prompt once for all its requests."""
     tokens: tuple[int, ...]
@@ -91,7 +91,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Upper limits on the number and the size of a source's requests.
+    """Upper limits on the number and the size of the requests from a request source.
 
     An engine allocates memory for these limits at the start of a run.
     """
@@ -104,8 +104,9 @@ class Limits:
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive at unpredictable times, which must not change the completions. An
-    engine that supports this option makes each completion independent of the others in the batch.
+    """Whether requests arrive at unpredictable times, which must not change the completions. If
+    `steady` is true, an engine that supports this option makes each completion independent of the
+    others in the batch.
     """
 
     @property
@@ -128,8 +129,8 @@ class RequestSource(Protocol):
     def take(self) -> Sequence[Request]:
         """Return the requests that have become ready; requests of one prompt are returned together.
 
-        An engine stops when no request is in flight and this method returns no requests. If the
-        source still expects new requests at this point, it must wait in this method.
+        An engine stops when no request is in flight and `take` returns no requests. If the request
+        source still expects new requests while none is in flight, `take` must wait for them.
         """
 
     def done(self, completions: Sequence[Completion]) -> None:
@@ -154,7 +155,7 @@ class EngineInfo:
 
 
 class News(str):
-    """An event that an engine reports although it is not a failure."""
+    """An engine event that is not a failure."""
 
     __slots__ = ()
 
@@ -167,7 +168,7 @@ class Engine(Protocol):
         """Properties of this engine, such as its backend and the exactness of log-probabilities."""
 
     def run(self, requests: RequestSource) -> None:
-        """Generate until the source has no more requests."""
+        """Generate completions until the request source has no more requests."""
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Generate with these weights from now on; `version` is their number of optimizer steps.
@@ -181,8 +182,8 @@ class Engine(Protocol):
     def events(self) -> list[str]:
         """Return a line for each failure that was repaired since the last call.
 
-        The run writes all lines to its log. A line that is an instance of `News` does not report a
-        failure.
+        The run writes the lines of all engine events to its log. A line that is an instance of
+        `News` does not report a failure.
         """
 
     def close(self) -> None:

@@ -12,13 +12,13 @@ An environment is a class whose instance is one episode (see environment.py).
     quick = True          optional: never slow and never crashes, so it runs in this process;
                           all others run in worker processes with limits (pool.py)
 
-Methods of an environment may be plain or async. An exception ends the rollout with finish `error`
-and no reward. Most environments are a `ToolEnvironment` (tools.py). The public methods of a
-`ToolEnvironment`, with type hints and docstrings, are the tools of the policy. A message without
-calls ends the episode, and an exception in a tool becomes an error message to the policy. To add an
-environment to the package, write its class and add the class to ENVIRONMENTS (registry.py). The
-modules models/conversation.py and rollout/episode.py handle the chat template, tokens and masks,
-which no environment sees.
+Methods of an environment may be plain or async. An exception in an environment's method ends the
+rollout with the finish `error` and no reward. Most environments are a `ToolEnvironment` (tools.py).
+The public methods of a `ToolEnvironment`, with type hints and docstrings, are the tools of the
+policy. A message without tool calls ends the episode, and an exception in a tool becomes an error
+message to the policy. To add an environment to the package, write its class and add the class to
+ENVIRONMENTS (registry.py). The modules models/conversation.py and rollout/episode.py handle the
+chat template, tokens and masks, which no environment sees.
 """
 
 from covey.environments.adapters import as_environment

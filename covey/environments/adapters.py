@@ -8,8 +8,8 @@ Differences to TRL:
   and calls `reset` again.
 - Tools are listed in the order of their definition in the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
-- If the class draws random numbers itself, a resumed run does not reproduce them. If `reset` has a
-  parameter `seed`, all rollouts of a group get the same seed.
+- If an environment class draws random numbers itself, a resumed run does not reproduce these
+  numbers. If `reset` has a parameter `seed`, all rollouts of a group get the same seed.
 """
 
 from __future__ import annotations

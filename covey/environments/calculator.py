@@ -18,7 +18,7 @@ INSTRUCTION = (
 
 
 def example(name: str) -> list[Message]:
-    """Return a worked conversation about a product of two numbers that depend on `name`."""
+    """Return an example conversation that multiplies two numbers; `name` seeds the numbers."""
     random = Random(name)
     left, right = random.randint(11, 999), random.randint(11, 999)
     texts = {

@@ -31,7 +31,8 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the reward parts `tests`, `edits` and `rounds`. The last two measure efficiency."""
+"""Weights of the reward parts `tests`, `edits` and `rounds`. The parts `edits` and `rounds` measure
+efficiency."""
 Test = tuple[Case, object]
 
 

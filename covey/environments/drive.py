@@ -1,7 +1,7 @@
 """Runs an episode: calls an environment and turns its results and errors into plain replies.
 
-Quick environments run in this process, and all other environments run in worker processes, with the
-same code.
+Environments with `quick = True` run in this process, and all other environments run in worker
+processes, with the same code.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Reply:
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The parts of the environment's own reward. None before the end of the episode, or if the
-    environment has no reward."""
+    """The parts of the environment's own reward. The value is None before the end of the episode,
+    or if the environment has no reward."""
     error: str = ""
     """The error that ended the episode, which then has no reward."""
 

@@ -38,7 +38,7 @@ class Start:
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, for the chat template."""
     state: Any = None
-    """Data that identifies the first state, like `Step.state`."""
+    """Data that identifies the state at the start of the episode, in the format of `Step.state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ def settle(value: Awaitable[Any]) -> Any:
 
 
 class InlineHost:
-    """Runs quick environments in this process, while the caller waits."""
+    """Runs environments with `quick = True` in this process, while the caller waits."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory

@@ -59,8 +59,8 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Keys of the episodes whose commands were running when the process died. The commands of these
-    episodes are retried one at a time."""
+    """Keys of the episodes whose commands were running when the process died. The commands that
+    were running when the process died are retried one at a time."""
 
 
 class ProcessHost:

@@ -132,8 +132,9 @@ def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
 class ToolEnvironment:
     """Base class of environments with tools; the public methods of a subclass are the tools.
 
-    A message without calls ends the episode. An exception in a tool becomes an error message to the
-    policy. A subclass can override `reset` to prepare the episode, and define `reward` to score it.
+    A message without tool calls ends the episode. An exception in a tool becomes an error message
+    to the policy. A subclass can override `reset` to prepare the episode, and define `reward` to
+    score it.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")

@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The random numbers of all evaluations depend on this step number, so that results are paired."""
+"""The step number that seeds every evaluation, so that evaluations use the same random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from scipy import special  # scipy.stats takes half a second to import
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Smaller differences are rounding errors: means of k samples are multiples of 1 / k."""
+"""Differences below this are rounding; unequal means of k samples differ by at least 1 / k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Difference:
     """The difference between two policies on the same prompts."""
 
     estimate: Estimate
-    """The mean over prompts of the first policy's value minus the second policy's value, with a
-    bootstrap interval.
+    """The mean difference over prompts (value of the first policy minus value of the second
+    policy), with a bootstrap interval.
     """
     gained: int
     """Number of prompts on which the first policy is better."""

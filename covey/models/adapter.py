@@ -248,8 +248,8 @@ def _initialize(layer: Any, address: str) -> None:
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
     """Yield the model with its adapter turned off, so that it computes with the base weights.
 
-    The yielded model shares its modules with `model`, so the adapter of `model` is off too until
-    the block ends.
+    The yielded model shares its modules with `model`. Inside the `with` block, the adapter of
+    `model` is therefore off too.
     """
     layers = [
         m
@@ -272,7 +272,7 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 
 @contextmanager
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
-    """Perturb the LoRA weights inside the block.
+    """Change the LoRA weights inside a `with` block, and restore them afterwards.
 
     A parity check cannot test LoRA weights while B is 0.
     """

@@ -122,8 +122,8 @@ class Renderer:
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the prompt's tokens.
 
-        A chat template contains its own BOS token. For other prompt formats, this method adds the
-        BOS token.
+        A chat template contains its own BOS token. For prompt formats other than a chat template,
+        this method adds the BOS token.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)

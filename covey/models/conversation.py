@@ -94,7 +94,7 @@ class Conversations:
         return self.renderer.with_start(self._tokens(text))
 
     def _tokens(self, text: str) -> list[int]:
-        """Tokenise the pieces between split marks, so that no control token spans a mark."""
+        """Tokenise each text between split marks, so that no control token spans a mark."""
         encode = self.renderer.tokenizer.encode
         pieces = [piece for piece in text.split(CUT) if piece]
         return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]

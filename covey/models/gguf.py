@@ -122,7 +122,7 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock inside the block, so that two processes do not convert the same file at once."""
+    """Hold a lock inside a `with` block, so that no two processes convert the same file at once."""
     lock = folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -200,9 +200,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
-    """Return a tokenizer with the file's splitting rule and stop token, which transformers may
-    miss.
-    """
+    """Return a tokenizer with the splitting rule and the stop token of the GGUF file."""
     if not header.stop_ids:
         raise ModelError(f"model: {file} does not define an end-of-text token")
     backend = tokenizer.backend_tokenizer

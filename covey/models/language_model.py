@@ -70,7 +70,7 @@ class LanguageModel:
 
     @property
     def opening(self) -> str:
-        """The prefill if completions are scored and shown with the prefill, and otherwise ""."""
+        """The prefill, if completions are scored and shown with it; otherwise an empty text."""
         return "" if self.renderer is None else self.renderer.template.opening
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -159,8 +159,9 @@ def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
     With dropout, the trained policy would differ from the policy that sampled the completions. With
-    dropout, probability ratios would also be noisy from the first optimizer step on. The results of
-    training would depend on the state of a random generator, which checkpoints do not contain.
+    dropout, probability ratios would also be noisy from the first optimizer step on. With dropout,
+    training results would depend on the state of a random generator, which checkpoints do not
+    contain.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -173,8 +174,9 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Find the scale and soft cap that reproduce the model's own logits.
 
     Architectures use different names for the scale and the soft cap, and some multiply where others
-    divide. After a wrong guess, training would silently use wrong probabilities. So the logits of
-    every guess are compared with the model's logits.
+    divide. With a wrong scale or soft cap, training would silently use wrong probabilities. The
+    function therefore tries several candidates, and compares their logits with the model's own
+    logits.
     """
     config = model.config
     scales = [1.0]
@@ -206,11 +208,11 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
-    Return two flags. The first says whether packed rows give the same hidden states as the model's
-    own attention, and the second says whether flash attention does. The check runs the model on
-    three rows of different lengths. The check is necessary because a model's configuration does not
-    say whether its attention is standard, or whether its other layers process each token
-    separately.
+    Return two flags. The first flag is true if packed rows give the same hidden states as the
+    model's own attention. The second flag is true if flash attention does so too. The check runs
+    the model on three rows of different lengths. This parity check is necessary because a model's
+    configuration does not say whether its attention is standard, or whether its other layers
+    process each token separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")

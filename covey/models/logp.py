@@ -31,8 +31,8 @@ class Layout(TypedDict, total=False):
 
 
 ENTRY = "covey_logp"
-"""Name of the method that is added to the root module of a sharded model. Every pass calls this
-method, so that FSDP2 also gathers the weights of the head."""
+"""Name of the method that is added to the root module of a sharded model. Every forward pass of a
+sharded model calls the method covey_logp, so that FSDP2 also gathers the weights of the head."""
 
 
 def entry_method(

@@ -93,9 +93,9 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
 def _pieces(
     rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
 ) -> list[tuple[int, list[int]]]:
-    """Split the rows of a prompt into pieces of at most `micro_batch_tokens` tokens.
+    """Split the rows of a prompt into sets of rows with at most `micro_batch_tokens` tokens.
 
-    Return the number of tokens and the rows of each piece.
+    Return the number of tokens and the row indices of each set.
     """
     pieces: list[tuple[int, list[int]]] = []
     for row in rows:
@@ -107,7 +107,7 @@ def _pieces(
 
 
 def _spread(pieces: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
-    """Assign each piece, largest first, to the micro-batch that is smallest so far."""
+    """Assign each set of rows, largest first, to the micro-batch that is smallest so far."""
     parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
     for size, rows in pieces:
         least = min(range(count), key=lambda i: parts[i][0])

@@ -73,7 +73,7 @@ def adapter_base(path: str) -> str | None:
 
 
 def missing_folder_note(path: str) -> str:
-    """Return text for error messages: "there is no folder of that name either"."""
+    """Return an addition to an error message, which says that no folder has this name either."""
     if Path(path).exists():
         return ""
     return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"

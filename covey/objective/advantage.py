@@ -9,8 +9,8 @@ The functions in the first half of this module take the rewards [B] of a whole r
 group ids, in any order. Statistics are over a group or over the batch; groups may have different
 sizes. A NaN reward means that scoring failed. A row without a reward is left out of all statistics,
 and its advantage is 0. The functions in the second half of this module take the batch and return
-the advantages of all tokens [B, T]. The functions in the second half of this module are pieces of
-an objective, and their keyword arguments are its options.
+the advantages of all tokens [B, T]. The functions in the second half of this module are the
+advantage functions of objectives, and their keyword arguments are options of the objective.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """Return the reward minus its group's mean, which is weighted by `share`.
+    """Return each reward minus the group's mean, in which completions have the weights `share`.
 
     If all rewards of a group are equal, return 0.
     """
@@ -169,7 +169,7 @@ def whitened(
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Copy the advantage [B] of each completion to its trained tokens [B, T]; others get 0."""
+    """Copy the advantage [B] of a completion to its trained tokens [B, T]; other tokens get 0."""
     return advantage[:, None].expand_as(mask).where(mask, 0.0)
 
 
@@ -201,10 +201,10 @@ def parts_standardized(
 ) -> torch.Tensor:
     """The weighted sum of the parts of the reward, whitened.
 
-    Each part is first standardized in its group.
+    Each part of the reward is first standardized within its group.
 
-    GDPO, 2601.05242. `gate` is the index of a part; where that part is below `gate_at`, the other
-    parts count as 0.
+    GDPO, 2601.05242. `gate` is the index of a reward part; where that part is below `gate_at`, the
+    other reward parts count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
@@ -296,7 +296,7 @@ def length_weighted(batch: Batch) -> torch.Tensor:
 
 
 def scaled_up(batch: Batch) -> torch.Tensor:
-    """alpha (R_i - mean_g R), where alpha is (all rollouts) / (rollouts in mixed groups).
+    """alpha (R_i - mean_g R), where alpha = number of rollouts / rollouts in mixed groups.
 
     GPG, arXiv 2504.02546.
     """
@@ -352,7 +352,8 @@ def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Te
     """Advantages for pass@k training, which are 0 except for the best completion of a group.
 
     arXiv 2503.19595. The best completion gets (R_(1) - R_(2)) / (std_g R + eps), its lead over the
-    second best. If several completions of a group are best, all its advantages are 0.
+    second best. If several completions share the highest reward of a group, all advantages of the
+    group are 0.
     """
     rewards = rollout_rewards(batch)
     scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)

@@ -1,8 +1,9 @@
 """Builds an objective from a name and options.
 
-The name is the name of an algorithm, `composed` for an objective of named pieces, or the import
-path of a user's function. Each name gives a function that returns an `Objective`. The parameters of
-this function are the algorithm's own options and the options that all algorithms have.
+The name is an algorithm, `composed` for a combination of named functions (advantage, ratio,
+surrogate, weights), or the import path of a user's function. Each objective name stands for a
+function that returns an `Objective`. The function of an algorithm has two kinds of parameters: the
+algorithm's own options, and the options that all algorithms have.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Set the options that all algorithms have. Their default values change nothing."""
+    """Set the options that all algorithms have; with default values, nothing changes."""
     given = {
         "kl_in": kl_in,
         "kl_target": kl_target,
@@ -88,8 +89,8 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
     """Return a callable that builds the objective of the named algorithm.
 
     The parameters of the callable are the algorithm's own options and the shared options. The
-    algorithm `composed` reads the names of its pieces from the options in `pieces`, because its
-    other options depend on the pieces.
+    algorithm `composed` reads from `pieces` which advantage, ratio, surrogate and weights to
+    combine, because these functions determine its other options.
     """
     if name == COMPOSED:
         own = composer(pieces or {})

@@ -1,7 +1,8 @@
-"""Builds the function of an algorithm from pieces and the names of its options.
+"""Builds the function of an algorithm from an objective and the names of its options.
 
-An algorithm names its pieces and its options. The meaning, the type and the default of an option
-come from the piece, unless the algorithm sets another default.
+An algorithm lists its component functions (advantage, ratio, surrogate, weights) and its options.
+An option's meaning, type and default come from the component function with this option, unless the
+algorithm sets another default.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ PIECES: Mapping[str, Pieces] = MappingProxyType(
     }
 )
 MORE_PIECES = ("marks", "targets", "value_loss")
-"""Kinds of pieces that only few objectives have."""
+"""Kinds of component functions that only few objectives have."""
 COMPARES: frozenset[Need] = frozenset({"groups"})
 READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
     {
@@ -81,9 +82,9 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
     """Return a decorator that gives an algorithm's function the named options as parameters.
 
-    `names` are the options, in the order in which they are shown. Each option belongs to a piece,
-    to the KL, or to the function itself. The value of an option is set in every piece that has this
-    option.
+    `names` are the options, in the order in which they are shown. Each option belongs to a
+    component of the objective (such as its advantage), to the KL, or to the algorithm's function
+    itself. The value of an option is set in every component function that has this option.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:
@@ -112,7 +113,7 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
-    """Return the functions that have options: the pieces, and a function that sets the KL."""
+    """Return an objective's functions with options: its components, and one that sets the KL."""
     kinds = [*PIECES, *(k for k in MORE_PIECES if getattr(objective, k) is not None)]
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
     # In objectives of pairs it is "pair", which is not among the values of the option.
@@ -139,14 +140,14 @@ def composed(
     surrogate: str = "clipped",
     weights: str = "token_mean",
 ) -> Objective:
-    """Return an objective that is composed from named pieces."""
+    """Return an objective made of the named advantage, ratio, surrogate and weights."""
     names = {"advantage": advantage, "ratio": ratio, "surrogate": surrogate, "weights": weights}
     pieces: dict[str, Any] = {kind: _piece(kind, name) for kind, name in names.items()}
     return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))
 
 
 def composer(given: Mapping[str, Any]) -> Algorithm:
-    """Return `composed` with the options of its pieces as parameters; `given` names the pieces."""
+    """Return `composed` with the options of the functions that `given` names as parameters."""
     pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
@@ -162,12 +163,12 @@ def _piece(kind: str, name: Any) -> Callable[..., Any]:
 
 
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a piece, without the options that are bound to it."""
+    """Return a component's function without the options that `partial` binds to it."""
     return piece.func if isinstance(piece, partial) else piece
 
 
 def option(piece: Callable[..., Any], name: str) -> Any:
-    """Return the value of an option in a piece; None if the piece has no such option."""
+    """Return the value of a function's option; None if the function has no such option."""
     parameter = options_of(piece).get(name)
     return None if parameter is None else parameter.default
 

@@ -1,16 +1,16 @@
 """Corrections for an engine whose sampling probabilities differ from the trainer's probabilities.
 
 Each correction takes (log rho, mask), where log rho = old_logp - sampler_logp [B, T] is 0 outside
-the mask. The result is a constant factor [B, T] for the gain of every token. The correction factors
-have no gradient and do not change the denominators of the loss, so dropped tokens make the
-optimizer step smaller. The native engine samples from the trainer's weights, so the default is no
-correction.
+the mask. The result [B, T] multiplies the surrogate of every token as a constant factor. The
+correction factors have no gradient and do not change the denominators of the loss, so dropped
+tokens make the optimizer step smaller. The native engine samples from the trainer's weights, so the
+default is no correction.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but its variance explodes with length. So truncating the product
-penalises long completions, and masking by the product drops long completions. The scale of the
-geometric mean of token ratios does not depend on length. The geometric mean is not an importance
-weight, but it is a good criterion for rejection.
+over a completion is unbiased, but its variance explodes with length. Because of this variance,
+truncating the product penalises long completions, and masking by the product drops long
+completions. The scale of the geometric mean of token ratios does not depend on length. The
+geometric mean is not an importance weight, but it is a good criterion for rejection.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""The corrections by name, which use token ratios, their product or geometric mean over a
+"""Maps names to corrections. A correction uses token ratios, their product or geometric mean over a
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""The value that the bounded quantity of a correction has if sampler and trainer agree.
+"""The value of a correction's bounded quantity if sampler and trainer agree exactly.
 
-All other corrections bound a ratio, which is 1 if sampler and trainer agree.
+Corrections that are not listed bound a ratio, which is 1 if sampler and trainer agree.
 """

@@ -1,7 +1,7 @@
 """Descriptions of algorithms, for `covey algorithms` and for the pages under docs/algorithms.
 
 A description is generated from the code: from the docstring, the signature, the table of options,
-and the pieces of the objective.
+and the objective's component functions.
 
     python -m covey.objective.describe docs/algorithms      writes the pages
 """
@@ -41,7 +41,7 @@ class Description(NamedTuple):
     """The docstring of the algorithm without its first line; formulas are indented."""
     own: list[OptionLine]
     pieces: dict[str, str]
-    """The names of the pieces: advantage, ratio, surrogate, weights."""
+    """The names of the objective's advantage, ratio, surrogate and weights functions."""
     clip: str
     kl: str
     needs: list[str]
@@ -124,7 +124,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""The inputs that a description shows; all other inputs are common or follow from options."""
+"""Inputs to show in a description; it omits inputs that are common or follow from options."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")

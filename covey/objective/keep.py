@@ -16,7 +16,7 @@ Metric = Literal["length", "rate"]
 def kept_standardized(
     batch: Batch, *, keep: int = 4, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Rewards standardized over the kept completions of a group; 0 for other completions."""
+    """Rewards standardized over the `keep` best completions of a group; 0 for other completions."""
     rewards = rollout_rewards(batch)
     kept = kept_rows(rewards, batch.mask.sum(dim=1), batch.group, keep=keep, metric=metric)
     chosen = rewards.where(kept, torch.nan)
@@ -36,7 +36,7 @@ def kept_rows(
     The best rows are the shortest, or those with the most reward per token.
 
     Ties go to the shorter completion, and then to the earlier completion. A completion that could
-    not be scored is never kept.
+    not be scored is never among the best completions.
     """
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):

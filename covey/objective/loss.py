@@ -1,11 +1,12 @@
-"""The Objective type, composed of seven pieces, and the policy loss that it defines.
+"""The type `Objective`, which consists of seven functions, and the policy loss that it defines.
 
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
-computed over the batch of a training step; weights, corrections and marks are computed over an
-optimizer step. The loss of a micro-batch is then a plain sum over its tokens.
+computed over the batch of a training step. Weights, corrections and the results of `marks` are
+computed over an optimizer step. Given these values, the loss of a micro-batch is a plain sum over
+its tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ValueLoss(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """An algorithm as a value: its seven pieces, their options, and the inputs that they need."""
+    """An algorithm as a value: its seven functions, their options, and the inputs they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
     """Advantages [B, T] for the batch of a whole training step, one row for each rollout. With
@@ -76,8 +77,9 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns marked tokens, bounds or margins [B, T] of an optimizer step, given a
-    batch with advantages and the step's logp. The value is None without marks."""
+    """Function that selects tokens, or returns bounds or margins [B, T], over a whole optimizer
+    step. Its arguments are a batch with advantages and the step's logp. The value is None if the
+    objective needs no such function."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T], with the arguments of `advantage`. The
     value is None without a critic."""
@@ -85,8 +87,8 @@ class Objective:
     """Function that returns the critic's loss, given new values, old values and targets [B, T]. The
     value is None without a critic."""
     kl_in: Literal["loss", "reward", "pair"] = "loss"
-    """Whether beta times the KL penalty is subtracted from each token's gain or from the reward.
-    With `pair` there is no penalty: beta scales D, the difference of the log-ratios to the
+    """Whether beta times the KL penalty is subtracted in the loss or from the reward. With `pair`,
+    the objective has no KL penalty; beta scales D, the difference of the log-ratios to the
     reference."""
     kl_target: float = 0.0
     """The target KL, towards which beta is adapted after each step; 0 means a fixed beta."""
@@ -104,9 +106,9 @@ class Objective:
     correction_mean_one: bool = False
     parts: tuple[str, ...] = ()
     """Names of the parts of the reward that `advantage` reads, in this order. An empty tuple means
-    all parts, in alphabetical order."""
+    all parts of the reward, in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """The inputs of `advantage`; the property `needs` adds those of other pieces and options."""
+    """Inputs that `advantage` reads; `needs` also lists inputs of other functions and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -143,7 +145,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether only corrections read old_logp, each of which depends on a single rollout."""
+        """Whether old_logp is needed only for corrections that depend on a single rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 
@@ -201,7 +203,7 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
 
 
 def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
-    """Check the tensor that a piece of an objective, such as a user's function, has returned."""
+    """Check a tensor that a function of the objective, such as a user's function, has returned."""
     if isinstance(value, torch.Tensor) and value.shape == mask.shape:
         return value
     shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -266,7 +268,7 @@ def _given_or_now(
 
 
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
-    """Fill in the marked tokens of one optimizer step, given the step's logp [B, T]."""
+    """Fill in the result of `marks` for one optimizer step, given the step's logp [B, T]."""
     if objective.marks is None:
         return batch
     rollouts = joined(batch)
@@ -290,7 +292,7 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return the contribution of some rows to the step's loss, the sum of all contributions.
+    """Return what some rows contribute to the loss of an optimizer step, which is a sum over rows.
 
     A rollout's rows must all be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.
@@ -374,7 +376,7 @@ class CriticLoss(NamedTuple):
 def value_loss(
     objective: Objective, batch: Batch, values: torch.Tensor, totals: Totals | None = None
 ) -> CriticLoss:
-    """Return the contribution of some rows to the critic's loss, a mean over the step's tokens.
+    """Return what some rows contribute to the critic's loss, a mean over the step's tokens.
 
     Pass the optimizer step's `totals` if the step contains more rows than `batch`.
     """

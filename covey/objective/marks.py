@@ -75,8 +75,9 @@ def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
     The number is a hash of the sampler's log-probabilities, both of the tokens so far and of the
-    whole completion. So completions with the same prefix get different numbers. The choice of
-    tokens does not depend on row order, micro-batches or ranks, and is the same in a resumed run.
+    whole completion. Completions with the same prefix therefore get different pseudorandom numbers.
+    The choice of tokens does not depend on row order, micro-batches or ranks, and is the same in a
+    resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # constants of SplitMix64 and xxHash
@@ -151,7 +152,7 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
     """Return the share of tokens with A > 0 in the sum of r |A| over all unclipped tokens.
 
     The share is 1 if there are no unclipped tokens. Raising the upper or the lower clip bound
-    raises this share of tokens with A > 0.
+    raises the share of tokens with A > 0.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -164,9 +165,9 @@ def positive_value_share(
 ) -> float:
     """Return the share of tokens with A > 0 in the sum of |min(r A, clip(r) A)| over all tokens.
 
-    The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio. So
-    raising the lower bound increases the contribution of tokens with A < 0, and lowers the share of
-    tokens with A > 0.
+    The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio.
+    Raising the lower bound therefore increases the contribution of tokens with A < 0, and lowers
+    the share of tokens with A > 0.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

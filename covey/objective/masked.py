@@ -39,12 +39,12 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return, at each trained token, the mean of the values over its completion, [B, T].
 
-    Other tokens get 0.
+    Tokens that are not trained get 0.
 
     The gradient is also averaged over the completion. If all tokens of a completion have the same
-    gradient, as with one advantage per completion, the result is exactly this gradient. So sequence
-    ratios and token ratios give bit-identical gradients wherever these gradients are mathematically
-    equal.
+    gradient, as with one advantage per completion, the result is exactly this gradient. Sequence
+    ratios and token ratios therefore give bit-identical gradients wherever these gradients are
+    mathematically equal.
     """
     from covey.objective.sequence_mean import SequenceMean  # its base class is torch's
 

@@ -1,7 +1,7 @@
-"""The options of algorithms and pieces, in one table: meaning, type and allowed values.
+"""The options of algorithms and their component functions: meaning, type and allowed values.
 
-An option has the same meaning in all algorithms and pieces. The signature of an algorithm says
-which options it has.
+An option has the same meaning in all algorithms and in all of their component functions. The
+signature of an algorithm says which options it has.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     D    = g(chosen) - g(rejected),  g = sum over tokens of logp - ref_logp, or their mean
     loss = mean over pairs of l(D)
 
-The loss of a pair depends on two rows, which may be in different micro-batches or ranks. So the
-margin D is first computed for the whole optimizer step, by one more forward pass without gradient
-(`marks`). Each row then contributes half of the pair's loss l(D), and the gradient with respect to
-its own log-ratio g:
+The loss of a pair depends on two rows, which may be in different micro-batches or ranks. The margin
+D is therefore computed first for the whole optimizer step, by one more forward pass without
+gradient (`marks`). In the training pass, each row contributes half of the pair's loss l(D), and the
+gradient with respect to its own log-ratio g:
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 

@@ -1,9 +1,9 @@
 """Joins the rows of one rollout into one row, because statistics are over rollouts, not rows.
 
 A rollout whose context was rewritten by the chat template has several rows in a batch. Advantages,
-corrections and marked tokens depend on whole rollouts. Advantages, corrections and marks are
-computed on joined rows and then split again, so the result is the same as for one row with the same
-tokens. Shapes: B is the number of rows, T of tokens, R of rollouts, and W of tokens in the longest
+corrections and the results of `marks` depend on whole rollouts. Covey computes these values on
+joined rows and then splits them again, so the result is the same as for one row with the same
+tokens. Shapes: B stands for rows, T for tokens, R for rollouts, and W for tokens of the longest
 rollout.
 """
 

@@ -1,4 +1,4 @@
-"""Means over the tokens of completions, with an exact gradient if it is equal at all tokens."""
+"""Means over the tokens of completions; if all tokens have the same gradient, it stays exact."""
 
 from __future__ import annotations
 

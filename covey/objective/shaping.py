@@ -171,7 +171,7 @@ def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
 def _conflict_run(
     tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the leading tokens [B, T] that both good and bad completions of the group have."""
+    """Mark the leading tokens [B, T] that good and bad completions of a group have in common."""
     shared = torch.zeros_like(mask)
     for each in group.unique():
         rows = (group == each).nonzero().squeeze(1)

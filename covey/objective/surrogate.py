@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """The result of the objective's `marks`: tokens, bounds or margins; None without `marks`."""
+    """The result of the objective's function `marks`; None if the objective has none."""
     ref_logp: torch.Tensor | None = None
     """Log-probs of the reference, for surrogates of pairs. The field is None without a
     reference."""
@@ -176,14 +176,14 @@ def trust_mask(
 def clipped_without_marked(
     tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 1.0
 ) -> Gain:
-    """The PPO surrogate, in which marked tokens have no gain. Clip-Cov, 2505.22617."""
+    """The PPO surrogate, or 0 for tokens that `marks` selects. Clip-Cov, 2505.22617."""
     assert tokens.marked is not None
     gain = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
     return gain._replace(value=gain.value.where(~tokens.marked, 0.0))
 
 
 def unclipped_without_marked(tokens: Tokens) -> Gain:
-    """The surrogate r A, in which marked tokens have no gain. M2PO, arXiv 2510.01161."""
+    """The surrogate r A, or 0 for tokens that `marks` selects. M2PO, arXiv 2510.01161."""
     assert tokens.marked is not None
     gain = unclipped(tokens)
     return Gain(
@@ -215,7 +215,7 @@ def clipped_at_marks(tokens: Tokens) -> Gain:
 
 
 def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:
-    """The surrogate r A, minus coefficient |log r| for marked tokens. KL-Cov, arXiv 2505.22617."""
+    """r A, minus coefficient |log r| for tokens that `marks` selects. KL-Cov, arXiv 2505.22617."""
     assert tokens.marked is not None
     penalty = (coefficient * tokens.log_ratio.abs()).where(tokens.marked, 0.0)
     return _unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)

@@ -70,7 +70,7 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 def _compared(
     table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
 ) -> torch.Tensor:
-    """Return the advantages [B, K] of turns, relative to the turns that have the same `cell`."""
+    """Return the advantages [B, K] of turns; `cell` says which turns are compared."""
     values, cells = table.returns[table.present], cell[table.present]
     if normalize == "std":
         found = standardized(values, cells, ddof=ddof, eps=eps)

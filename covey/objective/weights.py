@@ -1,9 +1,9 @@
 """Token weights: the loss is minus the weighted sum of the gains of all tokens.
 
 Each function returns the weight [B, T] of every token, which is computed once per optimizer step
-from the step's totals. The loss is then a plain weighted sum, so it does not depend on how the step
-is split into micro-batches or over ranks. Weights are float64, and rounded once to the precision of
-the loss.
+from the step's totals. With these weights, the loss is a plain weighted sum, so it does not depend
+on how the step is split into micro-batches or over ranks. Weights are float64, and rounded once to
+the precision of the loss.
 
 The step has N rollouts, T tokens and P groups; rollout i has T_i tokens, and group g has T_g
 tokens.
@@ -72,7 +72,7 @@ def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each row's id as float64 [B, 1]. A count of 0 becomes 1."""
+    """Return the token count of each id in `ids`, float64 [B, 1]. A count of 0 becomes 1."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

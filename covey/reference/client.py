@@ -51,7 +51,7 @@ def _to_stderr(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The URL of a reference server, its token, and time limits."""
+    """The URL of a reference server, its bearer token, and time limits."""
 
     url: str
     token: str = ""
@@ -214,7 +214,8 @@ class ServerReference(Reference):
 def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
     """Send one request. A successful reply of more than `most` bytes is refused without reading it.
 
-    Redirects are not followed, because they would send the token to another host.
+    The client does not follow redirects, because a redirect would send the bearer token to another
+    host.
     """
     split = urllib.parse.urlsplit(address.url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection

@@ -1,8 +1,8 @@
 """Connection limits of a reference server: the number of open connections, and their duration.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block other
-clients. So the head of a request has a short time limit. If there are too many connections, the
-oldest connection without a complete request is closed. The module server.py limits the time for
+clients. The head of a request therefore has a short time limit. If there are too many connections,
+the oldest connection without a complete request is closed. The module server.py limits the time for
 request bodies, and sends error replies. This module closes connections to which no reply can be
 sent.
 """

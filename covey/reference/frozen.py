@@ -73,7 +73,7 @@ class OffloadedReference(FrozenReference):
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Copy the weights to the device, once for all calls of `logp` inside the block."""
+        """Copy the weights to the device, once for all calls of `logp` inside a `with` block."""
         if self.on_device:
             yield
             return

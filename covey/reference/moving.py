@@ -36,7 +36,7 @@ class MovingReference(FrozenReference):
     """Number of optimizer steps between two moves of the reference, counted across training
     steps."""
     file: str = REFERENCE_FILE
-    """Name of the file in a checkpoint that holds the weights."""
+    """Name of the file in a checkpoint that holds the reference weights."""
     weights: dict[str, torch.Tensor] = field(init=False)
     """Master weights in float32, as in the optimizer, because small moves would be lost in
     bfloat16."""

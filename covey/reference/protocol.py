@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """A policy that gives log-probabilities without gradient; a run without a reference has None.
+    """The base class of reference policies, which give log-probabilities without gradient.
 
     The default methods suit a reference that never changes.
     """

@@ -258,8 +258,8 @@ class QueueFullError(Exception):
 class Batcher:
     """Answers requests in order of arrival, in batches with other queued requests.
 
-    Rows of a batch do not attend to each other. So other requests in a batch change a result only
-    by rounding, up to 1e-5 in float32 on a CPU.
+    Rows of a batch do not attend to each other. Other requests in a batch therefore change a result
+    only by rounding, up to 1e-5 in float32 on a CPU.
     """
 
     def __init__(

@@ -72,9 +72,9 @@ def by_task(
 ) -> ByTask:
     """Score each task with its own reward.
 
-    Each entry of `tasks` is a table with `name` and options. With `column`, the value of that data
-    column selects the reward, whatever the task is. `default` is the reward for prompts that do not
-    have the column.
+    Each entry of `tasks` is a table with `name` and options. If `column` names a data column, the
+    value in this column selects the reward, whatever the task is. `default` is the reward for
+    prompts that do not have the column.
     """
     rewards = {}
     for key, table in tasks.items():
@@ -125,7 +125,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
 
 
 def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
-    """Return the reward class or function of this name, from the registry or a dotted path."""
+    """Return the reward class or function with a name, from the registry or by import path."""
     if name in REWARDS:
         return REWARDS[name]
     if is_import_path(name):
@@ -150,7 +150,7 @@ def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
 def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
     """Validate the options of a user's function against its keyword-only arguments.
 
-    In a TRL-style function, arguments without a default are columns of the data.
+    In a TRL-style reward function, arguments without a default are columns of the data.
     """
     trl_style = is_trl_style(function)
     known = {

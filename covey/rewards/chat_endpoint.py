@@ -73,11 +73,11 @@ def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
 
 
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
-    """Send the request `body` and return the model's reply; raise RewardError without a reply.
+    """Send the request `body` and return the model's reply; raise RewardError if there is no reply.
 
     If the server is busy (429), failing (5xx) or unreachable, the request is repeated while time is
-    left. After an error that a retry cannot fix, the request is not repeated. A malformed reply
-    raises an error without a retry, because a retry would get the same reply.
+    left. Do not repeat the request after an error that a retry cannot fix. A malformed reply raises
+    an error without a retry, because a retry would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}
@@ -195,11 +195,11 @@ class RateLimit:
     tokens: int = 0
 
     def wait(self, tokens: int, until: float) -> float:
-        """Wait until a request of this many tokens is allowed; return the seconds waited.
+        """Wait until a request with `tokens` tokens is allowed; return the seconds waited.
 
         Raises RewardError if the rate limits do not allow the request before the time `until`. The
-        time `until` is in seconds of `time.monotonic`, which is the same for all processes of a
-        machine.
+        time `until` is in seconds of `time.monotonic`, a clock that all processes of a machine
+        share.
         """
         waited = 0.0
         if not self.requests and not self.tokens:
@@ -268,7 +268,7 @@ def _rows(text: str) -> list[tuple[float, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ReplyCache:
-    """A folder of replies. Several processes may use the folder at once."""
+    """A folder of cached replies, which several processes may use at once."""
 
     folder: str
 

@@ -123,11 +123,11 @@ def _split_entries(text: str) -> tuple[str, dict[str, str]]:
 def sources(text: str) -> set[str]:
     """Return the distinct sources that a text cites, each in normalised form.
 
-    A URL, DOI or arXiv number is a citation wherever it occurs in the text. A mark such as `[1]`
-    cites the entry with this number in a list of sources. An entry is a line `[1] ...`, or a line
-    `1. ...` under a heading such as References. An entry is identified by its address, or by its
-    title if the title has at least three words. A citation mark that has no entry in the list of
-    sources is ignored.
+    A URL, DOI or arXiv number is a citation wherever it occurs in the text. A citation mark such as
+    `[1]` cites entry 1 in a list of sources. An entry of a list of sources is a line `[1] ...`, or
+    a line `1. ...` under a heading such as References. The address of an entry identifies the
+    source; without an address, its title does, if the title has at least three words. A citation
+    mark that has no entry in the list of sources is ignored.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -152,10 +152,10 @@ class Citations(Reward):
     cites. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
-    sources count. A citation mark such as `[doc3]` cites the source with this id. Every address
-    that is not in `sources` costs `unknown_penalty`. A citation mark that differs from a listed id
-    only in its digits costs `unknown_penalty` too. A completion with at least `minimum` sources is
-    a success.
+    sources count. A citation mark such as `[doc3]` cites the source with the id `doc3`. Every cited
+    address that is not in `sources` costs `unknown_penalty`. A citation mark that looks like an id
+    in `sources`, but has a different number, also costs `unknown_penalty`. A completion with at
+    least `minimum` sources is a success.
     """
 
     minimum: int = 2

@@ -79,7 +79,7 @@ def extract_program(text: str) -> str:
 
 
 def parse_tests(info: Mapping[str, Any]) -> list[tuple[Case, object]]:
-    """Return the sandbox case and the expected result of each test.
+    """Return the sandbox input and the expected result of each test.
 
     Raises ValueError if a prompt's tests are missing or malformed.
     """
@@ -183,7 +183,7 @@ class CodeTests(TargetReward):
 
 
 def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
-    """Return a text that says which test fails and how, with the last line of the error."""
+    """Return feedback as text: which test fails, how, and the last line of the error."""
     given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
     error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     how = error if error else "the result is different" if outcome.ran else outcome.ended

@@ -20,16 +20,16 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""The level of a letter pair says how common it is in words. Letter pairs of level RARE or below
-hardly occur. Each rare letter pair lowers the sum of pair levels by RARE_COSTS.
+"""The level of a letter pair says how common the pair is in words. Letter pairs of level RARE or
+below hardly occur in words. Each such rare letter pair lowers the sum of the levels by RARE_COSTS.
 """
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Every text counts as if it had PRIOR_PAIRS more letter pairs of level PRIOR, because few letters
-prove little."""
+"""Short texts have too few letter pairs for a reliable mean. Every text is measured as if it had
+PRIOR_PAIRS more letter pairs of level PRIOR."""
 LOW, HIGH = 3.0, 4.1
 """Mean levels of letter pairs: a text below LOW is noise, and a text above HIGH is language."""
 WINDOW, WINDOWS = 4096, 5
-"""Of a long text, only WINDOWS evenly spaced parts of WINDOW characters are measured."""
+"""In a long text, Covey measures only WINDOWS evenly spaced parts of WINDOW characters."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
@@ -156,7 +156,7 @@ def _sample(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
-    """Return `digit`, `sign`, `space`, `noise`, or the alphabet of a letter."""
+    """Return the kind of a character: digit, sign, space, noise, or the alphabet of a letter."""
     category = unicodedata.category(character)
     if category in ("Cc", "Cn", "Co", "Cs") or character == "\ufffd":
         return "space" if character.isspace() else "noise"
@@ -188,9 +188,9 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return the level of each letter pair of a word, including pairs of a word edge and a letter.
+    """Return the levels of all letter pairs of a word; its two edges count as letters.
 
-    The pair that ends with the third of three equal letters has level 0.
+    If a letter occurs three times in a row, its second pair has level 0.
     """
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
@@ -204,7 +204,7 @@ def _levels(word: str) -> list[int]:
 def _sum_of_levels(word: str) -> tuple[float, int]:
     """Return the sum of the levels of a word's letter pairs, and the number of pairs.
 
-    Each rare letter pair lowers the sum by RARE_COSTS.
+    Each rare letter pair lowers the sum of the levels by RARE_COSTS.
     """
     total, pairs = 0.0, 0
     for levels in map(_levels, _pieces(word)):
@@ -234,7 +234,7 @@ def _latin(text: str) -> float:
 def _jumbled(word: str) -> bool:
     """Whether a word often changes between upper and lower case or between letters and digits.
 
-    Encoded data, such as base64, has many changes of this kind.
+    Encoded data, such as base64, often changes between cases, and between letters and digits.
     """
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)

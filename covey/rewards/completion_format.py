@@ -16,23 +16,23 @@ FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Put the opening and the closing mark around an answer that does not have these marks yet."""
+    """Put the opening and the closing mark around an answer, unless it has them already."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of completions."""
+    """A format of completions: how a completion marks its thinking and its final answer."""
 
     name: str
     template: str
     """The template of a completion, with the placeholders `{thinking}` and `{answer}`."""
     thinking_tag: str = ""
-    """The name of the thinking tag, or an empty text if there is no tag."""
+    """The name of the thinking tag; empty for a format without a thinking tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
-    """Marks to put around the answer, unless the answer already has them."""
+    """Opening and closing mark of an answer, such as the fence of a code block."""
 
     def render(self, thinking: str, answer: str) -> str:
         """Return the completion with the given thinking and answer."""

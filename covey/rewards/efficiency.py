@@ -18,7 +18,7 @@ MIN_WORDS = 24
 """Minimum number of words for which the fraction of repeated phrases is meaningful."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""Of a long text, only this many characters at the beginning and at the end are used."""
+"""Number of characters that are checked at the beginning and at the end of a long text."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
@@ -51,8 +51,7 @@ def repetition(text: str, above: float = 0.0) -> float:
     sentences are considered only if the text has more than 3 sentences. Repeated phrases of 6 words
     or signs are considered only if the text has at least 24 words. The fraction of repeated phrases
     also detects padding without punctuation, and padding in which only the ends of the sentences
-    differ. To save time, repeated phrases are ignored if so few tokens are repeated that the result
-    cannot exceed `above`.
+    differ. To save time, Covey does not count repeated phrases if the result cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -83,7 +82,7 @@ class Efficiency(Reward):
     The length costs 0.3 times the relative excess of words over `max_words`, at most 0.3.
     Repetition costs 0.2 if more than 30 % of the text is repeated.
 
-    Each reward part is 1 without its penalty, and 0 with its full penalty.
+    Each part of the reward is 1 without a penalty, and 0 with the full penalty.
     """
 
     expected_steps: int = 3
@@ -120,7 +119,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return by how much edits and turns exceed their limits; a limit of 0 is not checked."""
+        """Return how many edits and turns exceed their limits; a limit of 0 means no limit."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

@@ -24,7 +24,7 @@ from covey.rewards.tool_call import parse_call
 
 MAX_BOXED = 10_000
 TAIL = 2000
-"""An unmarked number is an answer only if it is among this many characters at the end of a text."""
+"""Number of characters at the end of a text in which an unmarked number counts as an answer."""
 
 _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
@@ -46,7 +46,7 @@ _SUFFIX = re.compile(r"[A-Za-z]+| [A-Za-z]+")
 def last_number(text: str) -> str | None:
     """Return the last number in a text as it is written, without currency and unit.
 
-    The result is None if the text has no number that can be an answer.
+    Return None if the text has no number that can be an answer.
 
     Digits in names, units (`CO2`, `cm^2`) and ordinals are skipped. A number inside an expression
     is not an answer, so the result for `5**2` and `sqrt(2)` is None.
@@ -182,7 +182,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 def extract_text(text: str) -> str:
     """Return the content of `<answer>` after the thinking, or all text after the thinking.
 
-    If a completion gives several different answers, the result is an empty text.
+    If a completion gives several different answers, return an empty string.
 
     >>> extract_text("<think>Hm.</think> So: <answer> Paris </answer>"), extract_text("Paris\\n")
     ('Paris', 'Paris')

@@ -29,7 +29,7 @@ class ThinkAnswerForm(Reward):
     think: str = "think"
     answer: str = "answer"
     prefilled: bool = False
-    """Whether the prompt ends with the opening thinking tag. The completion then starts with
+    """Whether the prompt ends with the opening thinking tag, so that the completion starts with
     thinking."""
 
     def __post_init__(self) -> None:
@@ -98,8 +98,8 @@ class ThinkToolForm(Reward):
 
     Unpaired tags set the reward part `think` or `tool` to -0.5. The reward is at least 0.
 
-    The published code checks only the first call. The published code has no reward parts `tidy` and
-    `direct`, so no text could score above 0.8.
+    The published code of this reward checks only the first tool call. The published code has no
+    reward parts `tidy` and `direct`, so no completion can score above 0.8.
     """
 
     min_thinking: int = 20
@@ -153,7 +153,8 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    The published code also accepts a closing tag before its opening tag, and this reward does not.
+    The published code of this reward also accepts a closing tag before its opening tag; Covey does
+    not.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

@@ -39,13 +39,13 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Dataset whose scorer evaluates the answer -> parser that the answer must pass first."""
+"""Maps a dataset whose scorer evaluates the answer to a parser that checks the answer first."""
 
 
 def load() -> None:
     """Import slow packages and fill the caches of sympy.
 
-    Processes that are forked later inherit the imported packages and the filled caches.
+    Child processes inherit the imported packages and the filled caches.
     """
     importlib.import_module("reasoning_gym.composite")
     sympy = importlib.import_module("sympy")
@@ -85,8 +85,8 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 def readable(name: str, text: str, entry: Entry) -> str:
     """Return the text that the scorer gets as the answer.
 
-    If the scorer evaluates the answer, the answer is parsed, and the scorer gets a text that is
-    generated from the syntax tree.
+    If the scorer evaluates the answer as code, parse the answer, and return a text generated from
+    the syntax tree.
 
     Raises NotPlainError if the text is not plain data or arithmetic.
     """

@@ -22,8 +22,8 @@ class Instructions(Reward):
 
     The prompt names its instructions in columns (`instruction_id_list` and `kwargs`, as in
     google/IFEval) or in its target (as in open-instruct's RLVR data). An empty completion follows
-    no instruction. A completion is a success if all checks pass. The content is not checked, so
-    combine this reward with a reward that checks the content.
+    no instruction. A completion is a success if all checks pass. This reward does not check the
+    content of the text; combine it with a reward that does.
     """
 
     all_or_nothing: bool = False
@@ -272,7 +272,7 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""Name of an instruction in open-instruct -> (name in IFEval, names of arguments that differ)."""
+"""Maps each instruction's name in open-instruct to its name in IFEval and its renamed arguments."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:

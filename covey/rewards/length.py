@@ -36,7 +36,7 @@ class Soft:
     limit: int
     """Maximum completion length; by default rollout.max_tokens."""
     cache: int
-    """The penalty starts this many tokens before the limit; the default is limit / 5."""
+    """Number of tokens before the limit at which the penalty starts; the default is limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -49,7 +49,7 @@ class Soft:
         return [self.of(len(rollout.tokens)) for rollout in rollouts]
 
     def of(self, length: int) -> float:
-        """Return the penalty of a completion of this many tokens, including its end token."""
+        """Return the penalty of a completion of `length` tokens, including its end token."""
         return -min(max(length - (self.limit - self.cache), 0), self.cache) / self.cache
 
 
@@ -62,10 +62,10 @@ class GroupRelative:
     `easy`), the length L is computed from the correct rollouts, and only correct rollouts are
     penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In groups
     that are neither easy nor hard, the length L is computed from all rollouts. In groups that are
-    neither easy nor hard, only the correct rollouts are penalised if they are the majority;
-    otherwise, only the incorrect rollouts are penalised.
+    neither easy nor hard, only the majority is penalised: the correct rollouts if they are the
+    majority, else the incorrect rollouts.
 
-    The paper gives no value for `easy`.
+    The default of `easy` is Covey's choice, because the paper gives no value.
     """
 
     easy: float = 0.75
@@ -101,7 +101,7 @@ class GroupRelative:
 class Unfinished:
     """A truncated completion gets at most the reward `at_most`: open-instruct's non_stop_penalty.
 
-    In open-instruct the value `at_most` replaces the reward; in Covey it never raises the reward.
+    In open-instruct, `at_most` replaces the reward. In Covey, `at_most` never raises the reward.
     """
 
     at_most: float = 0.0

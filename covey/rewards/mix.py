@@ -111,7 +111,7 @@ class Mix(Reward):
     def at(self, share: float) -> Mix:
         """Return this mix with the weights that apply after the fraction `share` of the run.
 
-        The weights of mixes inside this mix are set for the same fraction of the run.
+        If a reward part is itself a mix, its weights also change.
         """
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
@@ -193,7 +193,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts inside each reward part, under names such as `format/think`."""
+    """Return the parts of composite reward parts, under names such as `format/think`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()

@@ -1,9 +1,9 @@
-"""Parses an answer as data or arithmetic, and generates a new text for scorers that evaluate it.
+"""Parse an answer as data or arithmetic, and write it anew for scorers that evaluate answers.
 
 Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Scorers that
-evaluate an answer never get the text that a model wrote. The text is parsed, and only the node
-types that this module lists are allowed. The scorer gets a new text, which is generated from the
-syntax tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
+evaluate an answer never get the text that a model wrote. Covey parses the text, and allows only the
+node types that this module lists. The scorer gets a new text, which Covey generates from the syntax
+tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
 """
 
 from __future__ import annotations

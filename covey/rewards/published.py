@@ -1,8 +1,8 @@
-"""Rewards of published implementations, with their published values.
+"""Rewards of published GRPO implementations, with the published numbers of points.
 
 Bugs of the published implementations are fixed, and the docstring of each reward names the fixes.
-Expressions are evaluated with limits and without `eval`, the signs of numbers are read, numbers are
-compared exactly, and no completion raises an error.
+Covey evaluates expressions with limits and without `eval`, reads the signs of numbers, and compares
+numbers exactly. No completion raises an error.
 
 Known hacks of the published rewards are not fixed, because published models were trained with these
 rewards. The docstring of each reward lists the hacks of `covey rewards lab` that work on the
@@ -66,8 +66,8 @@ class LmBook(Reward):
     | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
     | format | 0.2 for each of the four tags that occurs |
 
-    The text `...` is a placeholder in the prompt, and is not accepted as an answer. The number is
-    parsed exactly, not as a float, and `1,000` is parsed as one number, not as two.
+    The text `...` is a placeholder in the prompt, and is not accepted as an answer. Covey parses
+    numbers exactly, not as floats, and parses `1,000` as one number, not as two.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;
@@ -218,8 +218,8 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The regex in the published code reads -5 as 5, and the end of `1,000` as 0. This reward parses
-    both numbers correctly.
+    The regex in the published code reads -5 as 5, and the end of `1,000` as 0. Covey reads -5 as
+    -5, and `1,000` as 1000.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; numbers, target last; target
@@ -254,11 +254,11 @@ class OpenInstruct(Reward):
     | false | `verification_reward` for a correct answer in the format; nothing for the format |
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
-    If the format is wrong, the whole text is searched for the answer. The published code takes a
-    format reward of exactly 1 as the sign of a correct format. With any other value of
-    `r1_style_format_reward`, every score in the published code is 0. This reward tests the format
-    itself. The regex in the published code drops the minus sign of whole numbers; this reward keeps
-    the sign.
+    If the format is wrong, the whole text is searched for the answer. The published code treats the
+    format as correct only if the format reward is exactly 1. With any other value of
+    `r1_style_format_reward`, every score in the published code is 0. In Covey, this reward works
+    with any value of `r1_style_format_reward`. The regex in the published code drops the minus sign
+    of whole numbers; this reward keeps the sign.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;

@@ -2,9 +2,9 @@
 
 The scorer's bytecode is inspected before the scorer runs. The inspection includes `score_answer`,
 each method and function that it refers to, and the functions, lambdas and comprehensions inside
-them. A scorer is pure if everything that it uses is on the lists of this module. The lists contain
-bytecode instructions, builtins, functions of `math` and `json`, regex patterns, and names of
-methods. Anything that is not on a list makes a scorer impure, and an impure scorer runs in the
+them. A scorer is pure if this module lists everything that the scorer uses as allowed. The lists
+contain bytecode instructions, builtins, functions of `math` and `json`, regex patterns, and names
+of methods. Anything that is not on a list makes a scorer impure, and an impure scorer runs in the
 sandbox.
 
 A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
@@ -77,8 +77,8 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Pairs of functions that a pure scorer may not combine. With both functions of a pair, a scorer
-could run as long as a number in the text says."""
+"""Pairs of functions that a pure scorer may not combine. A scorer that combines both functions of a
+pair could run for a time that a number in the text determines."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -238,7 +238,7 @@ class _Proof:
 
 
 def _looked_up(following: Iterator[dis.Instruction]) -> str:
-    """Return the attribute that the next instruction looks up.
+    """Return the attribute that the next bytecode instruction looks up.
 
     Raises ImpureError if the instruction looks up no attribute.
     """

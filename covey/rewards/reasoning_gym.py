@@ -1,8 +1,8 @@
 """The Reasoning Gym reward: the score of the dataset's own scorer, with its flaws fixed.
 
-Some scorers evaluate the answer, so these scorers run in a sandbox and get only data or arithmetic.
-One scorer of reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for
-`0.375`. This reward gives 0 to wrong answers that a flawed scorer accepts.
+Some scorers evaluate the answer as code. Covey runs these scorers in a sandbox, and passes them
+only data or arithmetic. One scorer of reasoning_gym accepts every answer, one accepts `nan`, and
+one accepts `0` for `0.375`. This reward gives 0 to wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Test = Callable[[re.Match[str]], bool]
 SENTENCE = 200
 """Number of characters before a dangerous command that are searched for a warning."""
 MAX_WARNINGS = 1000
-"""Maximum number of warnings in a text. In further warnings, dangerous commands are penalised."""
+"""Maximum number of warnings in a text. Beyond this number, commands in warnings are penalised."""
 
 _NEGATION = re.compile(
     r"\b(?:never|avoid(?:ing)?|refuse(?:s|d)? to|instead of|rather than|forbidden to|prohibited to|"
@@ -109,8 +109,8 @@ class Rule:
 
     penalty: float
     literal: str
-    """A lower-case text that occurs in every match of the pattern. A completion without this text
-    is not searched for the pattern."""
+    """A lower-case text that occurs in every match of the pattern. To save time, only completions
+    that contain the text are searched for the pattern."""
     pattern: re.Pattern[str]
     test: Test
 
@@ -276,7 +276,7 @@ def _found(rules: Iterable[tuple[str, Rule]], text: str, harmless: Test) -> dict
 
 
 def findings(prompt: Prompt, text: str) -> dict[str, dict[str, float]]:
-    """Return the kinds of danger in a text and their penalties, by reward part."""
+    """For each reward part, return the kinds of danger in a text and their penalties."""
     known = "\n".join([*(message.get("content", "") for message in prompt.messages), prompt.target])
     return {
         "commands": _found(

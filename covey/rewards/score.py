@@ -32,8 +32,8 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Number of optimizer steps that are planned before this training step. In evaluations, this
-    field is None, and functions in TRL's style get the last step of the run.
+    """Number of optimizer steps that are planned before this training step; None in evaluations. In
+    evaluations, TRL-style functions get the number of the last optimizer step of the run.
     """
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 without a run."""
@@ -52,9 +52,9 @@ class SkippedError(Exception):
 class Reward(Protocol):
     """A reward function: a frozen dataclass whose fields are its options.
 
-    A reward must be picklable, because scoring processes receive a copy. A reward may raise an
-    error. A completion whose reward raised an error has no reward, which is not the same as a
-    reward of 0. Subclasses inherit the default methods of this class.
+    A reward must be picklable, because scoring processes receive a copy. If a reward function
+    raises an error, the completion has no reward, which is not the same as a reward of 0.
+    Subclasses inherit the default methods of this class.
     """
 
     @property

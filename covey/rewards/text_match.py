@@ -105,13 +105,13 @@ class FuzzyText(TargetReward):
     """The similarity of the final answer to the target, or to the nearest of `info["answers"]`.
 
     The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
-    whitespace. Only the first 2,000 characters are compared. If the lengths differ, the result is
-    multiplied by the ratio of the lengths, so that padding never helps. The class `ExactText` says
-    how the final answer is found.
+    whitespace. Only the first 2,000 characters of answer and target are compared. If the lengths
+    differ, the similarity is multiplied by the ratio of the lengths, so that padding never helps.
+    The class `ExactText` says how the final answer is found.
     """
 
     threshold: float = 0.9
-    """A completion is a success if its similarity is at least this value."""
+    """Minimum similarity with which a completion is a success."""
 
     def __post_init__(self) -> None:
         TargetReward.__post_init__(self)

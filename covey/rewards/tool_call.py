@@ -97,7 +97,7 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether the names in a call are written literally in the text.
+    """Whether the text contains the names of a parsed call exactly as the parser returns them.
 
     Python's parser replaces other forms of letters, such as full-width letters, by normal letters.
     """
@@ -173,8 +173,8 @@ class ToolCall(TargetReward):
     or expected arguments. Without `partial`, all arguments must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
-    Positional arguments get the names in `prompt.info["parameters"]`, in order. Without this list,
-    positional arguments are wrong.
+    Positional arguments get the names in `prompt.info["parameters"]`, in order. If the prompt lists
+    no parameters, positional arguments are wrong.
     """
 
     tool: float = 0.5

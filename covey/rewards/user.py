@@ -82,7 +82,7 @@ class UserFunction(_GroupReward):
 
     @property
     def quick(self) -> bool:
-        """The value of the function's attribute `quick`, if there is one."""
+        """The value of the function's attribute `quick`; False without the attribute."""
         return bool(getattr(self.function, "quick", False))
 
     @property
@@ -147,14 +147,14 @@ class UserFunction(_GroupReward):
                 )
 
     def _why_missing(self, prompt: Prompt, name: str) -> str:
-        """Return a text that says why the function gets no argument of this name."""
+        """Return why Covey cannot pass an argument with a given name to a reward function."""
         if name in NOT_PASSED:
             return f"only TRL passes it; write {name}=None"
         columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
         return f"the data has no column of this name; the columns are {columns}"
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
-        """Return those columns and options for which the function has a parameter."""
+        """Return the columns and options that the function takes as parameters."""
         given = {**self._columns(prompt, texts, call), **self.options}
         parameters = inspect.signature(self.function).parameters
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -394,7 +394,7 @@ def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Count how many of the first two positional parameters are named as in `OWN`, or `_`."""
+    """Count how many of the first two positional parameters have a name in `OWN`, or `_`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
     return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))

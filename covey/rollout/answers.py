@@ -75,7 +75,7 @@ class AnswerCounts:
 
     @staticmethod
     def of(answers: Sequence[str]) -> AnswerCounts:
-        """Count answers. At least one answer is required."""
+        """Count answers; `answers` must not be empty."""
         counts = Counter(answers)
         top, most = counts.most_common(1)[0]
         shares = [count / len(answers) for count in counts.values()]

@@ -87,7 +87,7 @@ class Collected:
     def split(self, counts: Sequence[int]) -> list[Collected]:
         """Split the groups into lists of the given sizes.
 
-        The measured seconds are divided in proportion to the sizes.
+        Divide the measured seconds among the lists, in proportion to the sizes of the lists.
         """
         parts, start = [], 0
         for count in counts:
@@ -175,12 +175,12 @@ class Collector:
     """The model whose tokenizer decodes completions."""
     scorer: Scorer
     progress: Callable[[int], None] = field(default=lambda count: None)
-    """Called with the number of completions that have just ended."""
+    """A function that is called with the number of completions that have just ended."""
     interaction: Interaction | None = None
-    """The environment and its limits. None means that every rollout is one completion."""
+    """The environment and its limits; None for single-turn rollouts without an environment."""
     ranks: Sharing | None = None
-    """Each rank collects some groups, and then receives the groups of all ranks. None if there is
-    only one rank."""
+    """The ranks that share the work; None with a single rank. Each rank collects some groups, and
+    then receives the groups of all ranks."""
     updates: int = 0
     """Number of optimizer steps in a training step; 0 in evaluations. Reward functions may take the
     number of optimizer steps so far as an argument."""
@@ -263,7 +263,7 @@ def _failure(rollout: Rollout) -> str:
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
-    """Set the score of a rollout. If scoring failed, the reward stays None."""
+    """Set the score of a rollout. If scoring failed, the reward of the rollout stays None."""
     if result.score is None:
         return replace(rollout, reward_id=identity)
     return replace(

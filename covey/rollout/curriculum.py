@@ -1,8 +1,8 @@
 """Curriculum: the choice of each step's prompts depends on the results of earlier steps.
 
 Statistics of every prompt's results are updated after every training step, and saved in every
-checkpoint. Random numbers depend only on (seed, step). Therefore a resumed run draws the same
-prompts as an uninterrupted run.
+checkpoint. Random numbers depend only on seed and step. A resumed run draws the same prompts as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""A pass rate has a fast and a slow running mean. The slow mean averages over more groups than the
-fast mean, by this factor."""
+"""A pass rate has a fast and a slow running mean. The slow running mean averages over 5 times as
+many groups as the fast running mean."""
 MOST_PROMPTS = 10**7
 
 
@@ -127,8 +127,9 @@ class PromptChoice:
     def picks(self, step: int, count: int) -> tuple[int, ...]:
         """Return the indices of a step's prompts, in order and without duplicates.
 
-        The result is empty if the curriculum is off. If too few prompts are left, the hardest
-        dropped prompts are drawn again, so that a step always has the requested size.
+        The result is empty if the curriculum is off. If the curriculum has dropped too many
+        prompts, draw the hardest dropped prompts again, so that a step always has the requested
+        size.
         """
         if not self.settings.active:
             return ()
@@ -210,7 +211,7 @@ class PromptChoice:
 
 
 def _weight(settings: Curriculum, rate: float) -> float:
-    """Return the sampling weight of a prompt with this running pass rate."""
+    """Return the sampling weight of a prompt, given its running pass rate."""
     weights = {"uniform": 1.0, "hard": 1 - rate, "uncertain": rate * (1 - rate)}
     return max(weights[settings.sampling], settings.floor)
 

@@ -42,8 +42,8 @@ class EncodedPrompt:
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step of the prompt. None means the training step that is passed with the
-    prompts."""
+    """The training step of the prompt. If the field is None, the caller gives one training step for
+    all prompts."""
 
 
 def encode_prompts(
@@ -90,7 +90,7 @@ class Episodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the requests. Each single-turn episode makes one request."""
+        """Limits of the engine requests, if each single-turn episode makes one request."""
         return Limits(
             sampling=self.sampling,
             requests=len(self.prompts) * self.sampling.group_size,
@@ -257,7 +257,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """The reason why the episode ended. The value has no meaning while the episode runs."""
+    """The reason why the episode ended; has no meaning while the episode runs."""
     version: int = 0
 
     @property
@@ -368,7 +368,7 @@ class MultiTurnEpisodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the requests. Each episode makes one request at a time."""
+        """Limits of the engine requests, if each multi-turn episode makes one request at a time."""
         episodes = len(self.prompts) * self.sampling.group_size
         return Limits(
             sampling=self.sampling,

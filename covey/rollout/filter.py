@@ -39,10 +39,10 @@ def select(
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
     rollouts are correct. The rule of `dynamic` compares success, not reward, because a length
     penalty makes rewards differ even if all completions are correct. `drop_flat` is ScaleRL's rule
-    (2510.13786): keep a group if its rewards are not all equal. `max_age` drops a group if a
-    rollout was sampled more than this many optimizer steps before `version`; 0 keeps all groups.
-    Only the first `most` of the remaining groups are kept. A group is dropped if fewer than
-    `fewest` of its rollouts are scored.
+    (2510.13786): keep a group if its rewards are not all equal. A group is dropped if one of its
+    rollouts was sampled more than `max_age` optimizer steps before `version`. If `max_age` is 0, no
+    group is too old. If more than `most` groups remain, the first `most` groups are kept. A group
+    is dropped if fewer than `fewest` of its rollouts are scored.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
     fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
@@ -79,7 +79,7 @@ def without_truncated(batch: Batch) -> Batch:
 
     Call `without_truncated` after the advantages are computed. Masked rollouts stay in the
     statistics of their group and in the number of sequences. In a mean over rollouts, a masked
-    rollout therefore counts as 0, and the weight of the other rollouts does not change. A mean over
-    the tokens of a step or group only includes the unmasked tokens.
+    rollout counts as 0, and the weight of the other rollouts does not change. A mean over the
+    tokens of a step or group only includes the unmasked tokens.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

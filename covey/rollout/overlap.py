@@ -7,9 +7,10 @@ Overlap has two modes, where k is the staleness in steps:
     copy    an engine with a copy of the weights generates in the background: step s with the
             weights of step s - 1 - k, while the trainer trains on step s - k.
 
-The step number alone, not timing, determines which weights generate a step's rollouts. Repeated and
-resumed runs are therefore bit-identical. Timing matters only with `overlap.in_flight`, because the
-engine then loads new weights immediately, even during generation.
+The step number alone, not timing, determines which weights generate a step's rollouts. Without
+`overlap.in_flight`, repeated and resumed runs are bit-identical. Timing matters only with
+`overlap.in_flight`, because this setting makes the engine load new weights immediately, even during
+generation.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class CopySource:
 
     The thread processes tickets one by one. A ticket requests the rollouts of one step. The
     rollouts of a ticket are generated with the last weights that were published before the ticket
-    was queued. Snapshots store published weights until the engine loads them. There are at most
-    staleness + 1 snapshots.
+    was queued. Snapshots store published weights until the engine loads them. At most
+    `overlap.staleness` + 1 snapshots exist at a time.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -164,11 +165,11 @@ class RolloutQueue:
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """Rollouts by step: those restored from a checkpoint, and those of the current step."""
+    """Rollouts by step: rollouts of the current step, and rollouts restored from a checkpoint."""
     newest: int = 0
     """The last step whose rollouts were requested."""
     choice: PromptChoice | None = None
-    """Chooses prompts by a curriculum. None means that prompts depend only on seed and step."""
+    """Chooses prompts by a curriculum; None if prompts depend only on seed and step."""
 
     def take(self, step: int, share: float) -> StepRollouts:
         """Request rollouts of `step` and perhaps of later steps; return the rollouts of `step`."""
@@ -192,7 +193,7 @@ class RolloutQueue:
         return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
-        """Return the steps whose rollouts are requested now, with the weights before `step`."""
+        """Return the steps whose rollouts the weights at the start of `step` will generate."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":

@@ -47,7 +47,7 @@ def prompts_by_id(
     count: int,
     rounds: int,
 ) -> dict[str, Prompt]:
-    """Return prompts by id. Only the prompts of the step and of its refill rounds are searched.
+    """Return prompts by id; search only the prompts of the step and of its refill rounds.
 
     A task may generate its prompts on demand, so a search through all prompts would take minutes.
     """

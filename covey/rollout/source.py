@@ -29,11 +29,10 @@ class Ticket(NamedTuple):
     version: int
     """Version of the weights that generate the rollouts, counted in optimizer steps."""
     share: float
-    """The fraction of the run that is done, 0 to 1. Reward weights may depend on the progress of
-    the run."""
+    """The fraction of the run that is done, from 0 to 1, which reward weights may depend on."""
     picks: tuple[int, ...] = ()
-    """Indices of the prompts that a curriculum drew; prompts of refill rounds are last. The tuple
-    is empty if there is no curriculum."""
+    """Indices of the prompts that a curriculum drew, with the prompts of refill rounds last; empty
+    without a curriculum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,8 @@ class RolloutSource(Protocol):
         publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
 
     If the source works k steps ahead of training, the groups of step s + k are generated with the
-    weights of step s - 1. The rollouts of every step are taken once, in the order of the steps.
+    weights of step s - 1. The training loop takes the rollouts of every step once, in the order of
+    the steps.
     """
 
     def publish(self, weights: WeightSource, version: int) -> None:
@@ -87,12 +87,12 @@ class RolloutSource(Protocol):
     def pending(self, after: int) -> list[StepRollouts]:
         """Wait for the rollouts of all started steps later than step `after`, and return them.
 
-        The checkpoint of step `after` saves the returned rollouts. A resumed run could not generate
-        these rollouts again, because the weights that generated them no longer exist.
+        The checkpoint of step `after` saves the returned rollouts. A resumed run cannot generate
+        the saved rollouts again, because the weights that generated them no longer exist.
         """
 
     def close(self) -> None:
-        """End background work. The engine itself stays open."""
+        """End background work, but do not close the engine."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class SynchronousSource:
     version: int = field(init=False, default=0)
     started: list[Ticket] = field(init=False, default_factory=list)
     done: dict[int, StepRollouts] = field(init=False, default_factory=dict)
-    """Rollouts that were collected and not yet taken, by step."""
+    """Collected rollouts that the training loop has not taken yet, by step."""
 
     def publish(self, weights: WeightSource, version: int) -> None:
         """Store the new weights, which the engine loads before it generates."""
@@ -131,14 +131,14 @@ class SynchronousSource:
         return self.done.pop(step)
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Return the rollouts that were collected and not yet taken."""
+        """Return the collected rollouts that the training loop has not taken yet."""
         return [self.done[step] for step in sorted(self.done) if step > after]
 
     def close(self) -> None:
         """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Collect the groups of a step with the policy's current weights; log the step's notes."""
+        """Collect the groups of a step with the policy's current weights, and log the messages."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
         self.publish(policy.weights, policy.version)
@@ -151,22 +151,22 @@ class SynchronousSource:
 
 @dataclass(slots=True)
 class _Filling:
-    """A step whose groups are being collected, round by round."""
+    """A training step whose groups are collected in one or more sampling rounds."""
 
     parts: Parts
     ticket: Ticket
     prompts: list[Prompt]
-    """The prompts of the next round. If the list is empty, the step is complete."""
+    """Prompts to sample in the next round; no prompts if the step has all its groups."""
     collected: Collected = field(default_factory=Collected)
     selected: Selected = field(default_factory=lambda: Selected(groups=()))
     rounds: int = 0
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Collected) -> None:
-        """Add the groups of a round; choose the next round's prompts if the step needs more.
+        """Add the groups of a sampling round. If the step needs more, choose the next prompts.
 
-        The prompts of a refill depend on (seed, step, round) only, so refill rounds do not change
-        the prompts of later steps.
+        The prompts of a refill round depend only on the seed, the step and the round number. Refill
+        rounds do not change the prompts of later steps.
         """
         config, step = self.parts.config, self.ticket.step
         interaction = self.parts.interaction
@@ -208,7 +208,7 @@ class _Filling:
         )
 
     def rollouts(self) -> StepRollouts:
-        """Return the rollouts of the complete step."""
+        """Return all collected rollouts of the training step."""
         if not self.selected.groups:
             self._note_empty()
         return StepRollouts(
@@ -233,7 +233,7 @@ class _Filling:
 
 
 def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
-    """Sample, score, penalize and filter the groups of some steps, with the engine's weights.
+    """Sample and score the groups of the given steps, apply the length penalty, and filter.
 
     One engine call generates the completions for the prompts of all steps. With dynamic sampling,
     each refill round is one engine call for all steps that still need groups.
@@ -257,7 +257,7 @@ def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) ->
 
 
 def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[Collected]:
-    """Sample and score the next round of each step, and apply the length penalty."""
+    """Sample and score one round of groups for each step, and apply the length penalty."""
     model = parts.policy.model
     collector = Collector(
         engine=parts.engine,
@@ -288,7 +288,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
 
 
 def _refill_size(missing: int, wanted: int, collected: int) -> int:
-    """Estimate how many more prompts the step needs, from the fraction of groups kept so far."""
+    """Estimate how many more prompts the step needs, from the fraction of usable groups so far."""
     rate = (wanted - missing) / collected
     return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
 

@@ -1,1 +1,1 @@
-"""The run folder: its records, metrics, health checks and trackers, without importing torch."""
+"""The files of a run, its metrics, health checks and trackers. No module here imports torch."""

@@ -1,7 +1,7 @@
-"""The best step of a run by a given metric, used for early stopping and to keep its checkpoint.
+"""Find the best step of a run by one metric, for early stopping and for keeping its checkpoint.
 
-The best step is not stored; it is computed from the records of the run. So a resumed run finds the
-same best step.
+Covey computes the best step from the records of the run and does not store it. A resumed run reads
+the same records and finds the same best step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Best:
     """The name of an evaluation metric, such as `greedy` or `pass@4`, or of a step metric."""
     mode: Literal["highest", "lowest"] = "highest"
     step: int | None = None
-    """The first step that had the best value. The value is None before the first measurement."""
+    """The first step that had the best value; None before the first measurement."""
     value: float = 0.0
     misses: int = 0
     """Number of measurements after the best step."""
@@ -54,7 +54,7 @@ class Best:
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric's value from a row, where the metric is a number or an estimate."""
+    """Return the value of a metric in a row; None if it is missing or not a finite number."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None
@@ -63,7 +63,7 @@ def measured(row: Mapping[str, Any], name: str) -> float | None:
 def best_of(run: RunFolder) -> Best | None:
     """Return the best step, by the metric save.best, among the steps that still have a checkpoint.
 
-    Return None if there is no such step.
+    Return None if save.best is not set, or if no step with a checkpoint has this metric.
     """
     save = settings_of(run).get("save", {})
     if not save.get("best"):
@@ -89,7 +89,7 @@ def best_checkpoint(run: RunFolder) -> Path | None:
 
 
 def check_metric(name: str, *, samples: int) -> None:
-    """Refuse an unknown metric, or a metric that depends on the machine."""
+    """Refuse an unknown metric, or a metric that depends on the machine, such as a time."""
     own = metric(name)
     if own is not None:
         if own.source == MACHINE:

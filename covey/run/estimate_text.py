@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def is_reward(name: str) -> bool:
-    """Whether an estimate of this name is a reward or a reward part, and not a rate in percent.
+    """Whether the name stands for a reward or a reward part; all other estimates are rates.
 
     >>> is_reward("parts/format"), is_reward("pass@4")
     (True, False)
@@ -15,7 +15,7 @@ def is_reward(name: str) -> bool:
 
 
 def value_text(name: str, value: float) -> str:
-    """Return one value as text; rates are in percent.
+    """Return a value as text: a reward as a number, an accuracy or other rate in percent.
 
     >>> value_text("greedy", 0.125), value_text("reward", -0.125)
     ('12.5%', '-0.125')
@@ -35,7 +35,7 @@ def change_text(name: str, change: float) -> str:
 def estimate_text(name: str, estimate: Mapping[str, float]) -> str:
     """Return an estimate with its confidence interval as text.
 
-    An interval of length 0 is left out.
+    Leave out a confidence interval of length 0.
 
     >>> estimate_text("greedy", {"value": 0.0, "low": 0.0, "high": 0.037})
     '0.0% [0.0%, 3.7%]'

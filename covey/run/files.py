@@ -16,13 +16,13 @@ from covey.errors import DiskError, RunError
 
 
 def check_free(path: Path, instead: str = "choose another folder") -> None:
-    """Refuse an output folder that already contains files. An empty folder is allowed."""
+    """Raise RunError if an output folder already contains files."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(f"{path} already contains files; {instead}")
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON line. If the write fails, truncate the file to its earlier length."""
+    """Append one JSON line. If the write fails, restore the file's earlier length."""
     data = (json.dumps(row) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:

@@ -49,10 +49,10 @@ from covey.run.records import Note, episode_row, read_lines, renamed, to_stderr,
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""`kind` in the environment.json of SFT runs; Covey 0.1 wrote "warmup"."""
+"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings. Each line has the step, and
-the old and new value of each changed setting.
+"""Name of the file with a line for each resume that changed settings. Each line of the file has the
+step, and the old and new value of each changed setting.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -120,7 +120,7 @@ class RunFolder:
         append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a table of a step to a file such as rollouts/000012.jsonl.
+        """Write rows, such as the rollouts of a step, to a file such as rollouts/000012.jsonl.
 
         Values that JSON cannot represent become text.
         """
@@ -135,7 +135,7 @@ class RunFolder:
         return renamed(rows, records.OLD_ITEM)
 
     def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the metrics of every readable step, under their current names."""
+        """Return the readable lines of steps.jsonl; rename the metrics of Covey 0.1."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
@@ -145,7 +145,7 @@ class RunFolder:
         return any(row["step"] == step for row in self.steps(lambda text: None))
 
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return every readable evaluation."""
+        """Return the readable lines of eval.jsonl."""
         path = self.path / "eval.jsonl"
         return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
 
@@ -245,7 +245,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write the traceback of another process, whose error ended the run, to failure.txt."""
+        """Write a traceback to failure.txt if an error in another process ended the run."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -272,8 +272,8 @@ class RunFolder:
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
         """Return the steps whose checkpoints were saved.
 
-        Return None if the list of checkpoints is damaged or missing; runs of older versions have no
-        list.
+        Return None if checkpoints.jsonl is damaged or missing. Older versions of Covey did not
+        write checkpoints.jsonl.
         """
         problems: list[str] = []
         path = self.path / "checkpoints.jsonl"
@@ -289,7 +289,7 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def in_use(self) -> bool:
-        """Return whether another process trains the run."""
+        """Return whether another process is training the run."""
         if not (self.path / ".lock").exists():
             return False
         try:
@@ -350,9 +350,9 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 
 
 def check_new_run(path: Path, instead: str = "") -> None:
-    """Raise an error if the folder of a new run has files; called before a model is loaded.
+    """Before a model is loaded, raise an error if the folder of a new run has files.
 
-    The text `instead` is the advice in the error message.
+    The error message ends with the text `instead`, which advises the user what to do.
 
     A run that failed before its first step may be replaced.
     """
@@ -373,7 +373,7 @@ def set_aside_failed(path: Path) -> str:
 
 
 def _failed_early(path: Path) -> bool:
-    """Whether the run in a folder failed before it finished a step or saved a checkpoint."""
+    """Whether a run failed before it finished a step or saved a checkpoint."""
     run = RunFolder(path)
     failed = _has_no_step(path) and (path / FAILURE).is_file()
     return failed and not any((path / "checkpoints").glob("*")) and not run.in_use()

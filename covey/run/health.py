@@ -1,4 +1,4 @@
-"""Health of a run: findings in the metrics of its steps, each with the settings to change.
+"""Run the health checks on the metrics of a run, and suggest settings to change.
 
     for finding in Health(settings).add(row): ...     while training
     timeline(run.steps(), settings)                   afterwards
@@ -19,7 +19,7 @@ from covey.run.health_checks import CHECKS, Check, Settings, Times
 from covey.run.history import History
 
 REPEAT = 50
-"""A finding that persists is logged again after this many steps."""
+"""Number of steps after which Covey logs a finding again if the problem persists."""
 SILENCE, SILENT_SECONDS = 10, 60.0
 """A run counts as stalled if it logs no step for 10 times the median time of a step, and for at
 least 60 seconds."""
@@ -35,11 +35,11 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Lines to change in the configuration. Changing one of the listed lines may be enough."""
+    """Suggested configuration lines. Adopting one suggested line may be enough."""
     also: str
-    """A remedy that is not a setting, or an empty text."""
+    """A remedy that is not a setting; empty if there is none."""
     problem: bool
-    """Whether the finding is a problem, and not only information."""
+    """True for a problem; False for information only."""
     until: int | None = None
     """The last step that shows the problem. The value is None if the newest step still shows the
     problem."""
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Health:
-    """Runs all checks on the steps of a run, one by one."""
+    """Runs all health checks after each step of a run."""
 
     settings: Settings = field(default_factory=dict)
     history: History = field(default_factory=History)
@@ -105,10 +105,10 @@ class Health:
 
 
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
-    """Yield the lines of the configuration to change.
+    """Yield the configuration lines that a health check suggests, such as `objective.beta = 0.01`.
 
-    Settings that already have the suggested value, or that the algorithm does not use, are left
-    out.
+    Leave out settings that already have the suggested value, and settings that the algorithm does
+    not use.
     """
     for key, wanted in check.change:
         section, _, name = key.partition(".")
@@ -138,7 +138,7 @@ def _toml(value: Any) -> str:
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
     """Return all findings in the steps of a run, in the order in which the checks found them.
 
-    Findings of the same step have the order of `CHECKS`, in which causes come before effects.
+    Findings of the same step are sorted as in `CHECKS`: causes before effects.
     """
     health, before = Health(settings), 0
     found: list[tuple[int, Finding]] = []
@@ -160,7 +160,7 @@ def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Find
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
-    """Return a finding if an active run has logged no step for too long (`seconds`)."""
+    """Return a finding if an active run has stalled; its last step was logged `seconds` ago."""
     times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
     if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
         return None

@@ -23,15 +23,15 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps whose metrics the check uses. A finding says that the problem started at the
-    first step that the check uses."""
+    """Number of steps whose metrics the check uses. A finding reports the first of the checked
+    steps as the start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
-    """Settings to change, each with a new value or with a factor of the current value (`Times`)."""
+    """Settings to change, each with a new value or a factor (`Times`) for its current value."""
     also: str = ""
     """A remedy other than a change of settings."""
     problem: bool = True
-    """Whether the finding is a problem, or only information."""
+    """True if a finding of the check is a problem; False if it is information only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Times:
 
     factor: float
     instead_of_zero: float = 0.0
-    """The value to set if the setting is 0."""
+    """The suggested value if the setting is now 0, because a factor cannot change 0."""
 
 
 _SLOWER = ("optimizer.learning_rate", Times(0.5))

@@ -4,8 +4,8 @@ Each public function looks for one problem in the last steps. Each function retu
 describes the problem, or None if there is no problem.
 
 If the metrics registry has a healthy range for a metric, values outside this range are a symptom.
-Rewards of healthy runs are noisy too. A change of the reward is therefore a symptom only if it is
-large compared with the noise of the same run.
+Rewards are noisy even in healthy runs. A change of the reward is a symptom only if it is large
+compared with the noise of the run's rewards.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
     The reward counts as rising if it rises by more than 5 standard errors. A reward part counts as
-    falling if it falls by more than 3 standard errors. The limit for a fall is lower, because
-    chance rarely causes a rise and a fall at the same time.
+    falling if it falls by more than 3 standard errors. The limit for a falling reward part is lower
+    than for a rising reward, because both rarely happen together by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -183,7 +183,7 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the mean of a metric over the last steps minus its earlier mean, `old`.
+    """Return the mean of a metric over the last steps minus `old`, its mean in earlier steps.
 
     A change of less than `errors` standard errors counts as 0.
     """

@@ -15,7 +15,7 @@ KEPT = 60
 START = 5
 """Number of steps at the start of a run that are averaged into a metric's initial value."""
 BLOCK = 5
-"""Number of steps in a block; the means of two blocks are compared."""
+"""Number of steps in a block. Health checks compare the mean of a metric in two blocks."""
 REWARD = "objective/scores"
 
 
@@ -29,7 +29,7 @@ class History:
     most: dict[str, float] = field(default_factory=dict)
     """The largest absolute value of each metric."""
     best: float = -math.inf
-    """The highest mean reward of a block of steps. The most recent blocks are not included."""
+    """The highest mean reward of any block of steps, without the most recent blocks."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -52,9 +52,9 @@ class History:
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
-        """Return a metric's values in `count` steps, the last of which was `before` steps ago.
+        """Return the values of a metric in `count` successive steps that ended `before` steps ago.
 
-        The result is [] if a value is missing.
+        Return [] if the metric is missing in one of the steps.
         """
         stop = len(self.rows) - before
         if stop < count:

@@ -324,11 +324,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "warmup/": "sft/",
     }
 )
-"""Prefix of a metric name in Covey 0.1 -> current prefix."""
+"""Maps the prefix of a metric name in Covey 0.1 to the current prefix."""
 OPEN_INSTRUCT: Mapping[str, str] = MappingProxyType(
     {entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct}
 )
-"""Metric name in open-instruct -> name in Covey, for metrics whose names differ."""
+"""Maps the name of a metric in open-instruct to its name in Covey, if the names differ."""
 
 
 def current_name(name: str) -> str:

@@ -157,14 +157,14 @@ SAVED: Shape = TypeAdapter(_Saved)
 ANY_OBJECT: Shape = TypeAdapter(Row)
 
 TAIL = 64 * 1024
-"""The last row of a file is searched for in this many bytes at the end of the file."""
+"""Number of bytes at the end of a file in which Covey looks for the last row."""
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
-"""Field names of Covey 0.1 -> current names."""
+"""Maps the field names of Covey 0.1 to the current field names."""
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """Return rows with the current field names."""
+    """Replace the field names of Covey 0.1 in some rows by the current field names."""
     return [{names.get(name, name): value for name, value in row.items()} for row in rows]
 
 
@@ -276,7 +276,7 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def last_row(path: Path) -> Row:
-    """Return the last readable line that has a step; {} if the end of the file has none."""
+    """Return the last readable row with a step; {} if the last 64 KiB of the file have none."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -318,7 +318,7 @@ def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
 
 
 def episode_row(rollout: Rollout) -> Row:
-    """Return the extra fields of a multi-turn rollout's row, or none for a single completion."""
+    """Return the fields that only multi-turn rollouts have in their row; {} for other rollouts."""
     if rollout.episode is None:
         return {}
     return {
@@ -354,9 +354,9 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 
 
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each turn of a row, and whether the turn was trained.
+    """Yield a line of text for each turn of a rollout, and whether the policy was trained on it.
 
-    For a single-turn rollout, nothing is yielded.
+    Yield nothing for a single-turn rollout.
     """
     segment = 0
     for turn in row.get("turns", ()):

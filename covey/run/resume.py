@@ -1,9 +1,9 @@
-"""Choose the checkpoint from which a run resumes, and move the records of later steps away.
+"""Choose the checkpoint from which a run resumes, and set aside the records of later steps.
 
 A run resumes from the newest checkpoint that it saved, and never deletes records. If the newest
-checkpoint is missing or damaged, the command stops and prints the step to pass as `--step`. Records
-of later steps move to superseded/1, superseded/2 and so on, under the same names. This module does
-not import torch.
+checkpoint is missing or damaged, the command stops and prints the step to pass as `--step`. The
+records of steps after the checkpoint move to the folder superseded/1, at the next resume to
+superseded/2, and so on. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from covey.run.records import (
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
            "checkpoints.jsonl": SAVED}  # fmt: skip
-"""Files with one line per step. checkpoints.jsonl is last, because it decides the resume step."""
+"""Files with lines for steps. checkpoints.jsonl is last, because it sets the resume step."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders that contain one file or folder per step. Each value is the suffix of the file names,
-which is empty for folders. Only Covey 0.1 had the folder "review"."""
+"""Folders that contain one file or folder per step. Each value is the file name suffix, or an empty
+string for folders. Only Covey 0.1 had the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class Start:
 
     step: int = 0
     checkpoint: Path | None = None
-    """The checkpoint to load. None means the model that the run was started with."""
+    """The checkpoint to load. None means that the run starts from its initial model."""
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
     """Return the point from which a run resumes: the given step, or the run's newest checkpoint.
 
-    If the checkpoint is missing or damaged, raise RunError, which says what to do. `save_every` is
-    the number of steps between checkpoints. `save_every` is used only for runs of older versions,
-    which have no checkpoints.jsonl.
+    If the checkpoint is missing or damaged, raise RunError with advice on what to do. `save_every`
+    is the number of steps between checkpoints. `save_every` is used only for runs of older versions
+    of Covey, which have no checkpoints.jsonl.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -137,7 +137,7 @@ def resume_command(run: RunFolder) -> str:
 
 
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
-    """Move all records of steps after `start` to superseded/N; return that folder, if any.
+    """Move all records of steps after `start` to superseded/N; return the folder if it exists.
 
     A run that starts again from step 0 also repeats the evaluation of step 0.
     """
@@ -171,8 +171,8 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
     """Return the whole content of a file, the lines to keep and the lines to move, as bytes.
 
-    Lines of steps up to `keep` and unreadable lines are kept. An unfinished last line is moved,
-    like the lines of later steps.
+    Keep unreadable lines and the lines of steps up to step `keep`. Move the lines of later steps
+    and an unfinished last line.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

@@ -1,10 +1,10 @@
 """The log of reward changes between runs: each change, its reason and its effect.
 
-When a run starts, its reward is compared with the reward of the previous run of the same task in
-the same folder. If the identities of the two rewards differ, the run records the change in
-reward_change.json, with the reason and the expected effect from the configuration. The file does
-not contain the observed effect of the change. Commands that show the observed effect compute it
-from the evaluations of both runs. This module does not import torch.
+When a run starts, Covey compares its reward with the reward of the previous run of the same task in
+the same folder. If the reward differs, the run writes reward_change.json, with the reason and the
+expected effect from the configuration. The file reward_change.json does not contain the observed
+effect. Covey computes the observed effect of a reward change from the evaluations of the two runs.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RewardChange:
     """Identity of the previous reward: name, version and hash of options and source."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """The settings in [reward] that differ, with the old and the new value. The mapping is empty if
-    only the source code differs.
+    """The settings in [reward] that differ, with the old and the new value. No settings are listed
+    if only the source code of the reward differs.
     """
     reason: str = ""
     expected_effect: str = ""
@@ -53,7 +53,7 @@ class RewardChange:
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
     """Compare the reward of a new run with the reward of the previous run.
 
-    If the two rewards differ, record and return the change.
+    If the rewards of the two runs differ, write reward_change.json and return the change.
     """
     mine = run.environment(_ignore)
     previous = _previous(run, settings_of(run))
@@ -79,7 +79,7 @@ def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardCh
 
 
 def read_change(run: RunFolder) -> RewardChange | None:
-    """Return the change that a run has recorded; None if there is none, or it is unreadable."""
+    """Return the reward change in a run's reward_change.json; None if the file is not readable."""
     try:
         found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
         settings = {str(k): (str(a), str(b)) for k, (a, b) in found["settings"].items()}
@@ -139,7 +139,7 @@ class Logged:
 
 
 def logged_change(run: RunFolder) -> Logged | None:
-    """Return the change of a run's reward with its observed effect; None without a change."""
+    """Return a run's reward change with its observed effect; None if the reward did not change."""
     change = read_change(run)
     if change is None:
         return None
@@ -148,15 +148,15 @@ def logged_change(run: RunFolder) -> Logged | None:
 
 
 def reward_log(parent: Path) -> list[Logged]:
-    """Return the reward changes of the runs in a folder, in the order of their names."""
+    """Return the reward changes of the runs in a folder, sorted by the names of the runs."""
     return [found for run in list_runs(parent) if (found := logged_change(run)) is not None]
 
 
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
     """Compare the last evaluations of two runs.
 
-    Accuracies are comparable only if both runs were evaluated with the same reward, which the
-    setting evaluate.reward can ensure.
+    Accuracies are comparable only if both runs were evaluated with the same reward. To ensure this,
+    set evaluate.reward.
     """
     old, new = (run.evaluations(_ignore)[-1:] for run in (before, after))
     if not old or not new:
@@ -177,10 +177,10 @@ def observed_effect(before: RunFolder, after: RunFolder) -> str:
 def _pairs(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Sequence[tuple[str, float, float, str]]:
-    """Return the old and new value of each number that both evaluations have.
+    """Return the old and new value of the greedy accuracy and of each reward part in both rows.
 
-    The last item of each tuple is empty, or says that the confidence intervals of the values
-    overlap.
+    The last item of each tuple is a text. The text is not empty if the confidence intervals of the
+    two values overlap.
     """
     a, b = old["greedy"], new["greedy"]
     apart = b["low"] > a["high"] or b["high"] < a["low"]

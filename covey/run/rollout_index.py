@@ -1,7 +1,8 @@
 """Index of a rollout file: the offset and some fields of each line, for the web page.
 
-A rollout file may be a gigabyte in size. Each request of the web page indexes further lines for a
-fraction of a second. A full rollout is read from its offset in the file when the page shows it.
+A rollout file may be a gigabyte in size. To answer fast, each request of the web page spends only a
+fraction of a second on indexing more lines of the rollout file. A full rollout is read from its
+offset in the file when the page shows it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The beginning of the prompt. The field `target` also contains only the beginning of the
-    text."""
+    """The index stores only the beginning of the prompt and of the target."""
     target: str
     text: int
     """Hash of the text; completions with the same hash have the same text."""
@@ -91,7 +91,7 @@ class RolloutIndex:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def update(self, seconds: float) -> None:
-        """Read and index further lines for at most this many seconds."""
+        """Index more lines of the file, for at most the given number of seconds."""
         until = time.monotonic() + seconds
         with self._lock:
             with open_file(self.path) as file:
@@ -165,7 +165,8 @@ class RolloutIndex:
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the numbers of the lines that contain `words` in their prompt, target or text.
 
-        Also return whether the whole file was searched within the given seconds.
+        Also return whether the search reached the end of the file within the given number of
+        seconds.
         """
         until = time.monotonic() + seconds
         found: set[int] = set()

@@ -1,6 +1,6 @@
 """A Markdown page with the completions of a step that have the highest and lowest rewards.
 
-Curves do not show reward hacking, but the completions with the highest rewards do.
+Training curves do not show reward hacking, but the completions with the highest rewards do.
 """
 
 from __future__ import annotations

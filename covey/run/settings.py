@@ -1,4 +1,4 @@
-"""The settings of a run by dotted name: which of them differ, or were edited since its start."""
+"""Compare the settings of two runs, or of one run at its start and now."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
 
 MOST_NAMED = 8
-"""Maximum number of edited settings that a note names. If more settings were edited, the note
-contains only the number of edited settings.
+"""Maximum number of edited settings that a message lists by name. If more settings were edited, the
+message gives only the number of the others.
 """
 
 
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
-    """Return a note on the settings edited since the run was started; None if there are none.
+    """Return a message about settings edited since the run started; None if none were edited.
 
-    Settings that were changed by a resume do not count as edited.
+    Settings that the user changed when resuming the run do not count as edited.
 
-    Runs of older versions do not record the settings at their start.
+    Return None for runs of older Covey versions, which did not record the settings at the start.
     """
     if environment.get("config") is None:
         return None
@@ -55,7 +55,7 @@ def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 def changed_settings(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by dotted name, with both values; None if not set.
+    """Return the old and new value of each setting that differs; None for a missing value.
 
     >>> changed_settings({"train": {"steps": 5, "epochs": 1}}, {"train": {"steps": 7, "epochs": 1}})
     {'train.steps': (5, 7)}

@@ -30,8 +30,8 @@ _OVERHEAD = 64 << 20
 """Memory in bytes for the harness, the files of the interpreter, and data structures of the
 kernel."""
 _HELPERS = 4
-"""Number of processes in a cgroup besides those of the program. These processes are bubblewrap, the
-harness, and one child process of each.
+"""Number of processes in a cgroup that do not belong to the program: bubblewrap, the harness, and
+one child process of each.
 """
 _REMOVE_SECONDS = 1.0
 _numbers = itertools.count()
@@ -93,10 +93,10 @@ def parent_here() -> Path | None:
 
 
 def find_parent(mountinfo: str, membership: str) -> Path | None:
-    """Find a directory where cgroups with limits can be made, from our own cgroup upwards.
+    """Find a directory in which to make cgroups with limits: our own cgroup or one of its parents.
 
-    A process that leaves a cgroup escapes its limits. So a parent cgroup is used only if our own
-    cgroup, and every cgroup between our own and the parent, has no limits.
+    A process that leaves a cgroup escapes the limits of the cgroup. Use a parent cgroup only if our
+    own cgroup, and every cgroup between our own and the parent, has no limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -133,9 +133,8 @@ def _is_limited(folder: Path) -> bool:
 def _enable_controllers(folder: Path) -> bool:
     """Delegate controllers to the children of a cgroup.
 
-    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. The
-    processes of the cgroup are therefore moved to a child cgroup, if all of them belong to our
-    session.
+    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. If
+    all processes of the cgroup belong to our session, move them to a child cgroup first.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):
@@ -232,7 +231,7 @@ def remove(folder: Path) -> None:
 
 
 def _set(file: Path, text: str) -> None:
-    """Write to a control file of a cgroup. Files of optional controllers may be missing."""
+    """Write to a control file of a cgroup. Ignore missing optional control files."""
     optional = ("cpu.max", "memory.swap.max", "cgroup.kill")
     if file.name in optional and not file.exists():
         return

@@ -1,9 +1,9 @@
-"""The harness: the first process in the sandbox, which runs the program in one child per case.
+"""The harness: the first process in the sandbox. It runs each test case in a child process.
 
-The package covey is not in the sandbox. The compiled code of the harness is therefore sent into the
-sandbox with the job. The harness imports only fast modules (hence `_json` and `_signal`), because
-every program gets its own sandbox. The harness never runs the program itself. The harness does not
-know the expected results, so no program can read expected results.
+The sandbox does not contain the package covey, so Covey sends the compiled code of the harness into
+the sandbox with the job. Every program gets its own sandbox, so the harness must start fast and
+imports only small modules such as `_json` and `_signal`. The harness never runs the program itself.
+The harness does not know the expected results, so no program can read expected results.
 
 As process 1 of its namespace, the harness gets no signals from other processes of the namespace.
 When the harness ends, all processes of the namespace die.
@@ -36,7 +36,7 @@ Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run every case, and report each case as a line of numbers followed by its outputs."""
+    """Run every test case; report each case as a line of numbers, followed by its outputs."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
@@ -145,7 +145,7 @@ class Watch:
 def supervise(
     job: dict[str, Any], given: bytes, pipes: list[Pipe], child: int, report: int, deadline: float
 ) -> tuple[int, int, list[bytes]]:
-    """Wait for a child, or kill it at a limit, and kill all other processes of the case."""
+    """Wait until a test case ends or exceeds a limit, then kill all its processes."""
     watch = Watch(given, pipes, job["output_bytes"], report)
     why, status, pause = "", None, 1.0
     looked = time.monotonic()
@@ -188,7 +188,7 @@ def reap(child: int) -> int | None:
 
 
 def end_all(child: int, isolated: bool) -> int:
-    """Kill all processes of the case; return the child's status, or 0 if it was already reaped."""
+    """Kill all processes of a test case; return the child's status, or 0 if already reaped."""
     found = 0
     # Without isolation, -1 would mean every process of the user.
     targets = (-1,) if isolated and os.getpid() == 1 else (-child, child)
@@ -234,7 +234,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return a column of the lines that begin with `starts`, as integers; [] without a file."""
+    """Return one column of the lines that begin with `starts`, as integers; [] on a read error."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -243,7 +243,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 
 
 def empty(place: str) -> None:
-    """Remove the files of a case before the next case.
+    """Remove the files of a test case before the next test case.
 
     Nested directories are first moved up, because the path of a deep directory can be too long.
     """
@@ -260,7 +260,7 @@ def empty(place: str) -> None:
 
 
 def remove_files(folder: str) -> list[str]:
-    """Remove the files of a directory, and return its subdirectories, which are made accessible."""
+    """Remove the files of a directory; make its subdirectories accessible and return them."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -273,7 +273,7 @@ def remove_files(folder: str) -> list[str]:
 
 
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
-    """Run a case in this process, and exit with Python's exit code, without a slow cleanup."""
+    """Run a test case in this process, and exit with Python's exit code, without slow cleanup."""
     code = 0
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
@@ -300,7 +300,7 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
-    """Run the program, then evaluate the case's call, if any, and send its value."""
+    """Run the program. If the test case has a call, evaluate the call and send its value."""
     if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
         os.chdir(str(number))
@@ -329,7 +329,7 @@ def exit_code(argument: object) -> int:
 
 
 def set_limits(job: dict[str, Any]) -> None:
-    """Set resource limits for the harness. Its child processes inherit these limits."""
+    """Set the resource limits of the harness, which its child processes inherit."""
     limits = {
         "AS": job["memory_bytes"],
         "FSIZE": job["file_bytes"],

@@ -1,11 +1,11 @@
 """The bubblewrap command line that isolates a process.
 
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
-separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root, a
-sandbox therefore gets no user namespace. For root, bubblewrap keeps only the right to change users,
-and the harness uses this right to switch to a separate user id. The user id must be unique, because
-the limit counts all processes of a user on the machine. In some containers root cannot switch to
-another user id; there, root is treated as an ordinary user.
+separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root,
+the sandbox has no user namespace, and the harness switches to a separate user id. For this switch,
+bubblewrap lets root keep the right to change users, and no other right. The user id must be unique,
+because the process limit counts all processes of a user on the machine. In a container where root
+cannot switch to another user id, Covey treats root as an ordinary user.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def package_places() -> list[str]:
 
 
 def command(file_bytes: int) -> list[str]:
-    """Return the beginning of the command line, to which the command to isolate is appended.
+    """Return the bubblewrap command line without the command to isolate, which comes last.
 
     The command line does not contain the seccomp filter, which bubblewrap reads from a file
     descriptor.

@@ -14,15 +14,15 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 class Limits:
     """Resource limits.
 
-    Limits on time and output apply to each case. Limits on memory, processes and files apply at
-    every moment.
+    Limits on time and output apply to each test case. Limits on memory, processes and files apply
+    at every moment.
     """
 
     cpu_seconds: int = 4
     """The limit on CPU time of each process."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """The time limit of all cases together; a case that cannot start in time counts as timed
+    """The time limit of all test cases together. A case that cannot start in time counts as timed
     out."""
     memory_bytes: int = 512 << 20
     """The memory limit of each process; with isolation, also of all processes and sockets
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a case."""
+    """The outcome of a test case."""
 
     ended: Ended
     exit_code: int = 0

@@ -1,4 +1,4 @@
-"""Runs an untrusted program: each program in its own sandbox, each case in its own process."""
+"""Run each untrusted program in its own sandbox, and each test case in its own process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BOOTSTRAP = (
     "names['main'](job)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
-"""Options of the interpreter. The option -I is missing, because it makes Python ignore
+"""Command-line options of Python. The option -I is missing, because with -I Python ignores
 PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
@@ -46,7 +46,7 @@ _HEADER = re.compile(
 def run_program(
     program: str, cases: Sequence[Case], *, limits: Limits | None = None, unsafe: bool = False
 ) -> list[Outcome]:
-    """Run a Python program once per case, and return how each case ended.
+    """Run a Python program once per test case, and return the outcome of each test case.
 
     `unsafe` runs the program as an ordinary process with all rights of its user. With `unsafe`,
     only the limits on time and on each single process apply.
@@ -73,7 +73,7 @@ def run_program(
 
 
 def mark() -> str:
-    """Return the text that marks the command line of every sandbox of this process."""
+    """Return a text with this process's id, which marks the command lines of its sandboxes."""
     return f"covey-sandbox-of-{os.getpid()}"
 
 
@@ -90,7 +90,7 @@ def require_isolation() -> None:
 
 @cache
 def isolation_problem() -> str:
-    """Return the reason why this machine cannot isolate programs; an empty text if it can."""
+    """Return why this machine cannot isolate programs; an empty string if it can."""
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):
@@ -209,7 +209,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _read_reports(data: bytes, cases: int) -> list[Outcome]:
     """Parse the reports of the harness.
 
-    Cases without a report were killed together with the harness.
+    Test cases without a report were killed together with the harness.
     """
     outcomes: list[Outcome] = []
     at = 0

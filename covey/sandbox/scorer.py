@@ -1,7 +1,7 @@
 """A persistent sandbox for scorers that evaluate text and are slow to import.
 
-`run_program` starts a sandbox for each program. This module's sandbox imports the scorer once and
-forks a child for each text, which takes milliseconds (see `server.py`).
+`run_program` starts a sandbox for each program. The sandbox of this module imports the scorer once.
+For each text, the sandbox forks a child, which takes milliseconds (see `server.py`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LONGEST = LIMITS.wall_seconds + 1.0
 """Maximum seconds to score one text."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""A setting for huge pages of 2 MiB. Huge pages make a fork faster, because the page table that the
-fork copies is smaller. Only the allocator of glibc requests huge pages. On a machine without huge
-pages, the setting has no effect."""
+"""Environment variables that make Python use the memory allocator of glibc, and make glibc request
+huge pages (2 MiB). Huge pages make a fork faster, because the page table that the fork copies is
+smaller. On a machine without huge pages, the environment variables have no effect."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """
@@ -67,9 +67,9 @@ class Sandboxed:
 
     The last module in `modules` defines the functions `load`, `prepare` and `score`. `load()`
     imports slow packages. `prepare(trusted)` turns the trusted part of a request into the input of
-    `score(prepared, text)`. Only `score` reads the text, in a separate process, and returns a
-    number from 0 to 1. The sandbox hides the package covey, so the source of `modules` is sent into
-    the sandbox. Each module may import the modules before it and installed packages.
+    `score(prepared, text)`. Only `score` reads the text. `score` runs in a separate process and
+    returns a number from 0 to 1. The sandbox hides the package covey, so the source of `modules` is
+    sent into the sandbox. A module may import installed packages and earlier modules in `modules`.
     """
 
     modules: tuple[str, ...]
@@ -98,7 +98,7 @@ class Sandboxed:
         return None
 
     def close(self) -> None:
-        """End the sandbox. If another text is scored later, a new sandbox is started."""
+        """End the sandbox. The next call of `score` starts a new sandbox."""
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return  # the sandbox belongs to a parent process

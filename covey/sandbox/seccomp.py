@@ -1,9 +1,9 @@
 """The seccomp filter (classic BPF), which limits the system calls of a sandboxed program.
 
-The filter blocks what namespaces and resource limits do not block. The filter is an allow-list:
-every system call that is not on the list fails. The allow-list excludes network sockets, and parts
-of the kernel that programs do not need. The allow-list also excludes memory that no limit counts:
-memfd, System V objects, message queues and anonymous shared memory.
+The seccomp filter blocks system calls that namespaces and resource limits do not block. The filter
+is an allow-list: every system call that is not on the list fails. The allow-list excludes network
+sockets, and parts of the kernel that programs do not need. The allow-list also excludes memory that
+no limit counts: memfd, System V objects, message queues and anonymous shared memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (
 
 @cache
 def filter_program(machine: str = "") -> bytes | None:
-    """Return the filter for an architecture, by default this machine's; None if it is unknown."""
+    """Return the seccomp filter for an architecture; None if the architecture is unknown."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None

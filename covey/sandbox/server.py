@@ -2,8 +2,8 @@
 
 The class `Sandboxed` in `scorer.py` sends the code of this server into the sandbox, with the
 modules that the server needs. The server imports slow packages once. For each request, the server
-forks a child, which scores one text and ends. So every text is scored in the same fresh state, and
-no text can change how later texts are scored.
+forks a child, which scores one text and ends. Every text is scored in the same fresh state, so no
+text can change how later texts are scored.
 
 The server passes each text on to a child process without parsing it. The child process that scores
 a text cannot reach the server. The server is process 1 of its namespace, its directory in /proc is

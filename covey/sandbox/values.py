@@ -1,8 +1,8 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
-A program's result is untrusted JSON. The comparison visits only the parts that the expected value
-has, so its time is limited by the size of the expected value. No Python object is ever created from
-the program's own classes.
+A program's result is untrusted JSON. The comparison visits at most as many items as the expected
+value has, so a huge result does not slow it down. No Python object is ever created from the
+program's own classes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def matches(expected: object, reply: bytes) -> bool:
 
     The value of the call is JSON that the process of the program wrote.
 
-    Types must be equal too, as in Python: a list does not equal a tuple. A number equals an
-    expected float if the relative difference is at most 1e-6. For an expected 0.0, the absolute
-    difference must be at most 1e-12. A numpy array equals the list or tuple of its items, and a
-    Fraction or Decimal equals its number.
+    Values of different types are not equal, as in Python: a list does not equal a tuple. A number
+    equals an expected float if the relative difference is at most 1e-6. For an expected 0.0, the
+    absolute difference must be at most 1e-12. A numpy array equals the list or tuple of its items,
+    and a Fraction or Decimal equals its number.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)

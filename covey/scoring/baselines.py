@@ -22,14 +22,14 @@ from covey.types import Prompt
 FLAGGED = 0.2
 """Success rate above which a baseline is flagged as a shortcut that a policy will find."""
 FEWEST = 16
-"""A baseline is flagged only if it was scored on at least this many prompts. With fewer prompts,
-successes may be chance."""
+"""Minimum number of prompts for flagging a baseline. On fewer prompts, a baseline may succeed by
+chance."""
 LONGEST_TARGET = 64
 """Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
-"""Number of most frequent targets that are scored as constant answers."""
+"""Number of constant answers to score, taken from the most frequent targets."""
 FORMAT_PROMPTS = 4
-"""Number of prompts on which answer formats are tried."""
+"""Number of prompts used to find the answer format that scores best."""
 REMEDY = (
     "balance the targets of the data, leave out prompts with the most frequent one, or choose "
     "other sizes of the task; judge a policy by its gain above this baseline"
@@ -42,10 +42,10 @@ class Baseline:
 
     success: float
     reward: float | None = None
-    """Mean reward. The mean reward is None if the success rate was computed from the targets,
-    without scoring."""
+    """Mean reward. None if Covey computed the success rate from the targets, without calling the
+    reward."""
     answer: str = ""
-    """The constant answer, if the baseline is a constant answer."""
+    """The constant answer; empty for other baselines."""
     prompts: int
     """Number of prompts on which the baseline was scored."""
 
@@ -100,7 +100,7 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether baselines may be scored: not if the reward is a user's function or an LLM judge.
+    """Whether Covey may score baselines: not if the reward is a user's function or an LLM judge.
 
     Calling a user's function or a judge may cost money or have side effects.
     """
@@ -134,7 +134,7 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
     """Return the baseline that always answers with the most frequent target, without scoring it.
 
-    The success rate of this baseline is the frequency of the target. Return None if the targets are
+    The success rate is the frequency of the most frequent target. Return None if the targets are
     not short answers.
     """
     frequent = _frequent(prompts)

@@ -17,7 +17,7 @@ from covey.scoring.pool import Pool
 class _Done:
     """Finished results.
 
-    A Future is not used, because its locks would take as much time as a quick reward.
+    The locks of a Future would take as much time as a quick reward.
     """
 
     results: list[ScoreResult]
@@ -43,11 +43,11 @@ class InlineScorer:
         return _Done(score_job(self.reward, job))
 
     def events(self) -> list[str]:
-        """Return no events, because there is no process."""
+        """Return no events, because this scorer has no worker processes."""
         return []
 
     def close(self) -> None:
-        """Do nothing, because there is no process to end."""
+        """Do nothing, because this scorer has no worker processes."""
 
 
 def make_scorer(

@@ -23,10 +23,9 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The fraction of the run that is done, 0 to 1. Reward weights may depend on this fraction of
-    the run."""
+    """The fraction of the run that is done, from 0 to 1, which reward weights may depend on."""
     call: Call = NO_CALL
-    """Other arguments that a user's function may have."""
+    """Other arguments that a user's reward function may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """The scoring pool: worker processes, which are killed if they exceed the time limit.
 
-One thread manages each process. The thread sends a few jobs at a time, receives the results, and
-replaces the process when a job takes too long or the process dies. The job that made the process
-fail gets no reward. Jobs that waited in the process return to the front of the queue. If several
-jobs ran when the process failed, the cause is unknown, and each job is scored again alone.
+One thread manages each worker process. The thread sends a few jobs at a time and receives the
+results. If a job takes too long or the worker process dies, the thread starts a new worker process.
+The job that made a worker process fail gets no reward. Jobs that the worker process had not started
+return to the front of the queue. If a worker process fails while several jobs run in it, Covey runs
+each of these jobs again, one at a time.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from covey.subprocesses import how_ended, module_command, pickled
 START_SECONDS = 120.0
 EXIT_SECONDS = 5.0
 GRACE_SECONDS = 1.0
-"""Extra time for a process to cancel its own concurrent jobs after the time limit."""
+"""Extra seconds in which a worker process can cancel its concurrent jobs after the time limit."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""Seconds of work that a process gets at once: many quick jobs, or one slow job."""
+"""Seconds of work that a worker process gets at once: many quick jobs, or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
@@ -109,8 +110,8 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs whose process was killed from outside. A job whose process was killed from outside
-        is scored a second time."""
+        """Jobs that run a second time, because their worker process was killed, for example by the
+        OOM killer."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
@@ -251,7 +252,7 @@ class Pool:
     def _run(self, worker: Worker, jobs: list[QueuedJob]) -> bool:
         """Send jobs to a worker process, and receive the results.
 
-        Return whether the process is still usable.
+        Return whether the worker process can run more jobs.
         """
         waiting = dict(enumerate(jobs))
         too_long = f"took longer than {self._timeout:g} seconds"
@@ -298,7 +299,7 @@ class Pool:
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
         """Mark the job that hung or crashed as failed, and put the other jobs back into the queue.
 
-        If several jobs ran concurrently, all of them are queued again to run alone.
+        If several jobs ran concurrently, put all of them back into the queue, to run one at a time.
         """
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:

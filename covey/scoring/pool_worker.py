@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def prepare() -> None:
-    """Set this process to die with its parent and to be the first choice of the OOM killer."""
+    """Make this process end with its parent, and make it the first choice of the OOM killer."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -57,8 +57,8 @@ def loaded(
 
     Before the object is loaded, the memory limit of this process is set.
 
-    The function `then` is called with the object. If loading the object or calling `then` raises an
-    exception, the exception is sent to the pool.
+    The function `then` is called with the object. If unpickling or `then` raises an exception, send
+    the exception to the pool.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

@@ -29,8 +29,8 @@ class DatasetTask:
     evaluation: Sequence[Prompt] | None = None
     """The prompts for evaluations. By default, the fraction `share` of `prompts` is held out."""
     conversational: bool = False
-    """Whether prompts are lists of messages. For prompts that are lists of messages, reward
-    functions also get completions as messages."""
+    """Whether prompts are lists of messages. If prompts are lists of messages, reward functions get
+    each completion as a list of messages too."""
     share: float = HELD_OUT_SHARE
     name: str = NAME
 
@@ -45,8 +45,7 @@ class DatasetTask:
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """Choose held-out prompts by a hash of the row's index, independently of other rows.
 
-        Prompts with equal text are in the same split. If this rule would hold out all prompts,
-        prompts with equal text may be in different splits.
+        Prompts with equal text are in the same split, unless all prompts would then be held out.
         """
         if self.evaluation is not None or not self.share:
             return self.prompts, self.evaluation or []
@@ -74,8 +73,8 @@ def dataset_task(
 ) -> DatasetTask:
     """Make a task of rows with a `prompt` (text or messages), and maybe `target` and other columns.
 
-    Without `held_out`, one row in ten is held out, but at least one row. With an empty `held_out`,
-    all rows are trained on.
+    Without `held_out`, hold out one row in ten, and at least one row. With an empty `held_out`,
+    train on all rows.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
     prompts, conversational = _read("train", rows), _is_conversational(rows)

@@ -46,7 +46,7 @@ Made = tuple[str, dict[str, Any]]
 
 
 def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable[[Random], Made]:
-    """Return a generator of instructions with a number, which is the argument `key`."""
+    """Return a generator of instructions that contain a random number; `key` names the number."""
 
     def make(chance: Random) -> Made:
         number = chance.randint(low, high)

@@ -16,8 +16,8 @@ from covey.types import Prompt
 class Jsonl(RowReader):
     """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
 
-    With a single file, leave `held_out_file` empty; the fraction `held_out_share` of `train_file`
-    is then held out. A hash of the prompt decides whether it is held out, so the same prompts are
+    With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
+    `train_file`. A hash of the prompt decides whether it is held out, so the same prompts are
     always held out, and equal prompts are in the same split. The class `RowReader` documents the
     column options.
     """

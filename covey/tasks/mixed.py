@@ -17,11 +17,11 @@ LONGEST_BLOCK = 1000
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Return the number of prompts of each task part in a block.
+    """Return how many prompts of each task a block contains.
 
-    The block is the shortest block in which the numbers of prompts are exactly proportional to the
-    weights. If the shortest block would exceed 1000 prompts, the block has about 1000 prompts. In a
-    block of about 1000 prompts, the number of prompts of each part is rounded, and is at least 1.
+    A block is as short as possible, with numbers of prompts exactly proportional to the weights of
+    the tasks. If a block would need more than 1000 prompts, it has about 1000 prompts, with a
+    rounded number of prompts of each task, at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -35,7 +35,7 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the order of the prompts in a block, as a list of (part, rank).
+    """Return the order of the prompts in a block, as a list of (index of the task, rank).
 
     The rank of a prompt is its number among the prompts of the same part in the block, from 0.
 
@@ -55,17 +55,17 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """Several tasks, mixed by weight; `parts` is {KEY: {name, weight, options of that task}}.
+    """Several tasks, mixed by weight; `parts` is {KEY: {name, weight, options of the task}}.
 
-    `name` defaults to the key, and `weight` to 1. The training prompts are divided into blocks. In
-    each block, the number of prompts of each part is proportional to the part's weight. The number
-    of blocks is large enough to use every prompt of every part. If all prompts of a part have been
-    used, the prompts of this part are repeated. The ids of repeated prompts end in `~1`, `~2` and
-    so on. The held-out prompts of the mixture are the held-out prompts of its parts, one part after
-    the other.
+    In `parts`, `name` defaults to the key, and `weight` defaults to 1. The training prompts are
+    divided into blocks. In each block, the number of prompts of a task is proportional to the
+    weight of the task. The number of blocks is large enough to use every prompt of every task. When
+    all prompts of a task have been used, its prompts are repeated. The ids of repeated prompts end
+    in `~1`, `~2` and so on. The held-out prompts of the mixture are the held-out prompts of its
+    tasks, one task after the other.
 
-    Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt gets
-    the part's key as a prefix, unless the id already has this prefix.
+    Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt
+    starts with the key of its task in `parts`.
     """
 
     parts: Mapping[str, Mapping[str, Any]]
@@ -83,7 +83,7 @@ class Mixed:
 
     @property
     def bad_rows(self) -> dict[str, list[str]]:
-        """The bad rows that the task parts skipped, by part and split."""
+        """The bad rows that the tasks of the mixture skipped, by task and split."""
         return {
             f"{key}/{split}": lines
             for key, task in self.tasks.items()
@@ -91,7 +91,7 @@ class Mixed:
         }
 
     def train(self) -> Sequence[Prompt]:
-        """The training prompts of all task parts, mixed by weight."""
+        """The training prompts of all tasks of the mixture, mixed by weight."""
         keys = list(self.tasks)
         splits = [self.tasks[key].train() for key in keys]
         counts = quotas([_weight(key, self.parts[key]) for key in keys])
@@ -112,7 +112,7 @@ class Mixed:
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """The held-out prompts of all task parts, one part after the other."""
+        """The held-out prompts of all tasks of the mixture, one task after the other."""
         return [_of_part(p, key) for key, task in self.tasks.items() for p in task.held_out()]
 
 

@@ -1,6 +1,6 @@
 """The `reasoning_gym` task: procedural datasets of the reasoning_gym package and their scorers.
 
-A hash of the question decides the split of a problem. So training and held-out problems never
+A hash of the question decides whether a problem is held out. Training and held-out problems never
 overlap, even if a dataset has few questions. If a generated problem does not belong to the
 requested split, the task generates another problem with another seed.
 
@@ -74,7 +74,7 @@ class Source:
     size: int
     options: Mapping[str, Any] = field(compare=False)
     key: str
-    """The options as text, because a mapping is not hashable."""
+    """The dataset's options as text, because a mapping is not hashable."""
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +97,7 @@ def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> An
 def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     """Return the dataset and the entry from which a prompt was made.
 
-    The function works in every process, because the dataset is created again if needed.
+    In a process that does not have the dataset yet, create the dataset.
     """
     origin = info.get("reasoning_gym")
     if origin is None:

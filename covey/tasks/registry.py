@@ -103,13 +103,13 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
 # A user's task, whose prompts are checked when they are read.
 
 FIRST = 8
-"""If prompts are generated on access, only this many prompts are checked. If the prompts are a
-list, all of them are checked."""
+"""Number of prompts to check if a user's task generates its prompts on access. If the prompts are a
+list, Covey checks all prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserTask:
-    """A user's task that checks each prompt; for an invalid prompt, an error says what is wrong."""
+    """A user's task with checks: an invalid prompt raises an error that says what is wrong."""
 
     task: Task
     path: str
@@ -121,7 +121,7 @@ class UserTask:
 
     @property
     def bad_rows(self) -> Mapping[str, Sequence[str]]:
-        """The bad rows that the task skipped, if the task lists its bad rows."""
+        """The bad rows that the user's task skipped; empty if the task does not list bad rows."""
         found: Mapping[str, Sequence[str]] = getattr(self.task, "bad_rows", {})
         return found
 
@@ -157,7 +157,7 @@ class UserTask:
 
 
 def _problem(prompt: Any) -> str | None:
-    """Return a text that says what is wrong with a prompt."""
+    """Return what is wrong with a prompt as text; None if the prompt is valid."""
     if not isinstance(prompt, Prompt):
         return f"is of type {type(prompt).__name__}, not covey.Prompt"
     for name in ("id", "task", "target"):

@@ -15,7 +15,7 @@ from covey.types import Message, Prompt
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
-"""Default names of the target column. The first of these columns that a row has is used."""
+"""Default names of the target column. If a row has both columns, the first is used."""
 EXACT_FLOAT = 2**53
 """Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
@@ -30,7 +30,7 @@ error text takes the place of the row."""
 class BadRow(Exception):
     """Raised if a row cannot become a prompt.
 
-    The message of the exception says why, for example `has no 'target'`.
+    The message of the exception says what is wrong with the row, for example `has no 'target'`.
     """
 
 
@@ -43,14 +43,14 @@ class RowReader:
     a row has. `template`, if given, replaces the prompt column. The template is the text of the
     prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
     `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
-    answer; the default is `target` or `answer`. All columns that no option uses are kept in `info`.
-    `columns` maps a column to the name that it gets in `info`. `system`, if given, is the system
-    message, unless the row's messages have one. The text `instruction` is appended to each prompt.
-    `only` maps the name of a column to the allowed values of this column. Rows that do not have one
-    of the values in `only` are left out, and do not count as bad rows.
+    answer; the default is `target` or `answer`. Columns that no option uses are stored in `info`.
+    `columns` maps a column to the name that it gets in `info`. `system` is the system message for
+    rows whose messages have none. The text `instruction` is appended to each prompt. `only` maps
+    the name of a column to the allowed values of this column. Rows with values that `only` does not
+    allow are left out, and do not count as bad rows.
 
-    By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out and listed in
-    `bad_rows` by split.
+    By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out, and
+    `bad_rows` lists the bad rows of each split.
     """
 
     renamed_options: ClassVar[Mapping[str, str]] = {

@@ -31,7 +31,7 @@ class Task(Protocol):
     have, is a correct answer: the text between the answer tags, the code or the tool call itself.
     `info["worked"]` is the reasoning that leads to the solution.
 
-    A task that skips bad rows lists these rows in `bad_rows`; see `bad_rows_of`.
+    A task that skips bad rows lists the skipped rows in `bad_rows`; see `bad_rows_of`.
     """
 
     @property
@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """For a mixed task, the part of the task to which each prompt of a block belongs. Blocks
-        repeat."""
+        """In a mixture of tasks, prompts come in equal blocks. This tuple names the task of each
+        prompt of a block."""
 
     def __len__(self) -> int:
         return self.size
@@ -71,11 +71,11 @@ class Generated(Sequence[Prompt]):
 
 
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
-    """Return the number of prompts and their ids; for generated prompts, at most `most` ids.
+    """Return the number of prompts, and their ids; of generated prompts, only about `most` ids.
 
-    The settings of a task determine its generated prompts. If the data of a mixed task changes, the
-    ids of all later prompts change. A sample of the ids is therefore enough to detect a change of
-    the data.
+    The settings of a task determine its generated prompts, so a sample of their ids is enough to
+    detect a change of the data. In a mixture of tasks, a change of the data changes the ids of all
+    later prompts.
     """
     step = len(prompts) // most + 1 if isinstance(prompts, Generated) else 1
     return [len(prompts), *(prompt.id for prompt in prompts[::step])]
@@ -120,8 +120,8 @@ def hash_fraction(text: str) -> float:
 def bad_rows_of(task: Task) -> list[str]:
     """Return one line of text for each bad row that a task skipped.
 
-    Both splits may be read from the same rows. A line that is in the lists of both splits is
-    returned once.
+    If the training split and the held-out split are read from the same rows, each bad row is
+    returned only once.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
     return list(dict.fromkeys(line for lines in by_split.values() for line in lines))

@@ -14,7 +14,7 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers:
-    """The rows of a package's `load_environment()`; the package's evaluation rows are held out.
+    """The dataset of an environment package; its evaluation dataset is held out.
 
     Use this task with the reward `environment` and the environment `verifiers`, which must name the
     same package.
@@ -37,11 +37,11 @@ class Verifiers:
         return environment
 
     def train(self) -> Sequence[Prompt]:
-        """The rows of the dataset."""
+        """The rows of the environment package's training dataset."""
         return self._prompts("train", self._environment.get_dataset())
 
     def held_out(self) -> Sequence[Prompt]:
-        """The rows of the evaluation dataset; if there is none, the training rows."""
+        """The rows of the package's evaluation dataset; the training rows if there is none."""
         return self._prompts("held_out", self._environment.get_eval_dataset())
 
     def _prompts(self, split: str, rows: Any) -> list[Prompt]:

@@ -77,7 +77,7 @@ class Components:
     """The scorer of evaluations. `eval_scorer` is `scorer`, unless evaluate.reward is set or a
     comparison evaluates all its runs with one reward."""
     baselines: Baselines | None = None
-    """Scores of simple baselines on the held-out prompts, with which evaluations are compared."""
+    """Scores of simple baselines on the held-out prompts, for comparison with evaluations."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -85,7 +85,7 @@ class Components:
     """A thread holds this lock while the engine loads weights and generates with them."""
     sampling: Sampling
     interaction: Interaction | None = None
-    """The environment and its limits. None means that every rollout is one completion."""
+    """The environment and its limits; None for single-turn rollouts without an environment."""
     world: World = field(default_factory=World)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Parts(Components):
     step_settings: StepSettings
     teacher: Reference | None = None
     privileged: Privileged | None = None
-    """Builds the teacher prompts of self-distillation. None without self-distillation."""
+    """Builds the teacher prompts for self-distillation; None without self-distillation."""
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
@@ -357,9 +357,9 @@ def step_settings_of(
 ) -> StepSettings:
     """Return the settings of a training step, such as its mini-batches and the source of old_logp.
 
-    `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp. If the
-    objective has no correction of its own, the engine's log-probs of stale rollouts also serve as
-    old_logp, so that the ratio corrects for staleness.
+    `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp. If
+    rollouts may be stale and the objective has no importance correction, the engine's log-probs
+    serve as old_logp, so that the ratio corrects for staleness.
     """
     source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file
@@ -425,7 +425,7 @@ def interaction_of(
 ) -> Interaction | None:
     """Build the environment host and its limits; `factory` replaces the configured environment.
 
-    Return None if there is no environment; every rollout is then one completion.
+    Return None if the configuration has no environment and every rollout is one completion.
     """
     section = config.environment
     if factory is None:
@@ -460,7 +460,7 @@ def interaction_of(
 
 
 def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
-    """Return sampling settings that also stop at the interaction's stop strings."""
+    """Add the stop strings of the tool-call format to the sampling settings."""
     if interaction is None:
         return sampling
     stops = dict.fromkeys([*sampling.stop_strings, *interaction.stops])

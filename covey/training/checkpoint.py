@@ -59,7 +59,7 @@ class State:
     beta: float = 0.0
     """Weight of the KL penalty, which an objective may adapt during the run."""
     evaluation_due: bool = False
-    """Whether an evaluation is due after this step and has not run yet."""
+    """Whether an evaluation of this step is due but has not run yet."""
 
     def used(self, policy: Policy) -> Used:
         """Return the numbers of training steps, tokens and optimizer steps so far."""
@@ -78,9 +78,9 @@ def save(
 ) -> None:
     """Write the checkpoint of a step atomically, and delete old checkpoints.
 
-    The best checkpoint and the newest `keep` checkpoints are kept. Rank 0 writes the checkpoint.
-    With sharded parameters, each rank writes its own shards into the same folder. The function
-    `more` is called on every rank, and adds files to the checkpoint.
+    Keep the best checkpoint and the newest `keep` checkpoints. Rank 0 writes the checkpoint. With
+    sharded parameters, each rank writes its own shards into the same folder. Every rank calls the
+    function `more`, which adds files to the checkpoint.
     """
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
@@ -131,7 +131,8 @@ def resume(
 ) -> State:
     """Restore a run from `start`; return the state in the checkpoint, or `fresh` for a new run.
 
-    Records of steps after `start` are moved aside, because the resumed run repeats these steps.
+    Move the records of steps after `start` to another folder, because the resumed run repeats these
+    steps.
     """
     state = fresh
     if start.checkpoint is not None:

@@ -35,8 +35,8 @@ def collate(
 ) -> Batch:
     """Stack the segments of all rollouts of all groups in order, one row per segment.
 
-    `parts` names the reward parts to include. An empty list means all parts, and None means no
-    parts.
+    `parts` names the reward parts to include. With an empty list, the batch has all reward parts;
+    with None, it has no reward parts.
     """
     numbered = enumerate(
         (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
@@ -128,10 +128,10 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
-    """Return the set of tokens that each token was sampled from (its kept set).
+    """Return, for each token, the set of tokens that it was sampled from after top-k and top-p.
 
-    Return None if the rollouts do not contain kept sets. Raise ModelError if a sampled token is not
-    in its set.
+    Return None if the rollouts do not record sets of allowed tokens. Raise ModelError if a sampled
+    token is not in the set of tokens that it was sampled from.
     """
     if not any(row.segment.kept for row in rows):
         return None

@@ -38,8 +38,8 @@ from covey.training.optimizer import AdamWSettings, Stepped
 Step = Callable[..., None]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the moments in torch's AdamW. Because of the common names, MasterAdamW and CompactAdamW
-can load each other's state."""
+"""Names of the moments in torch's AdamW. MasterAdamW and CompactAdamW use the same names, so each
+can load the state of the other."""
 
 
 class CompactAdamW:
@@ -340,9 +340,10 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random` has a number from 0 to 2 ** 16 - 1 for each value. Each number is added to the lower 16
-    bits of its value, and then the lower bits are dropped. The sum carries into the upper bits with
-    a probability proportional to the lower bits, which is the right probability of rounding up.
+    `random` has a number from 0 to 2 ** 16 - 1 for each value. Add each random number to the lower
+    16 bits of its value, and drop the lower bits of the sum. The sum carries into the upper bits
+    with a probability proportional to the lower bits, which is the right probability of rounding
+    up.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000

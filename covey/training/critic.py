@@ -3,7 +3,7 @@
 The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
 mix the gradients of policy and critic, whose scales are unrelated. A head on detached hidden states
 could only use information that the policy already represents. A separate critic costs the memory
-and time of a second trained model. `covey plan` includes these costs.
+and time of a second trained model. `covey plan` includes the memory and time of the critic.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Critic:
     learning_rate: float
     warmup_steps: int = 0
     sums: GradientSums | None = None
-    """Sums the critic's gradients over ranks; each rank has a full copy of the critic. None if
-    there is one rank."""
+    """Sums the critic's gradients over ranks; None with a single rank. Each rank has a full copy of
+    the critic."""
 
     def warms_up(self, step: int) -> bool:
         """Whether training step number `step`, counted from 1, trains only the critic."""

@@ -116,8 +116,8 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last complete step, whose metrics are already logged. None if the last
-    complete step can no longer be saved, because the policy has changed since."""
+    """The state of the last complete step, whose metrics are already logged; None if the policy has
+    changed since that step."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state

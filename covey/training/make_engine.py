@@ -115,7 +115,7 @@ def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
 
 
 def _changed(config: Config, **model: Any) -> dict[str, Any]:
-    """Return the settings with changes in [model], and with gradient checkpointing off."""
+    """Return all settings, with the given changes in [model] and without gradient checkpointing."""
     data = config.model_dump()
     return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
 
@@ -258,7 +258,7 @@ class WholeCopy:
         return self.engine.info
 
     def run(self, requests: RequestSource) -> None:
-        """Generate until the source has no more requests."""
+        """Generate completions until the request source has no more requests."""
         self.engine.run(requests)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:

@@ -158,7 +158,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _share_rows(self) -> None:
-        """Let each tensor in `_rows` be a view of this rank's rows of its sharded master."""
+        """Make each tensor in `_rows` a view of this rank's rows of a sharded master weight."""
         for name, rows in self._rows.items():
             master = self._masters[name]
             if rows is not master:

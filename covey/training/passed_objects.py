@@ -35,7 +35,7 @@ def model_name(model: object) -> str:
 
 
 def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
-    """Raise ConfigError if the run's dataset or rewards were Python objects and are missing now."""
+    """Raise ConfigError if the caller did not pass the dataset or rewards of the run."""
     missing = [
         (f"{where}.name = {name!r}", f"{argument}=...")
         for where, argument, name in OBJECTS[:2]

@@ -25,8 +25,8 @@ class Policy:
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature. Training also uses this temperature, so that the policy has the
-    same distribution in sampling and in training."""
+    """The sampling temperature. Training uses the sampling temperature too, so that the policy has
+    the same distribution in sampling and in training."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""
@@ -37,8 +37,7 @@ class Policy:
     whole: LanguageModel | None = None
     """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None
-    """The object that sums gradients over ranks. The value is None if no gradients need to be
-    summed."""
+    """The object that sums gradients over ranks; None if no gradients need to be summed."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trained weights by name, to update an engine's copy of the model.

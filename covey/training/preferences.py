@@ -1,8 +1,9 @@
 """Preference pairs from a file instead of sampled groups, for offline DPO and IPO.
 
-A row of the file has `prompt` (text or messages), `chosen` and `rejected`. A pair becomes a group
-of two rollouts with rewards 1 and 0. The rest of the training step is the same as for sampled
-groups. Completions are generated only in evaluations on the task's held-out prompts.
+A row of the preference file has `prompt` (text or messages), `chosen` and `rejected`. A preference
+pair becomes a group of two rollouts with rewards 1 and 0. Training treats preference pairs in the
+same way as sampled groups. Completions are generated only in evaluations on the task's held-out
+prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The maximum length of prompts. Longer prompts are refused, left out or truncated.
+"""The maximum length of prompts. Covey refuses, leaves out or truncates prompts that are too long.
 
 Prompts are checked before a run begins. A task that generates its prompts on demand may have
 millions of prompts, so only the prompts of the first steps are checked. With rollout.long_prompts =

@@ -38,7 +38,7 @@ from covey.training.step import training_step
 from covey.types import Batch, Group
 
 EARLY = 3
-"""An empty replay buffer is normal up to this step of a run."""
+"""Number of steps at the start of a run in which an empty replay buffer is normal."""
 
 
 @dataclass(slots=True)

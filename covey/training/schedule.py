@@ -45,8 +45,8 @@ class Schedule:
     warmup_steps: int
     total_steps: int
     start: float = 0.0
-    """Position in the schedule after `since` optimizer steps. Each further optimizer step advances
-    the position by one."""
+    """Position in the schedule after `since` optimizer steps. Each later optimizer step advances
+    the position in the schedule by one."""
     since: int = 0
 
     def __call__(self, version: int) -> float:
@@ -109,8 +109,8 @@ def sft_schedule_of(config: Config, steps: int) -> Schedule:
 # budget counts as half of `train.steps`.
 
 PATIENCE = 20
-"""A run with a budget of optimizer steps fails if it needs this many times the expected number of
-training steps."""
+"""Maximum training steps of a run with a budget of optimizer steps, as a multiple of the expected
+number of training steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Budget:
         return False
 
     def passed(self, every: int, before: Used, after: Used) -> bool:
-        """Return whether a multiple of `every` steps was reached between `before` and `after`."""
+        """Return whether a run passed a multiple of `every` steps between `before` and `after`."""
         worth = every * self.amount
         marks = [self._count(u) * self.settings.steps // worth for u in (before, after)]
         return marks[1] > marks[0]

@@ -51,8 +51,8 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    If scoring would call an LLM or a user's code, no baseline is scored. Then the only baseline is
-    to answer every prompt with the most frequent target.
+    If scoring would call an LLM or a user's code, the only baseline is to answer every prompt with
+    the most frequent target, and its success rate is computed without scoring.
 
     `scorer` is the scorer of evaluations. `passed` is the reward object that was passed from
     Python, if any.

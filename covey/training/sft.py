@@ -4,8 +4,8 @@
 
 The training loop is in loop.py. The solutions of a step depend only on seed and step. The loss is
 the mean cross-entropy over all tokens of an optimizer step. As in RL, token weights are computed
-once per step, and the loss is a weighted sum over tokens. So the loss does not depend on how the
-step is split into micro-batches.
+once per step, and the loss is a weighted sum over tokens. The loss does not depend on how the step
+is split into micro-batches.
 """
 
 from __future__ import annotations

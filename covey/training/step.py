@@ -3,8 +3,8 @@
     groups -> collate -> old_logp, ref_logp -> advantage -> masks -> mini-batches -> weights
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
-The row filter (filter.skip_zero_gradient) leaves out rows with advantage 0. With the row filter,
-advantages are computed before old_logp where possible, so that the left-out rows need no pass for
+The row filter (filter.skip_zero_gradient) leaves out rows with advantage 0. If the row filter is
+on, Covey computes advantages before old_logp where possible, because rows that are left out need no
 old_logp.
 """
 
@@ -96,7 +96,7 @@ class Learner:
 
     @property
     def references(self) -> list[Reference]:
-        """The reference and the teacher, if any, whose weights may follow the trained policy."""
+        """The reference model and the teacher model, if the step has them."""
         return [other for other in (self.reference, self.teacher) if other is not None]
 
     @property
@@ -115,7 +115,7 @@ class Learned(NamedTuple):
     """The result of a training step."""
 
     batch: Batch | None
-    """The batch of the step. The value is None if there were no groups."""
+    """The batch of the step; None if the step had no groups."""
     metrics: dict[str, float]
     beta: float
     """The KL weight beta of the next step."""
@@ -123,7 +123,7 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """The data of one forward and backward pass, for a caller that watches the step."""
+    """The data of one forward and backward pass, for a callback that observes the training step."""
 
     number: int
     """Index of the optimizer step within the training step, from 0."""
@@ -215,7 +215,7 @@ def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torc
 
 
 def _useful(learner: Learner, batch: Batch) -> torch.Tensor | None:
-    """Return the indices of the rows that the row filter keeps, or None if it keeps all."""
+    """Return the indices of the rows with a nonzero advantage, or None to use all rows."""
     if batch.advantage is None or not learner.skips_rows:
         return None
     return RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
@@ -229,7 +229,7 @@ def _put_back(found: torch.Tensor, useful: torch.Tensor, whole: torch.Tensor) ->
 
 
 def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp, and also the entropy if the row filter is off."""
+    """Fill in old_logp, and also the entropy if no rows are left out."""
     tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
     useful = _useful(learner, batch)
     if useful is None:
@@ -346,7 +346,7 @@ def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
 
 
 def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
-    """Fill in the objective's marks, which depend on the log-probs of a whole optimizer step."""
+    """Fill in `marked`, which the objective computes from all log-probs of an optimizer step."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():
@@ -359,7 +359,7 @@ def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
 
 
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
-    """Accumulate the gradient of some rows; return detached loss and log-probabilities.
+    """Accumulate the gradient of a micro-batch; return its detached loss and log-probabilities.
 
     Detaching frees the autograd graph. While an autograd graph exists, no CUDA graph can be
     captured on another stream.
@@ -381,8 +381,8 @@ def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
 def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
     """Return the mean KL of a step; NaN if all tokens are masked or a value was not finite.
 
-    If the KL is part of the reward, the mean is computed over the batch. The metrics would not
-    include rows that the row filter left out.
+    If the KL is part of the reward, compute the mean KL over the whole batch. The logged metrics do
+    not include rows that the forward pass left out.
     """
     if batch.token_penalty is None or not batch.mask.any():
         return metrics.get("objective/kl_avg", math.nan)
@@ -412,8 +412,8 @@ CAUSES = {
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
-"""For each field of a batch: which component computes it, and advice to the user if a value is not
-finite."""
+"""For each batch field with log-probs: the component that computes the field, and advice for the
+user if a value is not finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:
@@ -438,11 +438,11 @@ def check_finite(batch: Batch, step: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """Values [B] about the rows of a batch, on the CPU.
+    """Tensors [B] on the CPU with values for each row of a batch, such as its number of tokens.
 
-    Reading a value from a GPU waits for all work that is queued on the GPU. So the tensors of this
-    class are copied to the CPU once, before the first optimizer step. The CPU uses these copies to
-    choose the rows of each optimizer step.
+    Reading a value from a GPU waits for all work that is queued on the GPU. To wait only once,
+    Covey copies the tensors of this class to the CPU before the first optimizer step, and uses the
+    copies to choose the rows of each optimizer step.
     """
 
     group: torch.Tensor
@@ -450,18 +450,18 @@ class RowFacts:
     tokens: torch.Tensor
     """Number of trained tokens in the row."""
     useful: torch.Tensor
-    """Whether the row goes through the forward pass. Without the row filter, the value is true for
-    all rows. With the row filter, it is true for a rollout's rows if any trained token of the
-    rollout has a nonzero advantage."""
+    """Whether the row goes through the forward pass. If filter.skip_zero_gradient is off, every row
+    goes through the forward pass. If filter.skip_zero_gradient is on, only rollouts with a nonzero
+    advantage at some trained token go through the forward pass."""
     one_row_each: bool
-    """Whether every rollout is one row."""
+    """Whether every rollout is one row of the batch."""
     whole_groups: bool = False
     """Whether an optimizer step must contain all rollouts of a group, because the loss compares
     pairs of rollouts."""
 
     @staticmethod
     def of(batch: Batch, *, skip: bool, whole_groups: bool = False) -> RowFacts:
-        """Read the values from a batch with advantages; `skip` turns the row filter on."""
+        """Read the values from a batch with advantages; `skip` leaves out rows with advantage 0."""
         assert batch.advantage is not None, "with_advantage comes first"
         useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
         whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
@@ -504,8 +504,8 @@ class RowFacts:
     def mini_batches(self, settings: StepSettings, step: int) -> Iterator[torch.Tensor]:
         """Yield the row indices of each mini-batch, one mini-batch per optimizer step.
 
-        A rollout is never split. A group is split only if mini-batches would otherwise have unequal
-        sizes.
+        A rollout is never split over mini-batches. A group is split only if mini-batches would
+        otherwise have unequal sizes.
         """
         groups, place = self.group.unique(return_inverse=True)
         by_rollout = self.rollout.argsort(stable=True)

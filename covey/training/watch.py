@@ -50,7 +50,7 @@ class Watch(Tracker):
                     self.best.add(row)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Check the metrics of a step."""
+        """Run the health checks on the metrics of a step."""
         row = {current_name(name): value for name, value in metrics.items()}
         self.new += self.health.add(row)
         best = self.best

@@ -22,11 +22,11 @@ from covey.run.records import ENVIRONMENT, last_row, read_object
 DEPTH = 4
 """Maximum depth of subfolders in the search; it reaches comparisons/NAME/runs/ARM/seed-0."""
 MOST = 2000
-"""Maximum number of runs and comparisons that are listed. To list other runs, start the page with a
-deeper folder."""
+"""Maximum number of runs and comparisons in the list. To see runs beyond the maximum, start `covey
+ui` with a subfolder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Names of files in a run folder. A folder is listed as a run if it has at least one file with such
-a name, even if the run is incomplete.
+"""Files that mark a run folder. A folder with at least one of the three files is listed as a run,
+even if the run is incomplete.
 """
 COMPARISON = "comparison.toml"
 
@@ -143,7 +143,7 @@ def _last(path: Path, stamp: str) -> dict[str, Any]:
 
 
 def _stamp(path: Path) -> str:
-    """Return a text that changes whenever the file changes."""
+    """Return a text that changes whenever the content of a file changes."""
     try:
         found = path.stat()
     except OSError:
@@ -159,7 +159,7 @@ def _written(path: Path) -> float | None:
 
 
 def settings_cached(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run. The file is read again only if it has changed."""
+    """Return the configuration of a run; read config.toml again only if it has changed."""
     return _settings(str(run.path), _stamp(run.config_file))
 
 

@@ -25,9 +25,9 @@ from covey.ui.views import (
 )
 
 PAGE = 40
-"""Number of groups that are sent at a time."""
+"""Number of groups that the server sends at a time."""
 SHOWN = 64
-"""Maximum number of a group's rollouts that are sent with their text."""
+"""Maximum number of rollouts of a group that the server sends with their text."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
 """Fields of a token that are known only after `covey explain` has repeated the training step."""
 

@@ -30,7 +30,7 @@ EXPLORER = "covey.analysis.explain.small_step"
 
 
 class ProcessError(CoveyError):
-    """Another process failed. The message is the last line of the process's stderr."""
+    """Raised if another process failed; the message is the last line of its stderr."""
 
 
 def covey_json(*arguments: str) -> Any:
@@ -90,7 +90,7 @@ class Jobs:
 
 @dataclass(slots=True)
 class Explorer:
-    """The process that computes small steps with torch. The process starts at the first request."""
+    """The process that computes small training steps with torch; started at the first request."""
 
     command: Sequence[str] = (*PYTHON, EXPLORER)
     _closed: bool = False

@@ -2,8 +2,8 @@
 
 The server listens on the loopback address, or on another address with a token. A web page of
 another site can send requests to the loopback address. The domain name of another site can also be
-made to resolve to the loopback address (DNS rebinding). The server therefore checks the Host
-header, and requests that change anything must have a custom header.
+made to resolve to the loopback address (DNS rebinding). To refuse requests of other sites, the
+server checks the Host header, and requires a custom header in requests that change anything.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""A report has its own content security policy. The directive `sandbox` in this policy gives the
-report no access to other pages.
+"""Content security policy of a report. The directive `sandbox` gives the report no access to other
+pages.
 """
 HEADERS = {
     "X-Content-Type-Options": "nosniff",

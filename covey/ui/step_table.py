@@ -1,9 +1,9 @@
-"""The metrics of a run's steps as columns, read piece by piece and updated when the file grows.
+"""The metrics of a run as columns, read from steps.jsonl in pieces, and updated as the file grows.
 
-A request reads the file for at most a fraction of a second. At first, only a sample of the
-remaining steps of a long file is read, so that curves appear at once. Later requests continue
-reading the file. There are more than a hundred metrics in a run, but only a dozen on a page. A
-table therefore keeps only the metrics that requests ask for.
+A request reads steps.jsonl for at most a fraction of a second, and later requests continue. So that
+curves appear at once, the first request also reads a sample of the remaining steps of a long file.
+A run has more than a hundred metrics, but a page shows only a dozen, so a table stores only the
+metrics that requests ask for.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CHUNK = 2**20
 SAMPLED = 200
 """Number of steps that are sampled from the part of a file that is not read yet."""
 AXES = ("step", "tokens", "time/from_scratch")
-"""Metrics that a table always keeps, because most pages show them. A table also keeps all reward
-parts.
+"""Metrics that a table always stores, because most pages show them. A table also stores all parts
+of the reward.
 """
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
@@ -49,10 +49,10 @@ class StepTable:
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """Steps in order. Each piece of the list is larger than the next piece, so that large pieces
-    are rarely copied."""
+    """The metrics of all steps in order, in pieces of decreasing size, so that large pieces are
+    rarely copied."""
     names: set[str] = field(default_factory=set)
-    """Every metric in the file, whether or not the table keeps it."""
+    """The names of all metrics in steps.jsonl, including metrics that the table does not store."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _kept: set[str] = field(default_factory=lambda: set(AXES))
@@ -73,7 +73,7 @@ class StepTable:
         """Read new lines of the file for up to `seconds`.
 
         Return all steps read so far, and a sample of the unread steps. If `metrics` has a metric
-        that the table does not keep, the table reads the file again.
+        that the table does not store, read the file again from the start.
         """
         with self._lock:
             try:
@@ -108,7 +108,7 @@ class StepTable:
         return [*self.pieces, *self._rest(file, found.st_size, samples)]
 
     def _rest(self, file: BinaryIO, size: int, samples: int) -> Iterator[Columns]:
-        """Yield the sampled steps that come after the steps already read. The file is sampled only
+        """Yield the sampled steps that come after the steps already read. Sample the file only
         once.
         """
         if len(self._sample.get("step", ())) < samples // 2:
@@ -143,7 +143,7 @@ class StepTable:
             self.pieces[-2:] = [new]
 
     def _columns(self, rows: Sequence[Row]) -> Columns:
-        """Return the values of the metrics that the table keeps, and record all metric names."""
+        """Return the values of the metrics that the table stores, and record all metric names."""
         columns: Columns = {}
         for written in dict.fromkeys(chain.from_iterable(rows)):
             name = name_now(written)
@@ -252,7 +252,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 class StepTables:
-    """The tables of many runs.
+    """The tables with the metrics of many runs.
 
     If the tables exceed a memory limit, the least recently used tables are dropped.
     """

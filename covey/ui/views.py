@@ -32,7 +32,7 @@ READ_SECONDS = 0.04
 """Seconds that a request may spend reading a file. The page repeats the request until the whole
 file is read."""
 LEAST_SAMPLED = 40
-"""At least this many steps are sampled from each file, however many runs a chart shows."""
+"""Minimum number of steps to sample from each file, however many runs a chart shows."""
 TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
@@ -40,7 +40,7 @@ FIND_SECONDS = 1.0
 HEALTH_SECONDS = 15
 """Seconds after which the health of a growing run is checked again."""
 LONGEST = 20_000
-"""Maximum number of characters of a text that are sent at first."""
+"""Maximum number of characters of a text that the server sends at first."""
 EVALUATION = (
     "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
 )  # fmt: skip
@@ -64,7 +64,7 @@ class Site:
     _found: tuple[float, dict[str, Place]] = (0.0, {})
 
     def places(self) -> dict[str, Place]:
-        """Return the runs and comparisons. Folders are searched again after a second."""
+        """Return the runs and comparisons. Search the folders at most once per second."""
         when, found = self._found
         if time.monotonic() - when > FIND_SECONDS:
             found = find(self.roots)

@@ -87,7 +87,7 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """The shape of the KV cache; None if the model has no KV cache, and slots store tokens."""
+    """The shape of the KV cache; None for a model without a KV cache, whose slots store tokens."""
     description: str = "one token at a time"
     steps: int = 1
     sampling: Sampling | None = None
@@ -144,11 +144,11 @@ class EagerBackend:
 def advance_by(
     step: Callable[[], object], slots: Slots, width: int, *, steps: int, most: int
 ) -> Progress:
-    """Start up to `steps` decode steps, at most `most`, without waiting for the result.
+    """Start `steps` decode steps, but at most `most`, without waiting for their result.
 
     The returned progress is the state before the last step, so that the device runs this step while
-    the CPU looks for ended completions. After `most` steps all completions have ended, so the
-    progress is then the state after the last step.
+    the CPU looks for ended completions. If `steps` is not less than `most`, all completions end,
+    and the returned progress is the state after the last step.
     """
     one_more = steps < most
     for _ in range(min(steps, most) - one_more):
@@ -268,7 +268,7 @@ def first_error_line(error: Exception) -> str:
 
 
 def _float32_layers(model: LanguageModel) -> LanguageModel:
-    """Return the model itself, or the first layers of a 16-bit model in float32."""
+    """Return the model; for a 16-bit model, return its first layers in float32 instead."""
     if model.head.linear.weight.dtype in (torch.float32, torch.float64):
         return model
     few = SimpleNamespace(base_model=first_layers(model.backbone), config=model.model.config)

@@ -1,9 +1,9 @@
 """CUDA graph backend: replays several decode steps per call without waiting for Python in between.
 
 A decode step runs hundreds of small kernels, and launching them one by one takes longer than
-running them. A CUDA graph launches all kernels at once. A graph is captured once for each number of
-slots and sampling distribution. The graph stays valid while slots, completions and weights change,
-because the addresses of all tensors stay the same.
+running them. A CUDA graph launches all kernels at once. A graph is captured once for each
+combination of a number of slots and a sampling distribution. The graph stays valid while slots,
+completions and weights change, because the addresses of all tensors stay the same.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""The CPU checks for finished completions once per this many tokens."""
+"""Number of tokens per completion between two checks for finished completions by the CPU."""
 FREE_SHARE = 0.8
 """Maximum fraction of the free memory for completions; the rest is for training."""
 SLOTS = 4

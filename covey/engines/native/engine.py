@@ -36,7 +36,7 @@ class NativeEngine:
     backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
     scheduler: Scheduler | None = field(init=False, default=None)
-    """The scheduler of the current run, if there is one."""
+    """The scheduler of the current call of `run`; None between calls."""
     preemptions: int = field(init=False, default=0)
     """Number of times that a completion was paused because the KV cache was full."""
 
@@ -58,7 +58,7 @@ class NativeEngine:
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Record the version of the weights; the engine uses the trainer's own tensors.
 
-        If the request source calls this method during a run, completions continue with the new
+        If the request source calls `load_weights` during `run`, completions continue with the new
         weights.
         """
         self.version = version
@@ -81,7 +81,7 @@ class NativeEngine:
     @torch.inference_mode()
     @skip_determinism_check()
     def run(self, requests: RequestSource) -> None:
-        """Generate until the source has no more requests."""
+        """Generate completions until the request source has no more requests."""
         if not requests.limits.requests:
             return
         training = self.model.model.training

@@ -145,7 +145,7 @@ class Float8Linear:
     def __call__(self, values: Quantized) -> Product:
         """Return W x + b of all fused layers.
 
-        The float8 scales of the product are not yet applied.
+        The result is not yet multiplied by the float8 scales.
         """
         return product(values, self.weight, self.bias)
 

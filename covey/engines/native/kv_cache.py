@@ -8,8 +8,8 @@ transformers passes each layer's new keys and values to a `Cache`, and attends t
 values that the `Cache` returns. A subclass of `Cache` with slots of different lengths therefore
 works with any model, without changes to the model's code.
 
-In tensor shapes, S is the number of slots, H of key-value heads and L of positions, and D is the
-head size.
+In tensor shapes, S stands for slots, H for key-value heads, L for positions and D for the head
+size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class KVShape:
 
     @staticmethod
     def of(prefix: DynamicCache) -> KVShape:
-        """Read the shape from the cache of a prompt."""
+        """Read the shape of keys and values from transformers' cache of a prompt."""
         keys = prefix.layers[0].keys
         return KVShape(
             layers=len(prefix.layers),
@@ -157,7 +157,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         Cache.__init__(self, layers=[])
         KVCache.__init__(self, slots, device)
         self.prompts: dict[int, tuple[list[torch.Tensor], int, int]] = {}
-        """By prompt id: the tensors that contain the prompt, its row in them, and its length."""
+        """Maps a prompt id to the prompt's tensors, its row in these tensors, and its length."""
         self.layer_keys = [] if shape is None else shape.zeros(slots, capacity)
         self.layer_values = [] if shape is None else shape.zeros(slots, capacity)
         rows = slots if shape is None else 0
@@ -169,9 +169,9 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.capacity = capacity
         """The number of token positions of a slot."""
         self.width = slots
-        """The next step runs slots 0 to width - 1."""
+        """The next decode step processes slots 0 to width - 1."""
         self.reach = 0
-        """Number of positions that the next step attends to: the largest `place` in use, plus 1."""
+        """Number of positions that the next decode step attends to (largest used `place` + 1)."""
 
     @property
     def bytes(self) -> int:

@@ -6,8 +6,8 @@ does the same arithmetic as transformers with less Python code. With one token p
 transformers' Python code takes longer than the arithmetic. When the engine is built, the parity
 check in decoder_parity.py compares the decoder with the model.
 
-In tensor shapes, W is the number of occupied slots, H of heads, K of key-value heads and L of
-positions, and D is the head size.
+In tensor shapes, W stands for occupied slots, H for heads, K for key-value heads, L for positions
+and D for the head size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ small products. The weights of larger models are used in place, without a copy."
 
 
 class UnsupportedModel(Exception):
-    """Raised if a backend cannot run a model; the message is worded to follow "because"."""
+    """Raised if a backend cannot run a model; messages use the text as a clause after "because"."""
 
     def __str__(self) -> str:
         return super().__str__() or "it does not have Llama's architecture"
@@ -85,14 +85,14 @@ class LinearGroup:
         self.fused: list[torch.Tensor] = []
         """The fused weight of all layers, followed by the fused bias if there is one.
 
-        The list is empty before `fuse`.
+        The list is empty until `fuse` is called.
         """
         self._copies: list[torch.Tensor] = []
         self._addresses: list[int] = []
         """The addresses of the weights and biases that were fused last."""
 
     def fuse(self) -> None:
-        """Fuse the current weights, as views if the model stores them fused, or else as copies."""
+        """Fuse the current weights: use views if the model stores them fused, or else copy them."""
         layers = [each.layer for each in self.layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]
@@ -127,7 +127,7 @@ class LinearGroup:
 
 
 class Block:
-    """The modules of one transformer layer of the model, whose weights are always current."""
+    """The modules of one transformer layer, with the model's own weights and no copies."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp

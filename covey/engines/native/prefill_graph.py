@@ -1,10 +1,10 @@
 """CUDA graphs for prefill: one launch for the forward pass over several prompts.
 
-Python takes longer to launch the kernels of a small model's forward pass than the device takes to
-run them, and all slots wait for the pass. Prompts are padded to a bucket (accel/static_buffers.py).
-The first pass of a bucket runs eagerly, the second pass is captured, and later passes replay the
-graph. All passes of a bucket run the same kernels on tensors of the same shapes, so results do not
-depend on which passes came before.
+For a small model, Python takes longer to launch the kernels of a forward pass than the device takes
+to run them. All slots wait for this prefill pass. Prompts are padded to the size of a bucket
+(accel/static_buffers.py). The first pass of a bucket runs eagerly, the second pass is captured, and
+later passes replay the graph. All passes of a bucket run the same kernels on tensors of the same
+shapes, so results do not depend on which passes came before.
 
 In tensor shapes, N is the number of packed tokens of a bucket, and n is the number of prompts.
 """
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 MAX_BUCKETS = 16
 """Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
 MAX_FLOPS = 1.2e13
-"""Maximum number of floating-point operations of a captured pass. A larger pass takes the device
-longer than Python takes to launch it, so a graph would save no time and only keep memory.
+"""Maximum number of floating-point operations of a captured pass. In a larger pass, the device is
+slower than Python's kernel launches, so a graph would save no time but would use memory.
 """
 
 
 class PrefillGraphs:
-    """The captured prefill passes of one cache, whose addresses are in the graphs."""
+    """The captured prefill passes of one KV cache; the graphs contain the cache's addresses."""
 
     def __init__(self) -> None:
         self.passes: dict[Size, _Pass] = {}
         """The passes of all buckets, from least to most recently used."""
         self.failed = False
-        """Whether a capture has failed, so that all passes run eagerly."""
+        """Whether a capture has failed; after a failed capture, all passes run eagerly."""
         self._weights = 0
         """The number of weights of the model's layers; 0 if not counted yet."""
 
@@ -81,7 +81,7 @@ class PrefillGraphs:
         return model.head.logits(one.last[: len(prompts)])
 
     def _capture(self, one: _Pass, model: LanguageModel, cache: SharedPromptCache) -> None:
-        """Capture a pass, which has run before, without running it."""
+        """Capture a prefill pass as a CUDA graph; the pass must have run eagerly before."""
         if model.device.type != "cuda":
             return
         pool = next((p.graph.pool() for p in self.passes.values() if p.graph is not None), None)
@@ -103,7 +103,7 @@ class _Pass:
     def __init__(self, size: Size, device: torch.device) -> None:
         self.buffers = StaticBuffers(size, device, shared=False)
         self.stored = torch.zeros(3, size.tokens, dtype=torch.long, device=device)
-        """[3, N]: packed tokens, and the row and position of the cache where each is stored."""
+        """[3, N]: for each packed token, its index and the cache row and position that store it."""
         self.last: torch.Tensor | None = None
         """The hidden state of each prompt's last token, from the newest pass."""
         self.graph: torch.cuda.CUDAGraph | None = None

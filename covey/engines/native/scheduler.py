@@ -22,11 +22,11 @@ from covey.types import VersionSpan
 REFILL_SHARE = 8
 """Slots are refilled when 1 / REFILL_SHARE of them are free, because small prefills are slow."""
 READ_TOKENS = 16
-"""Tokens of completions in progress are read when a completion has this many new tokens."""
+"""A completion's tokens are read from the device once this many new tokens were generated."""
 
 
 class Scheduler:
-    """Generates completions for the requests of one source."""
+    """Generates completions for the requests from one request source."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Scheduler:
         self.taken = np.zeros(self.width, dtype=bool)
         """Whether each slot has a request."""
         self.transcripts = [Transcript(None)] * self.width
-        """The tokens of each slot that were already read."""
+        """The tokens of each slot that were already read from the device."""
         self.counts, self.read, self.searched = np.zeros((3, self.width), dtype=np.int64)
-        """The numbers of tokens of each slot: all before the next steps, those that were already
-        read, and those that were already searched for stop strings."""
+        """Three token counts for each slot: generated tokens, tokens already read from the device,
+        and tokens already searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Ids of stop strings that are special tokens, which decoding omits from the text."""
@@ -105,7 +105,7 @@ class Scheduler:
         return request
 
     def _versions(self, request: Request, length: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of a completion of `length` tokens."""
+        """Return which version of the weights generated which tokens of a completion."""
         spans = self.spans.pop(request.number, [])
         last = VersionSpan(spans[-1].stop if spans else 0, length, self.version)
         return tuple(span for span in (*spans, last) if span.stop > span.start)
@@ -139,7 +139,7 @@ class Scheduler:
             self._pull()
 
     def _advance(self) -> Progress:
-        """Start the next steps, and read earlier tokens while the device runs them."""
+        """Start the next decode steps; while the device runs, read earlier tokens."""
         self._make_room()
         unread = self.taken & (self.counts - self.read >= READ_TOKENS)
         slots = np.flatnonzero(unread).tolist() if self.backend.steps > 1 else []
@@ -152,7 +152,7 @@ class Scheduler:
         return progress
 
     def _written(self, slots: list[int], counts: np.ndarray) -> Written:
-        """Start to read the tokens of slots that were not read yet, up to `counts`."""
+        """Start to read the unread tokens of the given slots from the device, up to `counts`."""
         return self.slots.written(slots, self.read[slots], counts)
 
     def _admitted(self) -> list[Request]:
@@ -345,7 +345,7 @@ class Scheduler:
         return Finished(request, self.transcripts[slot], "length", versions, kept)
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return the length up to the first stop string, by slot, for completions that have one."""
+        """Return the length up to the first stop string, for each slot with a stop string."""
         found: dict[int, int] = {}
         slots = np.flatnonzero(self.taken).tolist()
         # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
@@ -360,7 +360,7 @@ class Scheduler:
         return found
 
     def _first_stop(self, tail: list[int], seen: int) -> int:
-        """Return how many tokens of `tail` to keep: up to the first stop string.
+        """Return the number of tokens of `tail` up to the end of the first stop string.
 
         The first `seen` tokens are known to contain no stop string.
         """

@@ -5,8 +5,8 @@ saves memory, and attention reads the prompt once for several slots. Because com
 in pages, the pool of pages may be smaller than the memory that all completions would need at full
 length.
 
-In tensor shapes, P is the number of prompts, S of slots, K of key-value heads, C of positions, B of
-pages and T of pages per slot, and D is the head size.
+In tensor shapes, P stands for prompts, S for slots, K for key-value heads, C for positions, B for
+pages, T for pages per slot, and D for the head size.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
 
 
 UNIT_MARGIN = 4.0
-"""Float8 keys and values may exceed the maximum of the first prompts by this factor."""
+"""Largest factor by which float8 keys and values may exceed those of the first prompts."""
 LEAST_UNIT = 1e-10
 PROMPT_STEP = 128
-"""The capacity for prompt tokens is a multiple of this number. So later calls can reuse a cache."""
+"""The capacity for prompt tokens is a multiple of this number. The rounded capacity lets later
+calls reuse a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PRODUCT_ROWS = 16
 """Number of rows of a matrix product on tensor cores.
 
-Attention fills these rows with the query heads of several slots.
+Attention fills the rows of a matrix product with the query heads of several slots.
 """
 
 
@@ -297,7 +298,7 @@ def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torc
 
 PAGE = 128
 """Number of positions in a page. Attention reads tiles of up to this many positions, and a tile
-must not cross pages."""
+must not cross the boundary of a page."""
 LEAST_PAGE = 16
 """Minimum number of positions in a page: the smallest tile of tensor cores."""
 

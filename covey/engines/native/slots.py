@@ -19,10 +19,10 @@ from covey.types import Finish, VersionSpan
 
 
 class HostCopy:
-    """A copy of a tensor on its way to main memory; the device's later work does not change it."""
+    """An asynchronous copy of a tensor to main memory; later device work does not change it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Queue the copy behind the work that the device has been given so far."""
+        """Start the copy, which runs after all work that is already queued on the device."""
         self._event: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.is_cuda:
@@ -32,7 +32,7 @@ class HostCopy:
             self._event.record()
 
     def numpy(self) -> np.ndarray:
-        """Wait for the copy, but for no later work of the device, and return it."""
+        """Wait until the copy is complete, but not for later device work, and return the copy."""
         if self._event is not None:
             self._event.synchronize()
         found: np.ndarray = self._host.numpy()
@@ -40,23 +40,24 @@ class HostCopy:
 
 
 class Progress(NamedTuple):
-    """The progress of the slots at one point of the device's work, on its way to the CPU."""
+    """The progress of all slots at one moment, as an asynchronous copy from the device."""
 
     copy: HostCopy
     one_more: bool
-    """Whether the device was given one more step after the copy."""
+    """Whether one more decode step was started after the copy."""
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the copy; return which slots were unfinished, and the present token counts.
+        """Wait for the copy; return which slots were unfinished, and their current token counts.
 
-        A step appends one token to each unfinished slot, whose completion may end with this token.
+        A decode step appends one token to each unfinished slot. The completion may end with this
+        token.
         """
         active, counts = self.copy.numpy()
         return active.astype(bool), counts + active if self.one_more else counts
 
 
 class Written(NamedTuple):
-    """Tokens and log-probabilities of some slots, on their way to the CPU."""
+    """Tokens and log-probabilities of some slots, as an asynchronous copy from the device."""
 
     copy: HostCopy
     lengths: np.ndarray
@@ -153,7 +154,7 @@ class Slots:
         self.cache.active[index] = ~self._ended(tokens, count + 1)
 
     def _ended(self, tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return whether the new `tokens` end their completions, which then have `count` tokens."""
+        """Return whether each of the new `tokens` ends its completion, now `count` tokens long."""
         return torch.isin(tokens, self.stop_ids) | (count == self.room)
 
     def keep(self, slots: Sequence[int]) -> None:
@@ -170,7 +171,7 @@ class Slots:
     ) -> None:
         """Continue paused completions in the slots `index`, which `open` has prepared.
 
-        The newest token of a paused completion may be its last.
+        The newest token of a paused completion may be its last token.
         """
         counts = torch.tensor([len(row) for row in tokens])
         which = row_of_each(counts)
@@ -186,12 +187,12 @@ class Slots:
         self.cache.active[index] = ~self._ended(last, count)
 
     def progress(self, width: int, *, one_more: bool = False) -> Progress:
-        """Start to read the progress of the first slots, behind the device's work so far."""
+        """Start to copy the progress of the first `width` slots to the CPU."""
         both = torch.stack([self.cache.active[:width].long(), self.count[:width]])
         return Progress(HostCopy(both), one_more)
 
     def written(self, slots: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> Written:
-        """Start to read the tokens `starts` to `stops` of some slots, with log-probabilities."""
+        """Start to copy tokens `starts` to `stops` of some slots to the CPU, with log-probs."""
         lengths = stops - starts
         table = torch.from_numpy(np.stack([np.asarray(slots), starts]))
         ((index, begin),) = to_device([table], self.count.device)
@@ -292,10 +293,11 @@ class Paused(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Completions that have ended, whose last tokens are on their way to the CPU."""
+    """Ended completions; their last tokens are still being copied to the CPU."""
 
     finished: Sequence[Finished]
-    """The completions. Their transcripts still lack the last tokens, and `finish` is "length"."""
+    """The completions. The transcripts of these completions still lack the last tokens, and their
+    `finish` is always "length"."""
     cut: Sequence[bool]
     """Whether each completion ended with a stop string."""
     written: Written

@@ -1,12 +1,12 @@
 """Decode step with a model's own forward pass in transformers, for any architecture.
 
-This module has three decoders. `SharedPromptDecoder` is the fastest; it uses a shared-prompt cache
-and can be captured as a CUDA graph. `TransformersDecoder` uses slots that store prompt and
-completion. `RecomputeDecoder` is the slowest; it uses no KV cache, for models whose state is more
-than keys and values.
+This module has three decoders. `SharedPromptDecoder` is the fastest. It uses a shared-prompt cache,
+and its decode step can be captured as a CUDA graph. `TransformersDecoder` uses slots that store
+prompt and completion. `RecomputeDecoder` is the slowest. It uses no KV cache, and supports models
+whose state is more than keys and values.
 
-In tensor shapes, W is the number of occupied slots, S of all slots, L of positions, H of heads and
-K of key-value heads, and D is the head size.
+In tensor shapes, W stands for occupied slots, S for all slots, L for positions, H for heads, K for
+key-value heads, and D for the head size.
 """
 
 from __future__ import annotations

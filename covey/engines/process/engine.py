@@ -170,7 +170,7 @@ class ProcessEngine:
                 self._died(process)
 
     def run(self, requests: RequestSource) -> None:
-        """Generate until the source has no more requests."""
+        """Generate completions until the request source has no more requests."""
         if not requests.limits.requests:
             return
         work, closed = _Work(requests), self.closed
@@ -208,7 +208,7 @@ class ProcessEngine:
 
 @dataclass(slots=True)
 class _Work:
-    """The requests of one source, with the indices of the completed requests."""
+    """The requests from one request source, with the indices of the completed requests."""
 
     source: RequestSource
     taken: dict[int, Request] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from covey.errors import CoveyError
 
 
 def main(build: Callable[[Any], NativeCopy]) -> None:
-    """Run the engine that `build` returns; the command line names its two pipes."""
+    """Run the engine that `build` returns; the command line gives two pipes to the trainer."""
     work, control = (Connection(int(number)) for number in sys.argv[1:3])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         setup, handle, threads = control.recv()
@@ -35,7 +35,7 @@ def main(build: Callable[[Any], NativeCopy]) -> None:
 
 @contextlib.contextmanager
 def _told(connection: Connection) -> Iterator[None]:
-    """Send an exception of the block to the trainer, which raises it again."""
+    """Send any exception inside a `with` block to the trainer, which raises it again."""
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -79,7 +79,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Remote:
-    """A source of requests at the other end of a pipe."""
+    """A request source in the trainer's process, at the other end of a pipe."""
 
     worker: _Worker
     limits: Limits

@@ -1,8 +1,8 @@
 """HTTP client of one vLLM server: generation by token ids, weight updates, version and config.
 
 Numbers from a server are checked before they are used. If a server cannot be reached, fails or does
-not reply, the client raises `Unavailable`, and a restart may help. Any other failure raises
-`EngineError`, which ends the run with a one-line message.
+not reply, the client raises `Unavailable`, and a restart may help. Failures other than
+`Unavailable` raise `EngineError`, which ends the run with a one-line message.
 """
 
 from __future__ import annotations

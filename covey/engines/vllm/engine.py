@@ -173,7 +173,7 @@ class VllmEngine:
         return reply
 
     def run(self, requests: RequestSource) -> None:
-        """Generate until the source has no more requests."""
+        """Generate completions until the request source has no more requests."""
         limits = requests.limits
         if not limits.requests:
             return
@@ -236,7 +236,7 @@ class VllmEngine:
                 self._repair(replica, started, str(problem))
 
     def _replica_of(self, request: Request) -> Replica:
-        """Return the server of a prompt, which changes only while a server is being repaired."""
+        """Return the server for a prompt; the choice changes only while a server is down."""
         alive = [replica for replica in self.replicas if replica.alive] or self.replicas
         return alive[request.prompt % len(alive)]
 

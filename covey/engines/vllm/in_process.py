@@ -173,5 +173,5 @@ class LocalClient(Client):
 
 
 def vars_of(span: Any) -> dict[str, Any]:
-    """Return a version span in the format that a server sends."""
+    """Return a span of tokens with its weights version, in the format of a server's reply."""
     return {"start": span.start, "end": span.end, "version": span.version}

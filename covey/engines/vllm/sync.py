@@ -100,7 +100,7 @@ class AdapterSync:
     model: LanguageModel
     folder: Path
     base: Sync
-    """The sync that sends the frozen weights, once to each server."""
+    """The object that sends the frozen weights, once to each server."""
     loaded: dict[str, int] = field(default_factory=dict)
     """The version of the adapter on each server, by server address."""
     based: bool = False
@@ -268,9 +268,9 @@ class HeadPadding:
     """Zero-padding of attention heads from `width` to `padded` dimensions.
 
     RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). A padded
-    head is wider by the factor `times`, so its dimension times * i has the frequency of dimension i
-    in the original head. Attention divides by the square root of the padded width, so queries are
-    multiplied by the square root of `times`.
+    head is `times` as wide, so its dimension `times` * i has the frequency of the original
+    dimension i. Attention divides by the square root of the padded width, so queries are multiplied
+    by the square root of `times`.
     """
 
     heads: int

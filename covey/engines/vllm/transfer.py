@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Initial settings of the transfer engine, which needs no settings."""
+    """The initial settings, which are empty because the transfer engine needs no settings."""
 
 
 @dataclass

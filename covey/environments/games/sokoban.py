@@ -15,7 +15,7 @@ _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""(player, box, goal) on a square -> the character that shows the square."""
+"""Maps what is on a square (player, box, goal) to the character that shows the square."""
 
 
 class Sokoban:

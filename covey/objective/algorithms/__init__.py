@@ -1,4 +1,4 @@
-"""The registry of algorithms: each algorithm is a function that composes an objective from pieces.
+"""The registry of algorithms: each algorithm is a function that returns an objective.
 
 The function's docstring gives the formula, its source and our departures from the source. The
 decorator `takes` names the options of an algorithm. To add an algorithm, write the function, add

@@ -113,8 +113,8 @@ def gfpo() -> Objective:
     The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO counted
     only the tokens of completions that it trained on. The completions that `gfpo` does not train on
     need no forward pass (filter.skip_zero_gradient). The defaults of ddof and eps are the same as
-    in `grpo`: ddof is 1, whereas the paper uses 0. Keeping half the group (4 of 8) is a good
-    default.
+    in `grpo`: ddof is 1, whereas the paper uses 0. Training on half of each group (4 of 8
+    completions) is a good default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
     be wrong, and then the group has no gradient. If `keep` is at least the group size, `gfpo`

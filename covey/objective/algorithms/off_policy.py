@@ -21,8 +21,8 @@ def bapo() -> Objective:
         share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
         loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
 
-    In stale batches, tokens with a negative advantage dominate. So the clip bounds c_low and c_high
-    rise until tokens with a positive advantage make up the fraction `target` of the step's
+    In stale batches, tokens with a negative advantage dominate. BAPO raises the clip bounds c_low
+    and c_high until tokens with a positive advantage make up the fraction `target` of the step's
     surrogate. The clip bounds are computed once per optimizer step, over all micro-batches and
     ranks, which costs one more forward pass.
 
@@ -79,7 +79,7 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
 
     The behaviour policy is the policy that generated the token. The version of the behaviour policy
     may differ from token to token. The proximal policy is the trainer's policy at the start of the
-    batch, the same for every token. So the clip range is centred on the proximal policy, and the
+    batch, the same for every token. The clip range is centred on the proximal policy, and the
     importance weight w corrects for stale tokens. With one optimizer step per batch, the ratio r is
     1, and only the weight w has an effect.
 

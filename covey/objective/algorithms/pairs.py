@@ -59,8 +59,8 @@ def ipo() -> Objective:
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
     `ipo` chooses pairs as `dpo` does. The loss of `ipo` moves the margin D towards 1 / (2 beta),
-    while the loss of `dpo` increases D without limit. So the policy stays near the reference, even
-    if it already prefers the chosen completion in every pair.
+    while the loss of `dpo` increases D without limit. With `ipo`, the policy stays near the
+    reference, even if it already prefers the chosen completion in every pair.
 
     Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer. TRL's
     developers chose means after asking the authors of IPO. The paper's formula and OpenRLHF use

@@ -95,11 +95,11 @@ def rloo() -> Objective:
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(q A, clip(q, 1-clip_low, 1+clip_high) A)
 
-    RLOO treats a completion as one action. So the ratio of a completion is the product of its token
-    ratios, and the gradient of each token has weight 1/N (N completions), whatever the length. The
-    paper takes one optimizer step per batch, where the ratio is 1. The clip, which has an effect
-    with several optimizer steps, comes from TRL. For long completions the product of ratios soon
-    leaves the clip range, so take few optimizer steps.
+    RLOO treats a completion as one action. In RLOO, the ratio of a completion is the product of its
+    token ratios, and the gradient of each token has weight 1/N (N completions), whatever the
+    length. The paper takes one optimizer step per batch, where the ratio is 1. The clip, which has
+    an effect with several optimizer steps, comes from TRL. For long completions the product of
+    ratios soon leaves the clip range, so take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,
@@ -134,12 +134,13 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
         w_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
 
-    Choices: the paper defines the ratio w of a completion in two ways. Equation 8 takes the
-    arithmetic mean of token ratios (`mean = "arithmetic"`). Algorithm 1 takes the geometric mean,
-    which is Covey's default. The paper's equations sum entropies over the group. The paper's runs
-    sum entropies over the batch (`scope = "batch"`). Clip bounds of 0.2 and 0.28 have practically
-    no effect on a geometric mean of ratios. In the factor 1/H, an entropy H below entropy_floor is
-    replaced by entropy_floor. A completion is correct if the reward function calls it a success.
+    Choices: the paper defines the ratio w of a completion in two ways. Equation 8 of the paper
+    takes the arithmetic mean of token ratios (`mean = "arithmetic"`). Algorithm 1 of the paper
+    takes the geometric mean, which is Covey's default. The paper's equations sum entropies over the
+    group. The paper's runs sum entropies over the batch (`scope = "batch"`). Clip bounds of 0.2 and
+    0.28 have practically no effect on a geometric mean of ratios. In the factor 1/H, an entropy H
+    below entropy_floor is replaced by entropy_floor. A completion is correct if the reward function
+    calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     The paper's runs use dynamic sampling, which drops groups whose completions are all correct or

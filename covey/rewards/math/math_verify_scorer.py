@@ -45,7 +45,7 @@ def _math_verify() -> Any:
 def load() -> None:
     """Import math-verify, and fill the caches of its parser and of sympy with common formulas.
 
-    Processes that are forked later inherit the filled caches.
+    Child processes inherit the filled caches.
     """
     for formula in COMMON:
         score(prepare(formula), formula)

@@ -1,7 +1,7 @@
 r"""Conversion of math signs, repeating decimals, powers of ten and number bases to one notation.
 
 For example, `0.\overline{3}` is a third, `√2` is `\sqrt{2}`, and `52_8` is a numeral in base 8,
-which is compared digit by digit. Every function of this module is for short texts.
+which is compared digit by digit. The functions of this module expect short texts, such as answers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _TEN = ("10", "ten")
 def same_numeral(answer: str, target: str) -> bool | None:
     """Return whether two numerals have the same digits and the same base.
 
-    The result is None if neither text names a base.
+    Return None if neither numeral names a base.
 
     If the target names a base, the answer may omit the base. For example, `42_8` is not parsed as
     42, and `0x2a` is not parsed as 0 times 2a.

@@ -109,7 +109,7 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
 
 
 def _value(left: str, right: str) -> list[str]:
-    """Return [right] if the equation defines a single letter, such as `y = 2x`; otherwise []."""
+    """Return [right side] of an equation that defines a letter, such as `y = 2x`; else []."""
     letter, value = left.strip(), right
     alone = len(letter) == 1 and letter.isascii() and letter.isalpha()
     return [value] if alone and letter not in value else []
@@ -152,7 +152,7 @@ def _compare(answer: _Evaluator, target: _Evaluator) -> bool | None:
 
 
 def _points(variable: str) -> Values:
-    """Return the values of a variable at the points: two above 0 and one below 0."""
+    """Return the values of a variable at the three points: two above 0 and one below 0."""
     share = zlib.crc32(variable.encode()) / 2**32
     return [complex(0.61 + 1.7 * share), complex(2.53 - 1.3 * share), complex(-1.87 + 1.1 * share)]
 

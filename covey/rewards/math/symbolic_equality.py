@@ -1,8 +1,8 @@
 """Equality of two formulas by computer algebra, for pairs that numeric evaluation cannot decide.
 
-The library math-verify compares formulas with sympy, which evaluates text and may never finish. So
-math-verify runs in the sandbox with a time limit, and formulas that would take too long are
-rejected in advance.
+The library math-verify compares formulas with sympy, which evaluates text and may never finish.
+Covey runs math-verify in the sandbox with a time limit, and rejects in advance formulas that would
+take too long.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""Maximum number of digits of a power such as 3^1000. If the power is under a root, sympy factors
-it, which can take very long."""
+"""Maximum number of digits of a power such as 3^1000. Sympy factors a power under a root, which can
+take very long."""
 MAX_DEGREE = 100
 """Maximum degree of a polynomial in a division, because the division takes quadratic time."""
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 NARROW = 90
-"""Minimum width of a terminal, in columns, for all numbers of a step."""
+"""Minimum terminal width, in columns, for showing all main metrics of a step."""
 BAR = 50
-"""Minimum width of a terminal, in columns, for a progress bar beside the numbers."""
+"""Minimum terminal width, in columns, for showing a progress bar beside the metrics."""
 PLAIN_LOG_SECONDS = 5.0
 """Minimum seconds between two plain lines, except for the first and the last step."""
 
@@ -40,7 +40,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return the main numbers of a step in one line; with `short`, for a narrow terminal."""
+    """Return the main metrics of a step in one line; `short` is for a narrow terminal."""
     if short and "objective/scores" in metrics:
         return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
     if "loss/cross_entropy" in metrics:

@@ -29,8 +29,8 @@ LONGEST = 4000
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
-"""Size of NAME.json in bytes. The JSON text is padded with spaces to this size, so that every write
-replaces the whole file.
+"""Size of NAME.json in bytes. The JSON text is padded with spaces to a fixed size, so that every
+write replaces the whole file.
 """
 
 
@@ -54,11 +54,11 @@ class ExternalTracker(Tracker):
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Log a table of completions with the columns in `COLUMNS`.
 
-        The method does nothing by default.
+        By default, log no completions.
         """
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether an event of a step is new.
+        """Return whether an event of a step was not reported before.
 
         After a resume, the training loop reports some events a second time.
         """
@@ -97,9 +97,9 @@ class RememberingTracker(ExternalTracker):
     """
 
     name: str
-    """The name of the tracker and of its package."""
+    """The name of the tracker, which is also the name of its Python package."""
     session: Any = None
-    """The run in the tracking package. `open` starts this run or continues it."""
+    """The run object of the tracking package. The method `open` starts or continues the run."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -123,10 +123,10 @@ class RememberingTracker(ExternalTracker):
         return True
 
     def remember(self) -> None:
-        """Save which steps were logged last. This method is called after each log entry.
+        """Save the last logged steps in NAME.json. This method is called after each log entry.
 
-        The old content of the file is overwritten in place by a single write. A rename over an
-        older file would be slow, because some file systems then wait for the disk.
+        Overwrite the file in place with a single write. Replacing the file by a rename would be
+        slow, because some file systems wait for the disk at a rename.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -149,7 +149,7 @@ class RememberingTracker(ExternalTracker):
         self.session.log({"completions": table}, step=step)
 
     def close(self) -> None:
-        """Send or write the remaining data."""
+        """Send all data that is not sent yet, and end the run of the tracking package."""
         if self.session is not None:
             self.session.finish()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class JsonlTracker(Tracker):
-    """Writes lines of steps.jsonl and eval.jsonl, and a file for each table and step."""
+    """Appends to steps.jsonl and eval.jsonl, and writes the rollouts of each step to a file."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
@@ -31,5 +31,5 @@ class JsonlTracker(Tracker):
         self.run.log_evaluation({"step": step, **evaluation.row()})
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a table of a step to its file."""
+        """Write the rows of a step, such as its rollouts, to a file."""
         self.run.write_table(name, step, rows)

@@ -32,7 +32,7 @@ class Tracker:
         """An evaluation after `step` is done."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of a step, "rollouts" or "evaluations" (with one row per held-out prompt)."""
+        """A step has new rows: one per rollout, or one per held-out prompt of an evaluation."""
 
     def note(self, text: str) -> None:
         """A message for the user."""

@@ -20,7 +20,7 @@ class TensorBoardTracker(ExternalTracker):
     def open(self, done: int) -> None:
         """Open a new event file.
 
-        TensorBoard drops the earlier events of steps that are logged again after a resume.
+        If a resumed run logs a step again, TensorBoard drops the earlier events of the step.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -49,6 +49,6 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.add_text("completions", "\n".join(lines), step)
 
     def close(self) -> None:
-        """Write the remaining data."""
+        """Write the remaining events to the event file, and close it."""
         if self.writer is not None:
             self.writer.close()

@@ -2,7 +2,7 @@
 
 Large gradients are all-reduced in place, and small gradients are all-reduced in buckets. In the
 last backward pass of an optimizer step, the all-reduce of a bucket starts as soon as all gradients
-of the bucket are computed. So communication overlaps with the rest of the backward pass. If CUDA
+of the bucket are computed. The communication overlaps with the rest of the backward pass. If CUDA
 graphs or fused passes compute gradients, every all-reduce starts after the pass.
 """
 
@@ -32,8 +32,8 @@ class _Bucket:
     """Number of gradients in the bucket that the last backward pass has not computed yet."""
     work: Any = None
     flat: torch.Tensor | None = None
-    """A flat copy of the bucket's gradients. The value is None for a bucket of a single gradient,
-    which is summed in place."""
+    """A flat copy of the bucket's gradients. None for a bucket with a single gradient, because a
+    single gradient is summed in place."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from covey.training.parallel.world import Ranks, World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""A rank that fails before joining waits this many seconds for rank 0 to report the failure."""
+"""Seconds that a rank which fails before joining waits for rank 0 to report the failure."""
 
 
 @contextmanager

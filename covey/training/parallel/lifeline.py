@@ -1,10 +1,11 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
-A collective call waits for all ranks, so it may take minutes to notice a failure. So every rank
-keeps a TCP connection to rank 0. The connection closes when the process ends, even after a crash. A
-rank that fails sends the reason before it ends, and rank 0 forwards the reason to the other ranks.
-The main thread of each rank raises the error at its next collective call. If the main thread makes
-no collective call within a few seconds, a background thread ends the process.
+A collective call waits for all ranks, so it may take minutes to notice a failure. To notice a
+failure fast, every rank keeps a TCP connection to rank 0. The connection closes when the process
+ends, even after a crash. A rank that fails sends the reason before it ends, and rank 0 forwards the
+reason to the other ranks. After a failure, the main thread of each rank raises the error at its
+next collective call. If the main thread makes no collective call within a few seconds of a failure,
+a background thread ends the process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Time limit for the main thread to notice a lost rank, and then for the process to end."""
+"""Seconds in which the main thread must notice a lost rank, and in which the process must end."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -45,7 +46,7 @@ class Loss:
 
     rank: int
     text: str
-    """The reason in one line. The text is empty if the process died without a message."""
+    """The reason of the failure in one line; empty if the process died without a message."""
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:

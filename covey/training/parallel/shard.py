@@ -1,11 +1,11 @@
 """Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
 
-The weights of a block are gathered when a pass reaches the block. The backward pass reduces the
-gradients of the block over ranks, and shards them. The sharded parameters are the optimizer's
+The weights of a block are gathered when a pass reaches the block. The backward pass sums the
+gradients of each block over ranks, and shards the sums. The sharded parameters are the optimizer's
 float32 masters, even if the model computes in bfloat16. The weights of embedding, head and final
-norm stay gathered during a whole pass. A pass must therefore be one method call on the root module
-(`batch_logp`). If the model has only one shard, fused passes run on weights that are gathered once
-per optimizer step (GatheredSteps).
+norm stay gathered during a whole pass. FSDP2 gathers the weights of embedding, head and final norm
+at a method call on the root module, so each pass is one call of `batch_logp`. If the model has only
+one shard, fused passes run on weights that are gathered once per optimizer step (GatheredSteps).
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    The weights stay gathered only if the model has a single shard. Then the gradients of gathered
-    weights take no more memory than sharded gradients, and only the gathered weights take
-    additional memory.
+    The weights stay gathered only if the model has a single shard. With a single shard, gradients
+    of gathered weights take no more memory than sharded gradients, and only the gathered weights
+    need additional memory.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -121,7 +121,7 @@ class GatheredSteps:
         self.parts = _sharded_parts(model.model)
         self.shards = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
         self.whole: dict[str, nn.Parameter] = {}
-        """The gathered weights by name. The dictionary is empty before the first pass."""
+        """The gathered weights by name; empty before the first pass."""
         self.fused: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs of a fused weight and the tensor into which FSDP2 gathers the weight."""
         self.sums: dict[str, torch.Tensor] = {}

@@ -1,8 +1,8 @@
 """The interface through which the rest of covey uses the ranks of a run.
 
 Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
-the passes through the model are divided among ranks. So ranks communicate only to gather rollouts
-and log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
+the passes through the model are divided among ranks. Ranks communicate only to gather rollouts and
+log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
 """
 
 from __future__ import annotations
