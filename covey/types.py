@@ -100,8 +100,8 @@ class Turn:
     because `Rollout.text` has the text."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
-    """The environment's reward for this turn alone. The value is None if the environment gives no
-    turn rewards."""
+    """The environment's reward for this turn alone; None if the environment gives no turn rewards.
+    """
     state: str = ""
     """The environment's state at this turn, as text.
 
@@ -257,9 +257,9 @@ class Batch:
     turn_reward: torch.Tensor | None = None
     """[B, T] float64: the environment's reward for the token's turn; 0 if there is none."""
     state: torch.Tensor | None = None
-    """[B, T] int64: the environment's state at the token's turn.
+    """[B, T] int64: a number for the environment's state at the token's turn.
 
-    Equal numbers mean equal states.
+    Equal states have equal numbers.
     """
 
     old_logp: torch.Tensor | None = None
@@ -387,9 +387,9 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count a batch.
+        """Count the rollouts, tokens and groups of a batch.
 
-        A rollout without trained tokens still counts in the number of rollouts.
+        A rollout without trained tokens also counts as a rollout.
         """
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)

@@ -119,7 +119,7 @@ class RayEngine:
         self.members, self.coming = [], None
 
     def run(self, requests: RequestSource) -> None:
-        """Generate until the source has no more requests."""
+        """Generate completions until the request source has no more requests."""
         if not requests.limits.requests:
             return
         self._grow()
@@ -262,7 +262,7 @@ class _Run:
         self.waiting: dict[int, Request] = {}
 
     def run(self) -> None:
-        """Generate until the source has no more requests."""
+        """Generate completions until the request source has no more requests."""
         threads = [threading.Thread(target=share.serve, daemon=True) for share in self.shares]
         self._take()
         for thread in threads:

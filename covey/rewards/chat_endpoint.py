@@ -220,9 +220,9 @@ class RateLimit:
         return waited
 
     def _take(self, tokens: int) -> float:
-        """Record a request if the limits allow it. Return the seconds to wait before another try.
+        """Record a request if the rate limits allow it.
 
-        The result is 0 if the request was recorded.
+        Return the seconds to wait before another try; 0 if the request was recorded.
         """
         # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

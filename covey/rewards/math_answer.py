@@ -76,9 +76,9 @@ class MathAnswer(TargetReward):
 
     @property
     def quick(self) -> bool:
-        """Whether scoring any text is fast.
+        """Whether every text is scored fast.
 
-        The comparison of formulas can be slow.
+        Scoring can be slow if formulas are compared (`symbolic`).
         """
         return not self.symbolic
 

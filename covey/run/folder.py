@@ -255,9 +255,9 @@ class RunFolder:
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
-        """Yield a folder to fill.
+        """Yield a temporary folder for a new checkpoint.
 
-        When the `with` block ends, the complete folder becomes the checkpoint of `step`.
+        When the `with` block ends, the folder becomes the checkpoint of `step`.
         """
         with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
             yield folder

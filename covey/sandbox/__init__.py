@@ -1,5 +1,7 @@
-"""Isolation of untrusted programs and of text that models wrote. The package does not import
-torch."""
+"""Sandboxes, which run untrusted programs and score text of models.
+
+No module here imports torch.
+"""
 
 from covey.sandbox.limits import Case, Limits, Outcome
 from covey.sandbox.program import require_isolation, run_program

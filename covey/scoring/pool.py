@@ -119,9 +119,9 @@ class Pool:
         return self._again()
 
     def start(self) -> None:
-        """Start the processes and wait for the first process.
+        """Start the worker processes, and wait until the first of them is ready.
 
-        Raise an error if the first process cannot load the reward.
+        Raise an error if the first worker process cannot load the reward.
         """
         with self._changed:
             if self._threads or self._closed:
@@ -284,9 +284,10 @@ class Pool:
             self._happened.append(f"a scoring process ended {how}, and was replaced")
 
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
-        """Handle the jobs of a dead process.
+        """Handle the jobs of a dead worker process.
 
-        If the process was killed from outside, each of its jobs is scored a second time.
+        If the worker process was killed, for example by the OOM killer, score each of its jobs a
+        second time.
         """
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:

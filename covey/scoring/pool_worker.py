@@ -55,10 +55,9 @@ def loaded(
 ) -> tuple[Any, float]:
     """Receive a pickled object and a time limit, and return both.
 
-    Before the object is loaded, the memory limit of this process is set.
-
-    The function `then` is called with the object. If unpickling or `then` raises an exception, send
-    the exception to the pool.
+    Set the memory limit of this process before unpickling the object. After unpickling, call the
+    function `then` with the object. If unpickling or `then` raises an exception, send the exception
+    to the pool.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

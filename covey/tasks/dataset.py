@@ -62,7 +62,7 @@ class DatasetTask:
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
         """Return for each id whether it is held out.
 
-        If the hashes select no id, the last id is held out.
+        If the hashes select no id, hold out the last id.
         """
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]

@@ -101,11 +101,10 @@ class Learner:
 
     @property
     def skips_rows(self) -> bool:
-        """Whether the row filter is on.
+        """Whether forward passes leave out rows with advantage 0.
 
-        The row filter is off if a KL or entropy term has a gradient.
-
-        Pairwise objectives always use the row filter, because most rows belong to no pair.
+        All rows are needed if a KL or entropy term has a gradient. Pairwise objectives always leave
+        out rows with advantage 0, because most rows belong to no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate
@@ -486,16 +485,17 @@ class RowFacts:
     def pair_counts(self) -> dict[str, float]:
         """Return the number of groups with a preference pair, and of groups without one.
 
-        The row filter must be on.
+        Call this method only if rows with advantage 0 are left out.
         """
         groups, paired = len(self.group.unique()), len(self.group[self.useful].unique())
         return {"pairs/count": paired, "pairs/ties": groups - paired}
 
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the positions in `index` of all rows that the row filter keeps.
+        """Return the positions in `index` of the rows that go through the forward pass.
 
-        The row filter does not change the gradient, because token weights are computed before rows
-        are left out. At least one row remains, so that a gradient exists, even if it is zero.
+        Leaving out rows with advantage 0 does not change the gradient, because token weights are
+        computed before rows are left out. At least one row always goes through the forward pass, so
+        that a gradient exists, even if it is zero.
         """
         useful = self.useful[index].clone()
         useful[0] |= ~useful.any()

@@ -67,10 +67,10 @@ class Watch(Tracker):
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _counts(self, step: int) -> bool:
-        """Return whether a step may be the best.
+        """Return whether a step may count as the best step.
 
-        If `save.best` is a metric of training steps, the best step must be a step that has a
-        checkpoint.
+        If `save.best` is a metric of training steps, only a step with a checkpoint may count as the
+        best step.
         """
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)

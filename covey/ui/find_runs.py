@@ -134,9 +134,9 @@ def _comparison_of(place: Place) -> str | None:
 
 @lru_cache(maxsize=MOST)
 def _last(path: Path, stamp: str) -> dict[str, Any]:
-    """Return the fields of the last step that the list of runs shows.
+    """Return the metrics of the last step that the list of runs shows.
 
-    The file is read again only if it has changed.
+    Read steps.jsonl again only if it has changed.
     """
     last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}

@@ -38,7 +38,7 @@ class TensorBoardTracker(ExternalTracker):
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Write completions as indented Markdown blocks.
 
-        Markdown in a completion then has no effect.
+        The indentation disables any Markdown in a completion.
         """
         lines: list[str] = []
         for row in rows:

@@ -193,10 +193,10 @@ def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
 
 
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
-    """Return the device mesh.
+    """Return the device mesh of a sharded model.
 
-    One copy of the model is divided among `shard_ranks` ranks. If `shard_ranks` is 0 or exceeds the
-    number of ranks, there is a single copy, which is divided among all ranks.
+    Each copy of the model is divided among `shard_ranks` ranks. If `shard_ranks` is 0 or exceeds
+    the number of ranks, a single copy is divided among all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
