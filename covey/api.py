@@ -53,7 +53,7 @@ class TrainResult:
     metrics: list[dict[str, Any]]
     """The metrics of every step."""
     evaluation: dict[str, Any] | None
-    """The last evaluation. The value is None if the run had no evaluation."""
+    """The last evaluation; None if the run had no evaluation."""
     model: Any
     """The trained model, as an object of transformers, or of peft if the model has an adapter."""
     tokenizer: Any
@@ -225,7 +225,7 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Return the tracker objects, or None for the console, and the setting for named trackers.
+    """Return the tracker objects (None: the console), and a setting with tracker names.
 
     If names are given, they replace the trackers in the settings; an empty list removes all
     trackers. If only objects are given, the trackers in the settings stay.

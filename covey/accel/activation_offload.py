@@ -2,9 +2,10 @@
 
 Gradient checkpointing stores the input of every layer. For a long sequence, the inputs of all
 layers take most of the activation memory. With offloading, a second stream copies the input of a
-layer to pinned CPU memory while the layer runs. In the backward pass, the stream copies a layer's
-input back while the following layer runs. So about three inputs are on the device at a time,
-whatever the number of layers. The copies are exact, so gradients do not change.
+layer to pinned CPU memory while the layer runs. In the backward pass, the second stream copies the
+next layer's input back to the device while the current layer runs. So about three layer inputs are
+on the device at a time, whatever the number of layers. The copies are exact, so gradients do not
+change.
 
 All copies run on one stream in the order in which they were started. Therefore a host buffer can be
 used again as soon as Python has freed its activation, and the copies can be part of a CUDA graph.
@@ -22,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 SMALLEST = 2**20
-"""Tensors of fewer bytes than this stay on the device."""
+"""Minimum size in bytes of a tensor that is offloaded; smaller tensors stay on the device."""
 
 
 class _Kept:
@@ -43,7 +44,7 @@ class _Kept:
 
 
 def _nothing() -> None:
-    """Return None, as a weak reference to a freed object does."""
+    """Return None, as a call of a weak reference does after its object was freed."""
 
 
 class ActivationOffload:
@@ -66,7 +67,7 @@ class ActivationOffload:
             return checkpoint(function, *arguments, **options)
 
     def join(self) -> None:
-        """Make the device wait for the last copy. A CUDA graph requires this at its end."""
+        """Make the device wait for the last copy, which is required at the end of a CUDA graph."""
         last = self._last()
         if last is not None and last.values is not None:  # else backward has taken it
             _wait(last.device, last.saved)
@@ -100,7 +101,7 @@ class ActivationOffload:
     def _load(self, kept: _Kept) -> torch.Tensor:
         """Return the activation on the device.
 
-        Its values are complete after the event `loaded`.
+        The activation's values are complete after the event `loaded`.
         """
         if kept.values is None:
             kept.values = torch.empty_like(kept.host, device=kept.device, pin_memory=False)

@@ -29,7 +29,7 @@ from covey.accel.varlen_attention import VarlenRows
 NAME = "covey"
 
 SHORT = 256
-"""On a CPU, batched products are faster than the fused kernel up to this sequence length."""
+"""Maximum sequence length at which, on a CPU, batched products are faster than the fused kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

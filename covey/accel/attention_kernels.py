@@ -1,13 +1,13 @@
 """Kernels for attention over packed rows: torch's flash attention, cuDNN's, and Triton kernels.
 
 Attention is causal, and the causal mask is aligned at the end of a row (varlen_attention.py). Flash
-attention processes all rows in one call and supports rows with fewer queries than keys. The same is
-true of the Triton kernels (kernels/packed_attention.py), which are made for short rows. The causal
-mask of cuDNN is aligned at the start of a row. So for cuDNN, a row also gets copies of its prompt's
-queries, if these queries belong to another row. The results of copied queries are discarded, and
-their gradient is zero. With cuDNN, one call processes all rows of similar length. The cuDNN
-operator for rows of different lengths is not used, because in torch 2.11 it reads invalid
-addresses.
+attention processes all rows in one call and supports rows with fewer queries than keys. The Triton
+kernels (kernels/packed_attention.py) also process all rows in one call and support fewer queries
+than keys; they are made for short rows. The causal mask of cuDNN is aligned at the start of a row.
+So for cuDNN, a row also gets copies of its prompt's queries, if these queries belong to another
+row. The results of copied queries are discarded, and their gradient is zero. With cuDNN, one call
+processes all rows of similar length. The cuDNN operator for rows of different lengths is not used,
+because in torch 2.11 it reads invalid addresses.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from covey.accel.varlen_attention import Bounds, VarlenRows
 
 STEP = 256
-"""Rows are padded to a multiple of this length, because cuDNN has to prepare each new length."""
+"""Rows are padded to a multiple of STEP tokens, because cuDNN has to prepare each new length."""
 
 Found = tuple[torch.Tensor, ...]
 """The output of attention, and further tensors that the backward pass needs."""
@@ -178,7 +178,7 @@ def _length(part: slice) -> int:
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
-    """Return lists of rows that have the same padded length. One cuDNN call processes each list."""
+    """Return lists of rows with the same padded length; one cuDNN call processes each list."""
     bounds = inputs.spans.bounds
     if inputs.window is not None or bounds is None:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
@@ -206,9 +206,8 @@ def _query_rows(
 ) -> torch.Tensor:
     """Copy queries, or tensors of the same shape [N, H, D], into padded rows [rows, H, S, D].
 
-    `tokens` has the index of the packed token at each key position. If `tokens` is given, queries
-    that belong to another row are copied from that row. If `tokens` is None, these queries are
-    zero.
+    `tokens` has the index of the packed token at each key position. Queries that belong to another
+    row are copied from that row if `tokens` is given, and are zero if `tokens` is None.
     """
     if not any(row.missing for row in rows):
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
@@ -292,19 +291,19 @@ deterministic algorithms are on. The version of flash attention is chosen in att
 # value heads) and D (head size).
 
 LONG = 2048
-"""The rows of a micro-batch are called long if their mean length is at least this many tokens."""
+"""Minimum mean row length, in tokens, at which the rows of a micro-batch are called long."""
 NUMBERS = 2**24
 """Number of elements in the queries of a measurement. All rows of a measurement have equal length.
 """
 SHORTEST = 128
-"""All rows of up to this many tokens belong to one shape class."""
+"""Row length in tokens; all rows of at most this length belong to one shape class."""
 TOLERANCE = 0.02
 """Maximum relative difference between the results of two kernels. Because of rounding, correct
 kernels differ by less than 1 % of the norm of the result."""
 REPEATS = 3
 CYCLES = 10_000_000
-"""Number of clock cycles, a few milliseconds, for which the device is kept busy before each
-measurement. Meanwhile the host launches the kernels, so that the launch time is not measured."""
+"""Number of clock cycles (a few milliseconds) that the device is kept busy before each measurement.
+While the device is busy, the host launches the kernels, so that the launch time is not measured."""
 FLASH3 = "FlashAttention 3"
 
 
@@ -371,8 +370,9 @@ def chosen(
 ) -> str:
     """Return the name of the fastest kernel. The first call for a shape class measures the kernels.
 
-    If `captured` is true, only kernels that can be part of a CUDA graph are compared. A pass is
-    captured at the third micro-batch of its size, so its class has been measured before.
+    If `captured` is true, only kernels that can be part of a CUDA graph are compared. A CUDA graph
+    is captured at the third micro-batch of a size, so the kernels of its shape class have been
+    measured before.
     """
     # In a deterministic process, no measurement decides. The engine skips torch's check of
     # operations, but not this flag.
@@ -417,7 +417,8 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
 def measured(shape: ShapeClass) -> Choice:
     """Measure kernels on rows of equal length, and choose the fastest kernel.
 
-    The first pass of a class may be the engine's prefill in inference mode, which has no gradients.
+    The first pass of a shape class may be the engine's prefill, which runs in inference mode
+    without gradients.
     """
     rows = _Rows(shape)
     expected = rows.results(FLASH)

@@ -73,7 +73,7 @@ def fused_backbone(
 
 
 def is_llama_like(model: Any) -> bool:
-    """Return whether a model has the modules that this forward pass uses."""
+    """Return whether a model has the modules that the fused forward pass uses."""
     backbone = model.base_model
     return (
         hasattr(backbone, "layers")
@@ -109,7 +109,7 @@ def fused_layer(
 
 
 class _Source:
-    """The input of a checkpointed layer: `hidden` + `delta`. The layer stores their sum here."""
+    """The input of a checkpointed layer: `hidden` + `delta`, or their sum once it is computed."""
 
     def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
         self.hidden, self.delta = hidden, delta

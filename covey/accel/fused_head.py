@@ -22,8 +22,8 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Number of rows of a tile on tensor cores. The number of rows of a larger chunk is a multiple of
-this number."""
+"""Number of rows of a tile on tensor cores. A chunk of more than ROWS rows has a multiple of ROWS
+rows."""
 
 
 def fused_token_logp(

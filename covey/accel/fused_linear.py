@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for all fused parameters.
 
-The products of plain LoRA adapters are added to the fused product (fused_adapter.py). A layer that
-does anything else, such as dropout, is not fused and runs its own forward pass.
+The products of plain LoRA adapters are added to the fused product (fused_adapter.py). A layer with
+other operations, such as dropout, is not fused and runs its own forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.accel.unrecorded import call
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return the linear layer itself; of an adapter or a trained copy, return the layer inside."""
+    """Return the plain linear layer; unwrap it if it is inside an adapter or a trained copy."""
     found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found
@@ -64,7 +64,7 @@ def skip_swiglu_output() -> Iterator[None]:
     """Inside this `with` block, SwiGLU layers save their inputs but return uninitialized memory.
 
     The recomputation of a checkpointed layer runs inside this block, because nothing reads the
-    layer's output a second time.
+    recomputed output of the layer.
     """
     token = _SKIPS.set(True)
     try:
@@ -242,7 +242,7 @@ class Adapted(NamedTuple):
 def adapted(module: Any) -> Adapted | None:
     """Return a linear layer with its LoRA weights.
 
-    Return None if the layer computes anything besides these matrix products.
+    Return None if the layer computes anything besides its matrix product and its LoRA products.
     """
     if module._forward_hooks:
         return None
@@ -268,7 +268,7 @@ def adapted(module: Any) -> Adapted | None:
 class LowRankProducts:
     """The LoRA weights of layers that have the same input.
 
-    The outputs of these layers are columns of one tensor.
+    The outputs of all layers are columns of one tensor.
     """
 
     def __init__(self, layers: Sequence[Adapted]) -> None:

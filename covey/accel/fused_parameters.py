@@ -85,8 +85,8 @@ HoldsGrad = nn.Parameter | GradHolder
 class GradSink:
     """Float32 gradient sum of bfloat16 parameters that share one storage.
 
-    A backward pass may add a gradient to this sum and return None to autograd. A matrix product can
-    add to the float32 sum directly, so that no gradient is rounded to bfloat16.
+    A backward pass may add a gradient to the float32 sum and return None to autograd. A matrix
+    product can add to the float32 sum directly, so that no gradient is rounded to bfloat16.
     """
 
     def __init__(self, masters: Sequence[HoldsGrad]) -> None:

@@ -135,9 +135,9 @@ class MaxLengths(NamedTuple):
 def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a batch on the CPU.
 
-    The device may be idle while this function runs. So the function uses numpy, which is faster
-    here than torch (see `row_of_each`), and repeats the values of each row instead of looking them
-    up for every token.
+    The device may be idle while this function runs, so the function must be fast. It uses numpy,
+    which is faster here than torch (see `row_of_each`). It repeats the values of each row instead
+    of looking them up for every token.
     """
     rows = _RowIndex.of(host)
     chosen, at = host.mask.numpy().nonzero()
@@ -189,7 +189,7 @@ def packed_batch(
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a packed row of prompts, on the CPU.
 
-    The model predicts the first token after each prompt. These tokens are not known yet, so
+    The model predicts the first token after each prompt. The first tokens are not known yet, so
     `chosen` is 0.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -228,7 +228,7 @@ class _RowIndex:
     number: Numbers
     """Index of the row's prompt."""
     home: npt.NDArray[np.bool_]
-    """Whether the row is the first row of its prompt. This row has the queries of the prompt."""
+    """Whether the row is the first row of its prompt, which has the queries of the prompt."""
     prompt_start: Numbers
 
     @staticmethod
@@ -297,7 +297,7 @@ class _RowIndex:
 
 
 def _starts(counts: Numbers) -> Numbers:
-    """Return the start of each part if parts of these sizes are stored one after another."""
+    """Return the start of each array if arrays of the given sizes are stored one after another."""
     found: Numbers = counts.cumsum() - counts
     return found
 
@@ -305,7 +305,7 @@ def _starts(counts: Numbers) -> Numbers:
 def copy_bytes(whole: torch.Tensor, at: int, part: torch.Tensor) -> None:
     """Copy a tensor into a buffer of bytes, both on the CPU, from byte `at` on.
 
-    This function uses numpy, for the same reason as `row_of_each`.
+    This function uses numpy, because torch would wake all of its threads (see `row_of_each`).
     """
     values = np.ascontiguousarray(part.numpy())
     whole.numpy()[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)

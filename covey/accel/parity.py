@@ -19,7 +19,7 @@ from covey.types import HostRows
 
 LAYERS = 2
 TOKENS = 32
-"""Parity checks use token ids below this number."""
+"""Upper limit of token ids in parity checks: every id is below TOKENS."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
 """Attributes that contain a layer's index. Layers of one type differ only in their index."""
 FLOAT32_TOLERANCE = 1e-4

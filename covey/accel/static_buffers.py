@@ -2,8 +2,8 @@
 
 A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
 tokens form separate short rows. Padding tokens go through the model like other tokens, so no memory
-stays uninitialized. Their gradient is zero. Index tables are padded with empty rows, unused key
-positions, and trained tokens with zero gradient.
+stays uninitialized. The gradient of padding tokens is zero. Index tables are padded with empty
+rows, unused key positions, and trained tokens with zero gradient.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions) and M (trained tokens).
 """
@@ -17,10 +17,9 @@ import torch
 from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, copy_bytes, packed_batch
 
 PADDING_ROW = 128
-"""Number of tokens in a row of padding. The maximum row length of a bucket is at least this
-number."""
+"""Number of tokens in a row of padding. A bucket's maximum row length is at least PADDING_ROW."""
 STEP = 256
-"""Token counts are multiples of this number."""
+"""The token count of a bucket is a multiple of STEP."""
 ALIGNED = 256
 """Alignment of each table in bytes; torch aligns new tensors in the same way."""
 

@@ -7,11 +7,11 @@ reads or writes stays at fixed addresses: the packed micro-batch (static_buffers
 parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
-capture. The second micro-batch runs on the bucket's own buffers, so that all kernels are compiled.
-The passes of the third micro-batch are captured as graphs. Later micro-batches of the captured
-size, or slightly smaller, replay the graph. Micro-batches of long rows run eagerly if that is
-faster (attention_choice.py). Without a CUDA device, passes run on the bucket's buffers and are not
-captured.
+capture. The second micro-batch of a bucket runs on the bucket's own buffers, so that all kernels
+are compiled. The passes of the third micro-batch of a bucket are captured as graphs. Later
+micro-batches of the captured size, or slightly smaller, replay the graph. Micro-batches of long
+rows run eagerly if that is faster (attention_choice.py). Without a CUDA device, passes run on the
+bucket's buffers and are not captured.
 
 All graphs share memory, mostly for activations. Therefore no other pass may run between a forward
 pass and its backward pass, and each forward pass has at most one backward pass.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MAX_BUCKETS = 64
 """Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
 MAX_PADDING = 4 / 3
-"""A micro-batch may be padded by up to this factor to reuse a captured graph."""
+"""Maximum factor by which a micro-batch may be padded to reuse a captured graph."""
 MAX_FAILURES = 3
 """The number of failed captures after which training stops using CUDA graphs."""
 
@@ -246,7 +246,7 @@ class TrainGraphs:
         """
 
     def run(self, host: HostRows) -> GraphResult | None:
-        """Run a micro-batch, with gradients if these are on; return None if it must run eagerly."""
+        """Run a micro-batch, with gradients if enabled; return None if it must run eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None
@@ -309,7 +309,8 @@ class TrainGraphs:
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
         """Return the key of the smallest captured bucket that is large enough but not too large.
 
-        If there is none, return the key of a bucket with exactly the needed number of tokens.
+        If no captured bucket fits, return the key of a bucket with exactly the needed number of
+        tokens.
         """
         sizes = [one.rows.size for one in self.captured() if one.backward is backward]
         fitting = [

@@ -58,9 +58,9 @@ class VarlenRows:
     longest_query: int
     longest_key: int
     shared: KeyIndex | None = None
-    """None if no rows share a prompt; every token then has one key position."""
+    """None if no rows share a prompt, so that every token has one key position."""
     bounds: Bounds | None = None
-    """The offsets on the CPU. None if a CUDA graph may be replayed with other rows."""
+    """The offsets on the CPU; None if a CUDA graph may be replayed with other rows."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """Copy keys or values [N, K, D] of packed tokens to all their key positions [R, K, D]."""

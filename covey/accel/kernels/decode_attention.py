@@ -3,12 +3,12 @@
 With one token per slot the matrix products are small, and the operations around them take most of
 the time. Therefore one kernel computes everything between the QKV product and the output product.
 
-A matrix product on tensor cores has at least 16 rows. A Triton program fills the rows with the
-query heads of several slots that share a prompt, and reads the prompt once for all slots. Then the
-program reads the completion of one slot after another, and masks the rows of the other slots. If
-there are few slots with long completions, the positions of a slot are split into parts, and one
-Triton program processes each part. One Triton program per slot adds up the results of all parts.
-The result of a slot never depends on other slots.
+A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows with the
+query heads of several slots that share a prompt, and reads the prompt once for all slots. After the
+prompt, the program reads the completion of one slot after another, and masks the rows of the other
+slots. If there are few slots with long completions, the positions of a slot are split into parts,
+and one Triton program processes each part. One Triton program per slot adds up the results of all
+parts. The result of a slot never depends on other slots.
 
 The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K
 (key-value heads), C (positions), B (pages), T (pages per slot) and D (head size).
@@ -28,33 +28,34 @@ from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
 """Minimum number of rows of a matrix product on tensor cores. The query heads that share a key head
-are padded to this number."""
+are padded to LEAST_ROWS rows."""
 LEAST = tl.constexpr(-1e30)
 """Initial value of a running maximum, finite so that differences are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Settings of a Triton program: positions per iteration, number of warps, number of stages. If few
-Triton programs run, large tiles are faster, because each program then has many loads in flight. If
-many Triton programs run, small tiles are faster. In float32 the compiler unrolls products, and
-would need four seconds to compile larger tiles."""
+Triton programs run, large tiles are faster, because each program has many loads in flight. If many
+Triton programs run, small tiles are faster. In float32 the compiler unrolls products, and would
+need four seconds to compile larger tiles."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
 """The fastest tiles on an H200. The keys of this dictionary are minimum numbers of Triton programs,
 for head size 64."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
-"""Maximum number of bytes of keys and values that a Triton program loads at the same time. The
-first limit is for one stage; the second is for all stages together, on Hopper and later GPUs. Large
-heads are read in smaller tiles, because larger tiles would not fit in a multiprocessor's shared
-memory."""
+"""Maximum number of bytes of keys and values that a Triton program loads at the same time.
+STAGE_BYTES is the limit for one stage. HOPPER_BYTES is the limit for all stages together, on Hopper
+and later GPUs. Large heads are read in smaller tiles, because larger tiles would not fit in a
+multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""If slots * key heads is at least this number, one Triton program processes several slots."""
+"""Minimum of slots * key heads at which one Triton program processes several slots."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer than SPLIT_PROGRAMS Triton programs, completions are split into parts of at least
 SPLIT_POSITIONS positions."""
 SMALLEST_HEAD = 32
-"""The smallest head size for 16-bit types. Tensor cores also support 16. But with heads of 16 in
-bfloat16, the engine's log-probs on an H200 differed from the trainer's by 3.6 nats, although the
-interpreted kernel is correct; heads of 64 and 128 differ by rounding only."""
+"""The smallest head size for 16-bit types. Tensor cores also support a head size of 16. But with a
+head size of 16 in bfloat16, the log-probs of engine and trainer differed by 3.6 nats on an H200,
+although the kernel is correct in Triton's interpreter. With head sizes of 64 and 128, the log-probs
+differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -84,7 +85,7 @@ class LayerCache(NamedTuple):
     """[S] bool: whether a slot is unfinished; finished slots are skipped."""
     sharing: torch.Tensor
     """[S, G] int32: each row lists up to G slots with the same prompt, filled up with -1. Every
-    slot occurs in exactly one row. Rows without slots are last."""
+    slot occurs in exactly one row, and rows without slots come last."""
     arrived: torch.Tensor
     """[S, K] int32: the number of finished parts; zero before and after each run of the kernel."""
     units: torch.Tensor
@@ -303,8 +304,7 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
     """Return the fastest tiling, which depends only on tensor shapes and the device.
 
-    `hopper` says whether the GPU is a Hopper or later. The default depends on the device of the
-    cache.
+    `hopper` says whether the GPU is a Hopper or later. By default, the device of `cache` decides.
     """
     _, key_heads, page, head = cache.keys.shape
     hopper = starts_early(cache.keys.device) if hopper is None else hopper

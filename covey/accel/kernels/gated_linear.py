@@ -2,8 +2,8 @@
 
 In a decode step of a small model, a separate SwiGLU kernel, which reads `gate` and `up` from
 memory, takes as long as the matrix product. In this kernel, one Triton program computes matching
-columns of `gate` and `up`, so that they need not be stored. Both are rounded as if they were
-stored.
+columns of `gate` and `up`, so that they need not be stored. The kernel still rounds `gate` and `up`
+as if it stored them.
 
 The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """
@@ -26,8 +26,8 @@ the two separate kernels took 6.0 to 11.4. With D = 1,536 and M = 8,960, this ke
 microseconds, and the two separate kernels took 22."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
-"""In float32, the kernel is used only in parity checks, which have at most this many tokens. The
-compiler unrolls float32 products, so only small tiles compile quickly."""
+"""Maximum number of tokens in float32, where only parity checks use the kernel. The compiler
+unrolls float32 products, so only small tiles compile quickly."""
 
 
 class Tile(NamedTuple):

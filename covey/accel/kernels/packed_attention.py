@@ -2,10 +2,11 @@
 
 Attention is causal, and the causal mask is aligned at the end of a row, as in varlen_attention.py.
 The backward pass adds in a fixed order. One kernel computes the gradient of queries, and another
-kernel computes the gradients of keys and values. The second kernel adds up the query heads that
-share a key head before it writes the gradients of that key head. Because attention is causal, the
-last queries of a row see the most keys, and the first keys are seen by the most queries. Triton
-programs with the most work start first, so that all multiprocessors end at about the same time.
+kernel computes the gradients of keys and values. The kernel for keys and values sums over the query
+heads that share a key head before it writes the gradients of that key head. Because attention is
+causal, the last queries of a row see the most keys, and the first keys are seen by the most
+queries. Triton programs with the most work start first, so that all multiprocessors end at about
+the same time.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -281,7 +282,7 @@ def tiles_for(size: int, *, large: bool = True) -> Tiles:
 def _has_large_shared_memory(device: torch.device) -> bool:
     """Return whether a Triton program can use at least 160 KiB of shared memory.
 
-    This is true of data center GPUs since Ampere.
+    Data center GPUs since Ampere have this much shared memory.
     """
     if device.type != "cuda":
         return False
@@ -366,7 +367,7 @@ def attention_backward(
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
     """Return into how many parts the query heads of a key head are divided.
 
-    With few Triton programs, the GPU would wait for the slowest. So the number of parts is
+    With few Triton programs, the GPU would wait for the slowest program. So the number of parts is
     increased until there are at least PROGRAMS programs, or until every query head is a part.
     """
     programs = triton.cdiv(places, tile.keys) * key_heads

@@ -2,15 +2,15 @@
 
 A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. A row of
 activations is a token, and its scale is s = max |x| / 448. A row of a weight is an output of the
-layer, and its scale s is rounded up to a power of two. Only the exponent of this scale is stored,
-in one byte, because every kernel that reads a product also reads the scales of all outputs. The
-relative error of a float8 number does not depend on the scale, so rounding the scale loses no
-precision.
+layer, and its scale s is rounded up to a power of two. The scale of a weight's row is stored as an
+exponent in one byte, because every kernel that reads a product also reads the scales of all
+outputs. The relative error of a float8 number does not depend on the scale, so rounding the scale
+loses no precision.
 
 Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
 the products of a 7B model take 81 us per layer without row-wise scales, 120 us with them, and 140
-us in bfloat16. So the library multiplies the matrices q without scales. The next kernel, which
-reads the product, applies the scales of tokens and outputs.
+us in bfloat16. Therefore the library multiplies the float8 matrices q without their scales. The
+next kernel, which reads the product, applies the scales of tokens and outputs.
 
 All arithmetic between products is float32. Numbers are rounded to bfloat16 after a product, and to
 float8 before the next product.
@@ -32,7 +32,8 @@ LARGEST = torch.finfo(FLOAT8).max
 LEAST = 1e-30
 """Lower limit of a row's maximum, so that a row of zeros has a positive scale."""
 TILE = 4096
-"""Number of elements per Triton program. A row with more elements gets a program of its own."""
+"""Number of elements per Triton program. A row with more than TILE elements gets a program of its
+own."""
 
 
 class Quantized(NamedTuple):
@@ -91,7 +92,7 @@ class Product(NamedTuple):
 
     @property
     def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tensors as kernel arguments. If there is no bias, `values` takes its place."""
+        """The tensors as kernel arguments; without a bias, `values` stands in for it."""
         values, rows, exponents, bias = self
         return values, rows, exponents, values if bias is None else bias
 

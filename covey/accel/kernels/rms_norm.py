@@ -200,8 +200,8 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden + delta [N, D], and the RMSNorm of this sum times `gain`.
 
-    If `delta` is None, the sum is `hidden`. Also in this case, one kernel adds the gradients of
-    both results.
+    If `delta` is None, the sum is `hidden`. With or without `delta`, one kernel adds the gradients
+    of the sum and of the RMSNorm.
     """
     total: torch.Tensor
     normed: torch.Tensor

@@ -1,7 +1,7 @@
 """Decode attention over a shared-prompt cache, for any model, with one token per slot.
 
 The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
-value. The kernel then attends to the prompt, which several slots may share, and to the slot's own
+value. The kernel attends to the prompt, which several slots may share, and to the slot's own
 completion. The kernel supports sliding windows and soft caps.
 
 The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K

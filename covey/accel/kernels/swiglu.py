@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 BLOCK = 1024
-"""Number of columns that a Triton program processes. If a row has at most twice as many columns,
-one program processes the whole row."""
+"""Number of columns that a Triton program processes. A row of at most 2 * BLOCK columns is
+processed by one program."""
 
 
 @triton.jit

@@ -18,7 +18,8 @@ from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
 """Fractions of the gain in accuracy: 0 is the starting accuracy, and 1 is the highest accuracy that
-all arms reach. The report shows how long each arm takes to reach the accuracies at these fractions.
+all arms reach. For each fraction in SHARES, the report shows how long each arm takes to reach the
+accuracy at this fraction.
 """
 
 
@@ -100,7 +101,7 @@ class ArmResult:
     """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
     """The mean reward (`reward`) and the means of the reward parts (`parts/NAME`), over greedy
-    completions. The mapping is empty if rewards are only 1 for success and 0 for failure.
+    completions. `rewards` is empty if every reward is 1 for success and 0 for failure.
     """
     cost: Cost | None = None
 

@@ -26,7 +26,8 @@ class Arm:
     """A number added to every seed of this arm. A seed affects only prompts and completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Dotted setting -> value, for every setting that differs from the common configuration. The
-    value is None if the arm's algorithm does not have the option. Filled by design.py.
+    value of a setting is None if the arm's algorithm does not have this setting. Filled by
+    design.py.
     """
 
     @property

@@ -56,9 +56,7 @@ class Job:
     """The folder of the shared rollouts."""
     config_toml: str
     common_toml: str
-    """The common configuration. The reward of this configuration is used in the evaluations of all
-    arms.
-    """
+    """The common configuration, whose reward scores the evaluations of all arms."""
     start: str
     """Digest of all data that determines the starting policy."""
     key: str

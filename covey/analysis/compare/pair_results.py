@@ -26,8 +26,9 @@ Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
     "nothing to compare",
 ]  # fmt: skip
-""""same policy" means equal weights in every seed. "no difference" means equal results on every
-prompt. "one seed" and "two seeds" mean that there are too few seeds to rank the arms.
+"""The verdict "same policy" means equal weights in every seed. The verdict "no difference" means
+equal results on every prompt. The verdicts "one seed" and "two seeds" mean that there are too few
+seeds to rank the arms.
 """
 
 
@@ -62,7 +63,7 @@ class PairResult:
     difference: Estimate | None
     """The mean difference with Student's t interval over seeds; None below three seeds."""
     difference_new_prompts: Estimate | None
-    """The mean difference. The interval also covers the uncertainty from the choice of prompts."""
+    """The mean difference; its interval also covers the uncertainty from the choice of prompts."""
     p_value: float | None
     """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None

@@ -1,8 +1,8 @@
 """The contents of a report, gathered once for all its formats.
 
-The conclusion, the learning curves and the agreement are computed from the evaluations. Example
-completions and training metrics are read from the run folders. A report can also be written without
-examples and training metrics.
+The conclusion, the learning curves and the agreement of arms on prompts are computed from the
+evaluations. Example completions and training metrics are read from the run folders. A report can
+also be written without examples and training metrics.
 """
 
 from __future__ import annotations

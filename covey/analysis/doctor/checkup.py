@@ -31,7 +31,8 @@ from covey.training.build import assemble
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
 
-The doctor uses the first of these sizes whose estimated time is at most `SHARE` times the limit.
+`covey doctor` uses the first size in `SIZES` whose estimated time is at most `SHARE` times the
+limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
 """`ROLLOUTS` is the number of small steps whose rollouts the checks generate, and `UPDATES` is the

@@ -75,7 +75,7 @@ class Replay:
     run_algorithm: str
     """The run's own algorithm, with the run's options; other algorithms use their defaults."""
     options: Mapping[str, str]
-    """Options that are given once for all algorithms. Each algorithm uses those that it has."""
+    """Options given once for all algorithms; an algorithm ignores options that it does not have."""
     origin: Origin
     rollouts: int
     moments: tuple[Moment, ...]

@@ -46,8 +46,8 @@ class Hack:
     reward, and a hack with a wrong answer must not be a success.
     """
     about_thinking: bool = False
-    """Whether the hack abuses the thinking or the format. A hack of this kind is skipped if an
-    answer without thinking gets the full reward.
+    """Whether the hack abuses the thinking or the format. A hack that abuses the thinking or the
+    format is skipped if an answer without thinking gets the full reward.
     """
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""

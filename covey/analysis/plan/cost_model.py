@@ -232,7 +232,7 @@ PUBLISHED = {
     "70B": ModelSize(parameters=70.6e9, layers=80, hidden=8192, key_numbers=163_840),
 }
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""The table has a row for each of these numbers of GPUs."""
+"""Numbers of GPUs for which the table of `covey plan --cluster` has rows."""
 
 
 # The best split of a cluster's GPUs between trainers and engines, as a table.

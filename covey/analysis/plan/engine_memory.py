@@ -61,11 +61,11 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU: at least `together`, with a CUDA graph for this number."""
+        """The number of slots on a GPU: `together`, rounded up to a CUDA graph's size."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
-        """Return the number of prompts to prefill for this number of completions."""
+        """Return the number of prompts to prefill for the given number of completions."""
         return min(self.prompts, -(-completions // self.group_size))
 
 
@@ -210,7 +210,7 @@ def _graph_bytes(run: RunFacts, call: Call) -> int:
 
 
 def _prefill_graph(run: RunFacts, call: Call) -> Part:
-    """Return the temporaries of a captured prefill, which are kept between calls."""
+    """Return the memory of a captured prefill's temporary tensors, kept between calls."""
     batch = _prefill_pass(run, call)
     captured = _captures_prefill(run, batch)
     batch = replace(batch, tokens=padded_tokens(batch.tokens))
@@ -249,7 +249,7 @@ def _prefill_pass(run: RunFacts, call: Call) -> Pass:
 
 
 def _prefill(run: RunFacts, call: Call) -> Part:
-    """Return the memory of a prefill that is not captured, or of its logits."""
+    """Return the memory of a prefill's logits and, if it is not captured, of its forward pass."""
     shape, prompts = run.shape, call.prefilled(_started(call))
     batch = _prefill_pass(run, call)
     passing = 0

@@ -23,25 +23,25 @@ FUSED_BYTES = 64 * 2**20
 PREFILL_TOKENS = 16_384
 """The largest number of prompt tokens in one forward pass of prefill (native/prefill.py)."""
 PREFILL_FLOPS = 1.2e13
-"""Arithmetic of the largest prefill that a CUDA graph captures (native/prefill_graph.py)."""
+"""FLOPs of the largest prefill that a CUDA graph captures (native/prefill_graph.py)."""
 CAPACITY_STEP = 32
-"""The length of a KV-cache slot is a multiple of this number (native/backend.py)."""
+"""The length of a KV-cache slot is a multiple of CAPACITY_STEP (native/backend.py)."""
 SPARE_BYTES = 64 * 2**20
-"""A KV cache of at most this many bytes is kept between steps (native/backend.py)."""
+"""Maximum size in bytes of a KV cache that is kept between steps (native/backend.py)."""
 PAGE, LEAST_PAGE = 128, 16
 """Largest and smallest size of a page of the completion cache, in tokens (native/pages.py)."""
 PROMPT_STEP = 128
-"""Cached prompts are padded to a multiple of this number (native/shared_prompt_cache.py)."""
+"""Cached prompts are padded to a multiple of PROMPT_STEP tokens (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of slots for which CUDA graphs are captured (native/shared_prompt_cache.py)."""
 TOKEN_STEP = 256
-"""Token counts are padded to multiples of this number or of a larger number
+"""Token counts are padded to multiples of TOKEN_STEP or, if large, of a larger number
 (accel/static_buffers.py).
 """
 VOCABULARY_BLOCK = 2048
 """Number of vocabulary entries per program of the sampling kernel (accel/kernels/sample.py)."""
 CHUNK_STEP = 128
-"""In large chunks of logits, the number of tokens is a multiple of this number
+"""In large chunks of logits, the number of tokens is a multiple of CHUNK_STEP
 (accel/fused_head.py).
 """
 

@@ -67,14 +67,14 @@ SLOPE_ONE = (
 
 
 class Piece(NamedTuple):
-    """A piece of an objective with all its options, so that two pieces can be compared."""
+    """A function of an objective with all its options, so that two functions can be compared."""
 
     function: Callable[..., Any] | str
     options: tuple[tuple[str, Any], ...] = ()
 
 
 def piece_of(piece: Callable[..., Any]) -> Piece:
-    """Return a piece of an objective with all its options, defaults included."""
+    """Return a function of an objective with all its options, defaults included."""
     function = function_of(piece)
     given = piece.keywords if isinstance(piece, partial) else {}
     usual = {k: p.default for k, p in options_of(function).items()}
@@ -148,7 +148,7 @@ def reference_is_policy(setup: Setup) -> bool:
 
 
 def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return the pieces that determine how a critic is trained: its targets and its value loss."""
+    """Return the functions that train a critic: its targets and its value loss."""
     targets, loss = setup.objective.targets, setup.objective.value_loss
     return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 
@@ -176,7 +176,7 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of ratio, surrogate, token weights and the marking of tokens."""
+    """Return the normal form of ratio, surrogate, token weights and `Objective.marks`."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)

@@ -80,7 +80,7 @@ class Setup:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, also the ratio between trainer and engine."""
+        """Whether every ratio is 1, including the ratio between trainer and engine."""
         return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
 
     @property
@@ -115,7 +115,7 @@ RULES: list[Callable[[Setup], Iterator[Finding]]] = []
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
-    """Register a rule with the kind of its findings and the section of docs/plan.md about them."""
+    """Register a rule, with the kind of its findings and their section in docs/plan.md."""
 
     def register(function: Rule) -> Rule:
         RULES.append(lambda setup: (said.finding(kind, section) for said in function(setup)))
@@ -125,7 +125,7 @@ def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
 
 
 def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
-    """Build the setup of a resolved configuration."""
+    """Build the `Setup` object of a resolved configuration, which all rules read."""
     return Setup(config=config, objective=objective_of(config), facts=facts or UNKNOWN)
 
 

@@ -1,7 +1,8 @@
 """Findings before training: equivalent algorithms, settings without effect, settings that harm.
 
 `findings` checks one resolved configuration, and `coincidences` checks the arms of a comparison.
-`findings` and `coincidences` do not load a model or data. The caller passes facts about the data.
+`findings` and `coincidences` do not load a model or data. The caller of `findings` passes what is
+known about the data.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ PHASES: Mapping[Phase, str] = {
 ALWAYS: tuple[Phase, ...] = ("sample", "prepare", "update", "step")
 
 MICRO_BATCH_STEP = 1024
-"""A suggested train.micro_batch_tokens is a multiple of this number."""
+"""A suggested train.micro_batch_tokens is a multiple of MICRO_BATCH_STEP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Forecast:
     parts: tuple[Part, ...]
     micro_batch_tokens: int
     suggested_micro_batch_tokens: int | None
-    """The largest useful micro_batch_tokens that fits; None if no value fits."""
+    """The largest micro_batch_tokens that fits, at most the whole batch; None if no value fits."""
     notes: tuple[str, ...]
     """The assumptions of the forecast, one sentence each."""
 

@@ -29,11 +29,12 @@ UPDATES = ("train.mini_batches", "train.epochs")
 TOKEN_SIZED_CLIP = 0.1
 """The smallest clip range that counts as too wide for a sequence-level ratio."""
 FEW_UPDATES = 4
-"""The rule about wide clip ranges applies up to this many updates per epoch."""
+"""Maximum number of updates per epoch for which the rule about wide clip ranges applies."""
 SMALL_RATE = 1e-5
-"""The rule about wide clip ranges applies up to this learning rate."""
+"""Maximum learning rate for which the rule about wide clip ranges applies."""
 NOTICEABLE_BETA = 1.1
-"""If an adaptive beta cannot change by this factor in the whole run, it is practically fixed."""
+"""An adaptive beta that changes by less than a factor of NOTICEABLE_BETA in a run counts as fixed.
+"""
 
 
 def changed(section: Section, *names: str) -> dict[str, str]:

@@ -17,16 +17,16 @@ from covey.training.schedule import total_updates
 COLD = 0.3
 """Largest temperature at which most completions of a prompt are equal."""
 TIGHT_CLIP = 0.01
-"""Clip bounds below this number are meant for sequence-level ratios, not for token ratios."""
+"""Clip bounds below TIGHT_CLIP are meant for sequence-level ratios, not for token ratios."""
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""If the results of this many prompts change, all in the same direction, the change is significant
-(2 / 2^6 < 0.05).
+"""Minimum number of prompts whose results must change, all in the same direction, for a significant
+change (2 / 2^6 < 0.05).
 """
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""The finding about max_tokens appears if at least this fraction of solutions is truncated."""
+"""Minimum fraction of truncated solutions for which the finding about max_tokens appears."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -34,7 +34,7 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Rewards for the format of a completion. The `success` of such a reward does not mean that the
+"""Rewards for the format of a completion. The `success` of a format reward does not mean that the
 final answer is correct.
 """
 

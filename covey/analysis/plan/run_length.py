@@ -18,7 +18,7 @@ def step_tokens(config: Config) -> int:
 def least_steps(config: Config) -> int:
     """Return the smallest possible number of steps of a run.
 
-    This number is reached if all completions have the maximum length.
+    With a token budget, a run has the fewest steps if all completions have the maximum length.
     """
     train = config.train
     if train.budget == "tokens":
@@ -29,8 +29,8 @@ def least_steps(config: Config) -> int:
 def most_steps(config: Config) -> int:
     """Return the largest possible number of steps of a run.
 
-    With a token budget, this number is reached if all completions have one token. With a budget of
-    optimizer steps, a run has more steps if dynamic sampling drops all groups of a step.
+    With a token budget, a run has the most steps if all completions have one token. With a budget
+    of optimizer steps, a run has more steps if dynamic sampling drops all groups of a step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

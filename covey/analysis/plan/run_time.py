@@ -246,11 +246,11 @@ TRAIN_FLOPS = 1e10
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the measured update."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Maximum number of operations in the measured decode step. With FEWEST_ROWS completions, more
-operations are allowed.
+"""Maximum number of operations in the measured decode step, unless it has only FEWEST_ROWS
+completions.
 """
 KEY_NUMBERS = 2e7
-"""The attention keys in the measured decode step have at most this many elements."""
+"""Maximum number of elements of the attention keys in the measured decode step."""
 HEAD_ROWS = 2048
 """Number of vocabulary tokens in the measured part of the output layer."""
 REPEATS = 3

@@ -2,9 +2,9 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against its digest, and against the next record in the diagram. This module
-does not import torch. The check of the data reads the task, to find the prompts that each step
-should have drawn.
+Each record is checked against its digest. Neighboring records in the diagram are checked against
+each other. This module does not import torch. The check of the data reads the task, to find the
+prompts that each step should have drawn.
 """
 
 from __future__ import annotations
