@@ -307,7 +307,7 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
     elif name in ("opd", "sdpo"):
         with pytest.raises(
             ConfigError,
-            match=f"^{name} needs old_logp, which it compares with the log-probs of the teac",
+            match=f"^{name} needs old_logp, because it compares old_logp with the log-probs of the teac",
         ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]

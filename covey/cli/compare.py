@@ -172,10 +172,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError(
-            "--add needs an existing comparison in --folder; leave out options that change the "
-            "settings of this comparison"
-        )
+        raise ConfigError("--add needs an existing comparison in --folder, and no new settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)

@@ -92,15 +92,7 @@ def explain_command(
     rollouts. The output says which checkpoint was loaded. With --replay, other algorithms also
     train on the rollouts of the step.
     """
-    if line is not None and algorithms is not None:
-        raise ConfigError(
-            "--rollout and --replay cannot be combined, because --replay uses all rollouts of the "
-            "step; leave out one of these options"
-        )
-    if options and algorithms is None:
-        raise ConfigError(
-            "--set needs --replay, because --set changes options of the algorithms in --replay"
-        )
+    _check_options(line, algorithms, options)
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
@@ -127,6 +119,18 @@ def explain_command(
         show_step(explained, wide_console())
     else:
         show_rollout(explained, rollout, wide_console())
+
+
+def _check_options(line: int | None, algorithms: str | None, options: list[str] | None) -> None:
+    """Raise ConfigError if --rollout, --replay and --set contradict each other."""
+    if line is not None and algorithms is not None:
+        raise ConfigError(
+            "--rollout cannot be combined with --replay, which uses all rollouts of the step"
+        )
+    if options and algorithms is None:
+        raise ConfigError(
+            "--set needs --replay, because --set changes options of the algorithms in --replay"
+        )
 
 
 def _loading(step: int, exact: bool) -> str:

@@ -233,7 +233,7 @@ def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def _owners(node: ast.AST, config: ast.Call, trainer: ast.Call | None) -> list[str]:
-    """Return the names under which an assignment stores a config, such as `cfg` or `trainer.args`."""
+    """Return the names under which an assignment stores a config, such as `trainer.args`."""
     return [*_names(node, config), *(f"{name}.args" for name in _names(node, trainer))]
 
 

@@ -548,12 +548,12 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("sapo", {"tau_pos": 0.0}, "sapo: objective.tau_pos = 0.0 must be at least 1e-09"),
         ("cispo", {"min_weight": 6.0}, "cispo: objective.min_weight = 6.0 must not exceed objective.max_weight = 5.0"),
         ("clip_cov", {"cov_low": 7.0}, "clip_cov: objective.cov_low = 7.0 must not exceed objective.cov_high = 5.0"),
-        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "the range from objective.correction_low = 0.0 to objective.correction_high = 0.9 must contain 1, the value of objective.correction = 'token_mask' for tokens with equal log-probs in engine and trainer"),
-        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "the range from objective.correction_low = 0.5 to objective.correction_high = 2.0 must contain 0, the value of objective.correction = 'divergence_mask' for tokens with equal log-probs in engine and trainer"),
+        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction_low = 0.0 must be at most 1, and objective.correction_high = 0.9 at least 1, because objective.correction = 'token_mask' applies these bounds to a value that is 1 if engine and trainer agree"),
+        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction_low = 0.5 must be at most 0, and objective.correction_high = 2.0 at least 0, because objective.correction = 'divergence_mask' applies these bounds to a value that is 0 if engine and trainer agree"),
         ("gspo", {"correction_low": 3.0}, "gspo: objective.correction_low = 3.0 must not exceed objective.correction_high = 2.0"),
         ("rloo", {"kl": "k3_sequence"}, "rloo: objective.kl = 'k3_sequence' is computed over whole completions, so it cannot be used with objective.kl_in = 'reward'; set objective.kl = 'k1', or set objective.kl_in = 'loss'"),
         ("dapo", {"veto": 1.5}, "dapo: objective.veto = 1.5 must be at least 0 and at most 1"),
-        ("dapo", {"kl_target": 0.1}, "objective.kl_target has no effect, because objective.beta, which it adapts, is 0; set objective.beta above 0"),
+        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts objective.beta, so it has no effect with objective.beta = 0; set objective.beta above 0"),
         ("dapo", {"clip_low": "0.2"}, "dapo: objective.clip_low = '0.2' must be a number"),
         ("dapo", {"clip_low": None}, "dapo: objective.clip_low = None must be a number"),
         ("dapo", {"clip_low": True}, "dapo: objective.clip_low = True must be a number"),
@@ -574,7 +574,9 @@ def test_a_value_that_cannot_be_is_refused(
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp"])
 def test_beta_adapts_where_there_is_one(name: str) -> None:
     assert build(name, kl_target=0.1).kl_target == 0.1
-    assert refused(name, kl_target=0.1, beta=0.0).startswith("objective.kl_target has no effect")
+    assert refused(name, kl_target=0.1, beta=0.0).startswith(
+        "objective.kl_target adapts objective.beta"
+    )
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "geometric pieces", "arithmetic pieces"])

@@ -248,7 +248,7 @@ def test_unknown_styles_and_none_at_all_are_config_errors() -> None:
     check_styles(STYLES)
     with pytest.raises(ConfigError, match="did you mean 'boxed'"):
         check_styles(("box",))
-    with pytest.raises(ConfigError, match="styles is empty"):
+    with pytest.raises(ConfigError, match="the option `styles` is empty"):
         check_styles(())
 
 

@@ -307,7 +307,7 @@ TABLE = {k: v for k, v in JUDGE.items() if k != "name"}
 
 def test_a_judge_never_decides_alone() -> None:
     alone = built(**JUDGE)
-    with pytest.raises(ConfigError, match="cannot be used alone"):
+    with pytest.raises(ConfigError, match="cannot be the only reward"):
         check_alone("judge", alone)
     with pytest.raises(ConfigError, match="never decides alone"):
         built("mix", parts={"accuracy": {**JUDGE, "weight": 1.0}})

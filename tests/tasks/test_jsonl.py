@@ -340,7 +340,7 @@ def test_what_was_skipped_is_no_option_and_no_part_of_equality(file: Path) -> No
         ({"prompt": "m", "template": "{x}"}, "task: set either prompt or template, but not both"),
         (
             {"columns": {"a": "c", "b": "c"}},
-            "task: the setting columns gives the same name to two columns",
+            "task: the option `columns` gives the same name to two columns",
         ),
     ],
 )

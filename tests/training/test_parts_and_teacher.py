@@ -143,7 +143,7 @@ def config_of(*settings: str) -> Config:
 
 
 PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
-ONE_TEACHER = "config: this objective needs a teacher; set either teacher.path or teacher.url"
+ONE_TEACHER = "config: the chosen objective needs a teacher; set either teacher.path or teacher.url"
 TRUNCATED = "but rollout.top_k, top_p or min_p truncates the engine's distribution; set rollout.mask_replay = true"
 
 

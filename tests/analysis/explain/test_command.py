@@ -85,7 +85,7 @@ def test_replay_prints_families_and_cosines(
         (
             ["--step", "1", "--rollout", "1", "--replay", "all"],
             2,
-            "--rollout and --replay cannot be combined",
+            "--rollout cannot be combined with --replay",
         ),
         (["--step", "1", "--replay", "grop"], 2, "did you mean 'grpo'"),
         (["--step", "1", "--replay", "grpo", "--set", "beta"], 2, "write an option as key=value"),

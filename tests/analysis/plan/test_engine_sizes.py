@@ -10,7 +10,6 @@ from covey.analysis.plan import engine_sizes as sizes
 from covey.engines.native import (
     backend,
     llama_decoder,
-    pages,
     prefill,
     prefill_graph,
     shared_prompt_cache,
@@ -26,7 +25,10 @@ def test_limits_are_those_of_their_modules() -> None:
     assert prefill_graph.MAX_FLOPS == sizes.PREFILL_FLOPS
     assert (backend.CAPACITY_STEP, backend.SPARE_BYTES) == (sizes.CAPACITY_STEP, sizes.SPARE_BYTES)
     assert shared_prompt_cache.PROMPT_STEP == sizes.PROMPT_STEP
-    assert (pages.PAGE, pages.LEAST_PAGE) == (sizes.PAGE, sizes.LEAST_PAGE)
+    assert (shared_prompt_cache.PAGE, shared_prompt_cache.LEAST_PAGE) == (
+        sizes.PAGE,
+        sizes.LEAST_PAGE,
+    )
 
 
 def test_limits_are_those_of_the_kernels() -> None:
@@ -41,7 +43,7 @@ def test_slots_and_padded_tokens() -> None:
     for count in (*range(1, 2100, 7), 5000, 40_001, 1_000_000):
         assert sizes.width_for(count) == shared_prompt_cache.width_for(count)
         assert sizes.padded_tokens(count) == static_buffers.bucket(count)
-        assert sizes.page_for(count) == pages.page_for(count)
+        assert sizes.page_for(count) == shared_prompt_cache.page_for(count)
 
 
 @pytest.mark.parametrize("completion", [1, 2, 40])
