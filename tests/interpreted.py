@@ -20,6 +20,9 @@ def speed_up() -> None:
     _look_types_up(interpreter)
     _make_types_once(interpreter)
     _broadcast_where_shapes_differ(interpreter)
+    _convert_where_types_differ(interpreter)
+    _call_builtins_with_their_options(interpreter)
+    _unwrap_only_what_is_wrapped(interpreter)
     _round_float8(interpreter)
     # The result of the check is not used without the option debug.
     builder = interpreter.interpreter_builder
@@ -85,12 +88,17 @@ def _make_types_once(interpreter: Any) -> None:
             types[key] = {**vars(self), "of_values": (example.numel, example.shape)}
         vars(self).update(types[key])
 
+    single = core.tensor.__new__(core.tensor)
+    make_tensor(single, None, core.int32)
+    of_one_value = (single.numel, single.shape)
+
     def tensor(self: Any, handle: Any, kind: Any) -> None:
-        if type(kind) is not core.block_type:
-            make_tensor(self, handle, kind)
-            return
-        self.handle, self.type, self.dtype = handle, kind, kind.element_ty
-        self.numel, self.shape = kind.of_values
+        if type(kind) is core.block_type:
+            self.handle, self.type, self.dtype = handle, kind, kind.element_ty
+            self.numel, self.shape = kind.of_values
+        else:
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            self.numel, self.shape = of_one_value
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
@@ -113,11 +121,77 @@ def _broadcast_where_shapes_differ(interpreter: Any) -> None:
                 return repeated(self, left, right.type), right
             case (False, False):
                 return left, right
-        if left.type.shape.values == right.type.shape.values:
+        mine, theirs = left.type.shape.values, right.type.shape.values
+        if mine == theirs:
             return left, right
-        return broadcast(self, left, right)
+        pairs = list(zip(mine, theirs, strict=False))
+        if len(mine) != len(theirs) or any(1 not in (m, t) and m != t for m, t in pairs):
+            return broadcast(self, left, right)
+        both = [t if m == 1 else m for m, t in pairs]
+        return stretched(self, left, both), stretched(self, right, both)
+
+    def stretched(self: Any, value: Any, shape: list[int]) -> Any:
+        if value.type.shape.values == shape:
+            return value
+        kind = block(value.type.scalar, shape)
+        return self.make_tensor(self.builder.create_broadcast(value.handle, shape), kind)
 
     semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _convert_where_types_differ(interpreter: Any) -> None:
+    """Leave values of one type as they are, and find the type of others once."""
+    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+    convert, find_type = semantic.binary_op_type_checking_impl, semantic.computation_type_impl
+    same = {t.name for t in (core.float32, core.float64, core.int1, core.int32, core.int64)}
+    found: dict[Any, Any] = {}
+
+    def checked(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> Any:
+        if type(left) is type(right) is core.tensor:
+            name = left.dtype.name
+            if name == right.dtype.name and name in same:
+                return self.broadcast_impl_value(left, right)
+        return convert(self, left, right, *options, **named)
+
+    def computation_type(
+        self: Any, a: Any, a_single: bool, b: Any, b_single: bool, div: bool
+    ) -> Any:
+        key = (a.name, a_single, b.name, b_single, div)
+        if key not in found:
+            found[key] = find_type(self, a, a_single, b, b_single, div)
+        return found[key]
+
+    semantic.binary_op_type_checking_impl = checked
+    semantic.computation_type_impl = computation_type
+
+
+def _call_builtins_with_their_options(interpreter: Any) -> None:
+    """Say to the functions of the language who interprets them, without a copy of their options."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return member(*arguments, **options)
+
+        scope.set_attr(package, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def _unwrap_only_what_is_wrapped(interpreter: Any) -> None:
+    """Ask first whether a value is a tensor, or a type the same object: that is what most are."""
+    core = interpreter.tl.core
+    unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) is core.tensor else unwrap(value)
+
+    def same_type(self: Any, other: Any) -> Any:
+        return self is other or equal(self, other)
+
+    core._unwrap_if_constexpr = unwrapped
+    core.dtype.__eq__ = same_type
 
 
 def _round_float8(interpreter: Any) -> None:

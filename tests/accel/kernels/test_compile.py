@@ -103,34 +103,32 @@ print(json.dumps(found))
 """
 
 
-def shared_memory(program: str) -> dict[str, int]:
-    """Return the shared memory of each kernel that a program compiles."""
+PROGRAMS = {
+    "attention on small GPUs": (COMPILE.replace("CAPABILITY", "89"), 10, LEAST_SHARED_MEMORY),
+    "attention on Hopper": (COMPILE.replace("CAPABILITY", "90"), 10, HOPPER_SHARED_MEMORY),
+    "SwiGLU": (GATED, 6, LEAST_SHARED_MEMORY),
+    "training attention on small GPUs": (
+        PACKED.replace("CAPABILITY", "89"), 9, LEAST_SHARED_MEMORY
+    ),
+    "training attention on Hopper": (PACKED.replace("CAPABILITY", "90"), 9, HOPPER_SHARED_MEMORY),
+}  # fmt: skip
+"""By what they compile: a program, how many kernels that is, and the shared memory they may use."""
+
+
+@pytest.fixture(scope="module")
+def shared_memory() -> dict[str, dict[str, int]]:
+    """The shared memory of each kernel of each program. One process runs them all."""
     compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    words = [sys.executable, "-c", program]
+    words = [sys.executable, "-c", "\n".join(program for program, _, _ in PROGRAMS.values())]
     done = subprocess.run(words, env=compiled, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    printed = done.stdout.splitlines()
+    return dict(zip(PROGRAMS, map(json.loads, printed), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("program", "kernels", "limit"),
-    [
-        (COMPILE.replace("CAPABILITY", "89"), 10, LEAST_SHARED_MEMORY),
-        (COMPILE.replace("CAPABILITY", "90"), 10, HOPPER_SHARED_MEMORY),
-        (GATED, 6, LEAST_SHARED_MEMORY),
-        (PACKED.replace("CAPABILITY", "89"), 9, LEAST_SHARED_MEMORY),
-        (PACKED.replace("CAPABILITY", "90"), 9, HOPPER_SHARED_MEMORY),
-    ],
-    ids=[
-        "attention on small GPUs",
-        "attention on Hopper",
-        "SwiGLU",
-        "training attention on small GPUs",
-        "training attention on Hopper",
-    ],
-)
-def test_kernels_fit_in_shared_memory(program: str, kernels: int, limit: int) -> None:
-    found = shared_memory(program)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_fit_in_shared_memory(name: str, shared_memory: dict[str, dict[str, int]]) -> None:
+    _, kernels, limit = PROGRAMS[name]
+    found = shared_memory[name]
     assert len(found) == kernels
     assert all(0 < bytes_ <= limit for bytes_ in found.values()), found
