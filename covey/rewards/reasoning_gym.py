@@ -31,9 +31,6 @@ _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNO
 _SCORER = (
     "covey.errors",
     "covey.types",
-    "covey.types",
-    "covey.types",
-    "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",
     "covey.rewards.plain_answer",

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from covey.sandbox import Case, Outcome, matches, require_isolation, run_program
 from covey.sandbox.program import mark
 from covey.sandbox.seccomp import _MACHINES
 from covey.sandbox.syscalls import ALLOWED, CHECKED, MISSING, NEWER, numbers
-from tests.sandbox.hostile import LIMITS, PRELUDE, PROGRAMS, WALL, Hostile
+from tests.sandbox.hostile import LIMITS, PRELUDE, PROGRAMS, TIMED_OUT, WALL, Hostile
 
 try:
     require_isolation()
@@ -33,6 +34,10 @@ except ConfigError as error:
 SIDE_BY_SIDE = 3
 NEVER_RETURNS = ("endless loop", "fork bomb", "dying processes", "closed files", "daemon")
 """Kinds of programs that use a processor until they are killed, and so come to no call."""
+ONLY_STAY = ("closed files", "endless loop", "exit hooks", "one endless call", "orphans", "signals")
+ONLY_STAY += ("stopping", "waiting")
+"""Kinds of programs that do all they do at once, and then only refuse to end."""
+SHORT = replace(LIMITS, wall_seconds=0.4)
 
 
 def left_over() -> list[str]:
@@ -72,7 +77,9 @@ def outcomes() -> dict[str, list[Outcome]]:
         cases = [Case(stdin="bad\n"), Case(stdin="good")]
         if hostile.kind not in NEVER_RETURNS:
             cases.append(Case(stdin="bad\n", call="answer"))
-        return run_program(PRELUDE + hostile.program, cases, limits=LIMITS)
+        stays = hostile.ended == TIMED_OUT and hostile.kind in ONLY_STAY
+        limits = SHORT if stays else LIMITS
+        return run_program(PRELUDE + hostile.program, cases, limits=limits)
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         found = dict(zip(PROGRAMS, pool.map(try_one, PROGRAMS.values()), strict=True))

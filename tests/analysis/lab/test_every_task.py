@@ -31,6 +31,7 @@ from covey.sandbox import require_isolation
 from covey.scoring import Pool
 from covey.tasks import Arithmetic, Code, Countdown, Gsm8k, Jsonl, ReasoningGym, Tools
 from covey.types import Prompt
+from tests.processes import FORKED_WORKERS
 
 
 def reward_of(name: str, **options: Any) -> Reward:
@@ -50,11 +51,30 @@ def formed(accuracy: str) -> Reward:
 # One worker: each takes seconds to import math-verify or reasoning-gym.
 @contextmanager
 def lab_of(reward: Reward, timeout: float = 20.0, workers: int = 1) -> Iterator[Lab]:
+    """A lab whose first process is a fork; the one that scores again has its own hash seed."""
     pool = Pool(reward, "r", workers=workers, timeout=timeout)
     try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("covey.scoring.pool.subprocess", FORKED_WORKERS)
+            pool.start()
         yield Lab(reward=reward, scorer=pool)
     finally:
         pool.close()
+
+
+def faults_of(lab: Lab, prompts: Sequence[Prompt], hacked: int = 1) -> list[Check]:
+    """Score right completions and hacks of a task, and return the checks that fail."""
+    solution, form = check_correct(lab, prompts)
+    checks = [solution, *check_hacks(lab, prompts[:hacked], form)]
+    checks.append(check_order(lab, prompts[:hacked], form))
+    assert len(checks) > 28
+    return [check for check in checks if not check.passed]
+
+
+def faults_in_all(lab: Lab) -> list[Check]:
+    """Check everything that was scored, also once more in another process."""
+    assert [result.error for result in lab.seen.values() if result.score is None] == []
+    return [check for check in (check_bounds(lab), check_determinism(lab)) if not check.passed]
 
 
 def faults(
@@ -62,14 +82,7 @@ def faults(
 ) -> list[Check]:
     """Run every check but the throughput, and return those that fail."""
     with lab_of(reward, workers=workers) as lab:
-        solution, form = check_correct(lab, prompts)
-        checks = [solution, *check_hacks(lab, prompts[:hacked], form)]
-        checks.append(check_order(lab, prompts[:hacked], form))
-        checks += [check_bounds(lab), check_determinism(lab)]
-        unscored = [result.error for result in lab.seen.values() if result.score is None]
-    assert len(checks) > 30
-    assert unscored == []
-    return [check for check in checks if not check.passed]
+        return faults_of(lab, prompts, hacked) + faults_in_all(lab)
 
 
 def hacks_that_work(reward: Reward, prompts: Sequence[Prompt]) -> tuple[str, set[str]]:
@@ -114,9 +127,21 @@ FORMULAS = [
 
 
 def test_arithmetic() -> None:
-    prompts = Arithmetic().held_out()[:4]
-    assert faults(reward_of("think_answer"), prompts) == []
-    assert faults(reward_of("math"), prompts, hacked=2) == []
+    assert faults(reward_of("think_answer"), Arithmetic().held_out()[:4]) == []
+
+
+def test_sums_word_problems_and_formulas(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("math_verify")
+    problems = written(tmp_path / "problems.jsonl", WORD_PROBLEMS)
+    formulas = written(tmp_path / "formulas.jsonl", FORMULAS)
+    with lab_of(reward_of("math")) as lab:
+        assert faults_of(lab, Arithmetic().held_out()[:4], hacked=2) == []
+        request.getfixturevalue("without_walls")
+        task = Gsm8k(train_file=problems, held_out_file=problems)
+        assert faults_of(lab, task.held_out(), hacked=2) == []
+        task = Jsonl(train_file=formulas, held_out_file=formulas)
+        assert faults_of(lab, task.held_out(), hacked=3) == []
+        assert faults_in_all(lab) == []
 
 
 def test_countdown() -> None:
@@ -136,7 +161,7 @@ def test_code() -> None:
     reward = reward_of("code")
     assert isinstance(reward, Mix)
     # Shorter limits, because the hacks include endless loops.
-    hasty = CodeTests(seconds=1.0, total_seconds=2.0)
+    hasty = CodeTests(seconds=1.0, total_seconds=1.0)
     reward = replace(reward, parts={**reward.parts, "accuracy": hasty})
     # Two workers: they wait for those loops.
     assert faults(reward, Code().held_out()[:3], hacked=1, workers=2) == []
@@ -146,21 +171,6 @@ def test_reasoning_gym() -> None:
     pytest.importorskip("reasoning_gym")
     task = ReasoningGym(dataset="chain_sum", train_size=4, held_out_size=4)
     assert faults(formed("reasoning_gym"), task.held_out()[:4]) == []
-
-
-@pytest.mark.usefixtures("without_walls")
-def test_word_problems(tmp_path: Path) -> None:
-    file = written(tmp_path / "problems.jsonl", WORD_PROBLEMS)
-    prompts = Gsm8k(train_file=file, held_out_file=file).held_out()
-    assert faults(reward_of("math"), prompts, hacked=2) == []
-
-
-@pytest.mark.usefixtures("without_walls")
-def test_formulas(tmp_path: Path) -> None:
-    pytest.importorskip("math_verify")
-    file = written(tmp_path / "formulas.jsonl", FORMULAS)
-    prompts = Jsonl(train_file=file, held_out_file=file).held_out()
-    assert faults(reward_of("math"), prompts, hacked=3) == []
 
 
 TEXTS = [
