@@ -169,8 +169,12 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
         with closing(parts.scorer):
             run = RunFolder.create(Path(folder) / "run", "", {})
             train(parts, run, [watch], StopSignal())
-    usual = statistics.median(row["time/total"] for row in watch.rows[warmup:])
-    return Run(rows=watch.rows[warmup:], startup=watch.marks[warmup - 1] - started - warmup * usual)
+    totals = [row["time/total"] for row in watch.rows]
+    usual = statistics.median(totals[warmup:])
+    # What passed before the first step, and what the warm-up steps took beyond a usual step.
+    startup = watch.marks[0] - started - totals[0]
+    startup += sum(max(0.0, total - usual) for total in totals[:warmup])
+    return Run(rows=watch.rows[warmup:], startup=startup)
 
 
 def step_covey(sizes: Sizes) -> dict[str, Any]:

@@ -174,9 +174,19 @@ def made_with(hash_seed: str, file: Path, *names: str) -> dict[str, list[Prompt]
     return made
 
 
-def test_a_hash_seed_makes_the_questions_of_every_process_the_same(tmp_path: Path) -> None:
-    first, again, other = (
-        made_with(seed, tmp_path / "prompts", *HASH_DEPENDENT_AND_QUICK) for seed in ("1", "1", "2")
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Prompt]]:
+    """Prompts that another process made."""
+    names = [*HASH_DEPENDENT_AND_QUICK, "knights_knaves", "chain_sum"]
+    return made_with("1", tmp_path_factory.mktemp("elsewhere") / "prompts", *names)
+
+
+def test_a_hash_seed_makes_the_questions_of_every_process_the_same(
+    tmp_path: Path, elsewhere: dict[str, list[Prompt]]
+) -> None:
+    first = {name: elsewhere[name] for name in HASH_DEPENDENT_AND_QUICK}
+    again, other = (
+        made_with(seed, tmp_path / "prompts", *HASH_DEPENDENT_AND_QUICK) for seed in ("1", "2")
     )
     assert first == again
     assert {name for name in first if first[name] != other[name]} == set(HASH_DEPENDENT_AND_QUICK)
@@ -205,14 +215,13 @@ def test_what_depends_on_the_hash_seed_is_refused_without_one(
 
 
 def test_scores_are_right_in_another_process_even_where_questions_are_not_repeatable(
-    tmp_path: Path,
+    elsewhere: dict[str, list[Prompt]],
 ) -> None:
-    names = [*HASH_DEPENDENT_AND_QUICK, "knights_knaves", "chain_sum"]
-    made = made_with("1", tmp_path / "prompts", *names)
-    for name, prompts in made.items():
+    assert {"knights_knaves", "chain_sum", *HASH_DEPENDENT_AND_QUICK} == set(elsewhere)
+    for name, prompts in elsewhere.items():
         assert [score_of(p.info, p.target) for p in prompts] == [1.0] * 4, name
     again = [p.text for p in gym("chain_sum", 4, 4).train()]
-    assert [p.text for p in made["chain_sum"]] == again
+    assert [p.text for p in elsewhere["chain_sum"]] == again
 
 
 def test_entries_travel_as_plain_data_where_they_can() -> None:
