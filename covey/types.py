@@ -1,4 +1,4 @@
-"""The types of the data in a run: Prompt, Rollout, Group and Batch.
+"""The types of the data in a run: Prompt, Episode, Rollout, Group, Batch and Totals.
 
     Prompt -> Rollout -> Group -> Batch
 

@@ -9,6 +9,8 @@ row. The results of copied queries are discarded, and their gradient is zero. Wi
 processes all rows of similar length. The cuDNN operator for rows of different lengths is not used,
 because in torch 2.11 it reads invalid addresses.
 
+The fastest kernel is chosen by measurement on the device: `chosen` and `measured`.
+
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
 
@@ -275,7 +277,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
     }
 )
 """Attention kernels by name. Flash attention supports all rows, and is deterministic if torch's
-deterministic algorithms are on. The version of flash attention is chosen in attention_choice.py."""
+deterministic algorithms are on. `flash_attention` chooses the version of flash attention."""
 
 
 # Choose the fastest kernel for attention over packed rows, by measurement on the device.

@@ -1,6 +1,6 @@
 """Linear layers of the fused forward pass: one matrix product for all fused parameters.
 
-The products of plain LoRA adapters are added to the fused product (fused_adapter.py). A layer with
+The products of plain LoRA adapters are added to the fused product (`LowRankProducts`). A layer with
 other operations, such as dropout, is not fused and runs its own forward pass.
 """
 

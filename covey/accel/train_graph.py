@@ -10,7 +10,7 @@ The first micro-batch of a bucket runs eagerly, so that a size that occurs only 
 capture. The second micro-batch of a bucket runs on the bucket's own buffers, so that all kernels
 are compiled. The passes of the third micro-batch of a bucket are captured as graphs. Later
 micro-batches of the captured size, or slightly smaller, replay the graph. Micro-batches of long
-rows run eagerly if that is faster (attention_choice.py). Without a CUDA device, passes run on the
+rows run eagerly if that is faster (attention_kernels.py). Without a CUDA device, passes run on the
 bucket's buffers and are not captured.
 
 All graphs share memory, mostly for activations. Therefore no other pass may run between a forward

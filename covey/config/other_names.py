@@ -1,4 +1,4 @@
-"""Names of Covey's settings in TRL and verl, for error messages and docs/settings.md.
+"""Names of settings in TRL, verl and Covey 0.1, for error messages and docs/settings.md.
 
 The names for verl are the names in its PPO trainer, without `actor_rollout_ref`.
 """

@@ -1,4 +1,4 @@
-"""Device names: auto, cpu, cuda, cuda:1."""
+"""Device names (auto, cpu, cuda, cuda:1), and deterministic algorithms on a device."""
 
 from __future__ import annotations
 

@@ -277,6 +277,6 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
     same = same and reread.eos_token_id == tokenizer.eos_token_id
     if not same or stops != model.generation_config.eos_token_id:
         raise ModelError(
-            f"model: {file} cannot be imported: its tokenizer gives other tokens after it is saved "
-            "and loaded again"
+            f"model: {file} cannot be imported: its tokenizer produces different tokens after it "
+            "is saved and loaded again"
         )

@@ -4,6 +4,8 @@
 
 A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking tokens by
 their covariance needs the log-probabilities of the whole step, which costs one more forward pass.
+Other rules mark tokens by how far the policy has moved from the sampler (`beyond_second_moment`,
+`balanced_bounds`).
 """
 
 from __future__ import annotations

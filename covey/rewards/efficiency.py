@@ -79,7 +79,7 @@ class Efficiency(Reward):
     also costs 0.1. Steps, edits and turns together cost at most 0.5. An edit is a call of one of
     the `edit_tools`.
 
-    The length costs 0.3 times the relative excess of words over `max_words`, at most 0.3.
+    A text of more than `max_words` words costs 0.3 * (words - max_words) / max_words, at most 0.3.
     Repetition costs 0.2 if more than 30 % of the text is repeated.
 
     Each part of the reward is 1 without a penalty, and 0 with the full penalty.

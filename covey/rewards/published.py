@@ -174,8 +174,8 @@ class GrpoZero(Reward):
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
     GRPO-Zero's README describes a fixed reward of 0.1 for the format. GRPO-Zero's code, like this
-    reward, gives partial credit. The published code uses `eval`, and its format allows further tags
-    inside the two parts.
+    reward, gives partial credit. The published code uses `eval`, and its format check allows
+    further tags inside the two parts.
 
     Known hacks that work: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless
     calls; answer before unclosed think; correct then wrong.

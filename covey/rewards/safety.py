@@ -190,7 +190,7 @@ _LOCAL_PART = re.compile(r"[A-Za-z0-9._%+-]+$")
 
 
 def _whole(match: re.Match[str]) -> str:
-    """Extend a match by the part of the address before the @, which the pattern omits for speed."""
+    """Extend a match by the part of the address before the @; for speed, the pattern omits it."""
     if match[0][0] != "@":
         return match[0]
     local = _LOCAL_PART.search(match.string[max(0, match.start() - 64) : match.start()])

@@ -1,4 +1,4 @@
-"""Single-turn episodes, and the choice between single-turn and multi-turn episodes.
+"""Episodes: single-turn completions, and multi-turn conversations with an environment.
 
 Rollouts contain exactly the tokens that the engine received and sampled. The text of a rollout is
 never tokenized again.

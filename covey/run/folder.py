@@ -135,7 +135,10 @@ class RunFolder:
         return renamed(rows, records.OLD_ITEM)
 
     def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the readable lines of steps.jsonl; rename the metrics of Covey 0.1."""
+        """Return the valid lines of steps.jsonl, with current metric names.
+
+        Runs of Covey 0.1 have other metric names; each is replaced by its current name.
+        """
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]

@@ -1,4 +1,8 @@
-"""Metrics of forward and backward passes, optimizer steps and supervised training."""
+"""Metrics of forward and backward passes, optimizer steps and supervised training.
+
+This file defines names and descriptions. `covey/objective/diagnostics.py` and
+`covey/training/step.py` compute the values.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ GRACE_SECONDS = 1.0
 """Extra seconds in which a worker process can cancel its concurrent jobs after the time limit."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""Seconds of work that a worker process gets at once: many quick jobs, or one slow job."""
+"""Target duration of a batch of jobs in a worker process: many quick jobs, or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 

@@ -8,7 +8,7 @@ With an adapter, the folder contains adapter_config.json and adapter_model.safet
 format) instead of the model's weights. If the weights of the reference follow the policy, the
 checkpoint also contains these weights. Rollouts that were generated ahead of training are saved in
 in_flight.jsonl. With sharded parameters, the folder `state` replaces optimizer.safetensors
-(sharded_state.py). Any number of ranks can load a checkpoint, sharded or not.
+(`save_state`). Any number of ranks can load a checkpoint, sharded or not.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     parameter             2         2      bfloat16, which the model computes with
     master                4         2      compact: the lower half; the parameter is the upper half
     sum of gradients      4         4      float32
-    moments               8         4      compact: bfloat16, rounded at random (compact_step.py)
+    moments               8         4      compact: bfloat16, rounded at random (`adamw`)
 
 Weights lose no precision, because the two 16-bit halves together are the exact float32 master.
 Float32 parameters stay in float32, and only their moments are compact. The shards of a sharded

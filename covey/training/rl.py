@@ -1,6 +1,7 @@
 """A step of reinforcement learning: collect groups, filter them, train on them, and log metrics.
 
-rollout/source.py collects the groups, and training/step.py trains on them.
+rollout/source.py collects the groups, and training/step.py trains on them. The log includes the
+utilisation of the GPU and the waiting times of overlap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The start of a run: rank 0 creates and locks the run folder."""
+"""The start of a run: rank 0 creates and locks the run folder, and records changed settings."""
 
 from __future__ import annotations
 

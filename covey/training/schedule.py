@@ -1,4 +1,6 @@
-"""The learning rate schedule: a pure function from the progress of a run to a rate.
+"""The learning rate schedule and the budget of a run.
+
+The learning rate is a pure function of the progress of a run.
 
 The learning rate of optimizer step v is given by the following formulas:
 

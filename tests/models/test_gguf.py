@@ -208,7 +208,7 @@ def test_an_import_that_changes_the_model_is_refused(
     monkeypatch.setenv("COVEY_CACHE", str(cache.parent))
     # transformers would load this one's tokenizer as Qwen's, which splits differently.
     file = write_gguf(tmp_path / "odd.gguf", tiny("qwen2"))
-    with pytest.raises(ModelError, match="its tokenizer gives other tokens"):
+    with pytest.raises(ModelError, match="its tokenizer produces different tokens"):
         import_gguf(file)
     assert not [p for p in cache.iterdir() if p.is_dir()]
 

@@ -158,7 +158,7 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return the SHA-256 of a checkpoint's weights, with their names, dtypes and shapes.
+    """Return one SHA-256 over names, dtypes, shapes and values of a checkpoint's weights.
 
     The digest covers the files of a model or of an adapter. The digest does not depend on how
     tensors are distributed over files, or on the files' metadata.

@@ -29,7 +29,7 @@ CAPACITY_STEP = 32
 SPARE_BYTES = 64 * 2**20
 """Maximum size in bytes of a KV cache that is kept between steps (native/backend.py)."""
 PAGE, LEAST_PAGE = 128, 16
-"""Largest and smallest size of a page of the completion cache, in tokens (native/pages.py)."""
+"""Largest and smallest page of the completion cache (native/shared_prompt_cache.py), in tokens."""
 PROMPT_STEP = 128
 """Cached prompts are padded to a multiple of PROMPT_STEP tokens (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

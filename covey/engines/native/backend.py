@@ -1,7 +1,8 @@
 """Decode backends: the eager backend, and the choice of the fastest backend for a model.
 
 The eager backend runs one decode step per call from Python. The backend in decode_graph.py replays
-several steps per call as a CUDA graph.
+several steps per call as a CUDA graph. Before the engine uses a decoder, a parity check compares
+the decoder with the model (`checked_decoder`).
 """
 
 from __future__ import annotations

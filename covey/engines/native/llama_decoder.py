@@ -4,7 +4,7 @@ For any model, a decode step can run the model's forward pass in transformers
 (transformers_decoder.py). Most models have Llama's architecture. For Llama-like models, this module
 does the same arithmetic as transformers with less Python code. With one token per slot,
 transformers' Python code takes longer than the arithmetic. When the engine is built, the parity
-check in decoder_parity.py compares the decoder with the model.
+check in backend.py compares the decoder with the model.
 
 In tensor shapes, W stands for occupied slots, H for heads, K for key-value heads, L for positions
 and D for the head size.

@@ -1,4 +1,4 @@
-"""Completions in progress: tokens, log-probabilities and random numbers of every slot."""
+"""Completions in progress: the state of every slot, and the transcript of sampled tokens."""
 
 from __future__ import annotations
 

@@ -218,9 +218,8 @@ class _Work:
     def run(self, connection: Connection) -> None:
         """Let the process generate the completions of all requests.
 
-        After a restart, the completions of requests that were already complete are generated again
-        too. The last bits of log-probabilities may depend on which completions are generated at the
-        same time.
+        After a restart, requests that had already finished are also generated again. The last bits
+        of log-probabilities may depend on which completions are generated at the same time.
         """
         self.progress = False
         if not self.taken:

@@ -22,7 +22,7 @@ MAX_NUMBER = 5000
 """Maximum number of digits of a power such as 3^1000. Sympy factors a power under a root, which can
 take very long."""
 MAX_DEGREE = 100
-"""Maximum degree of a polynomial in a division, because the division takes quadratic time."""
+"""Maximum degree of a polynomial in a division. A division takes quadratic time."""
 
 _DIVISION = re.compile(r"frac|/|\\div")
 _UNBOUNDED = re.compile(

@@ -1,4 +1,4 @@
-"""The interface through which the rest of covey uses the ranks of a run.
+"""The ranks of a run: the interface `World` for one rank, and `Ranks` for several.
 
 Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
 the passes through the model are divided among ranks. Ranks communicate only to gather rollouts and
